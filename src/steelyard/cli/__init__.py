@@ -1,0 +1,1 @@
+"""One file per command: read, call one function, print."""

@@ -1,0 +1,99 @@
+r"""The search problem as numbers: what each layer costs under each strategy, for one pipeline setting.
+
+With $l = 1..L$ layers of kinds $k_l$, strategies $s_l$, stages $i = 1..P$ of consecutive layers and $m$ microbatches,
+the step time that the search minimises and the memory that it bounds are
+
+$$T = \sum_i t_i + (m-1)\,\max_i t_i, \qquad t_i = c_i + \sum_{l \in i} \big(t(k_l, s_l) + r(k_l, s_{l-1}, s_l)\big)$$
+
+$$M_i = o + \sum_{l \in i} \big(a(k_l, s_l) + n_i\, b(k_l, s_l)\big) + \max_{l \in i} u(k_l, s_l) \le M$$
+
+The first layer of the model has no $r$; the first layer of a later stage pays $r$ from the last layer of the stage
+before it, since the receiver redistributes.
+
+| symbol | field                | unit  | meaning                                                                   |
+|--------|----------------------|-------|---------------------------------------------------------------------------|
+| $t$    | `time_s`             | s     | forward + backward of one microbatch, plus 1/m of what is done once a step |
+| $r$    | `switch_s`           | s     | redistribution of one microbatch's activation and its gradient            |
+| $c_i$  | `transfer_s`         | s     | send and receive between two stages, 0 for the first stage                |
+| $a$    | `static_bytes`       | bytes | parameters, gradients, optimizer states                                   |
+| $b$    | `activation_bytes`   | bytes | saved for backward, per microbatch in flight                              |
+| $u$    | `transient_bytes`    | bytes | largest short-lived memory while the layer runs                           |
+| $n_i$  | `in_flight(i)`       | –     | microbatches alive on stage i: min(m, P − i) for 1F1B, m for GPipe        |
+| $o$    | `overhead_bytes`     | bytes | per device, whatever the layers: context, buffers                         |
+
+Source: Miao et al. 2022, Eq. 1; Wang et al. 2023 (Galvatron-BMW, arXiv 2307.02031), Eqs. 3–8.
+Not modelled: overlap of a switch with compute; stages of different device counts.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.errors import InvalidProblemError
+from steelyard.plan.strategy import Strategy
+
+Schedule = Literal["gpipe", "1f1b"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CostTables:
+    """Costs of one pipeline setting; arrays are over K layer kinds and S strategies, see the module for the symbols."""
+
+    num_stages: int
+    num_microbatches: int
+    schedule: Schedule
+    kinds: tuple[str, ...]
+    layers: tuple[int, ...]
+    """For each of the L layers in order, the index of its kind."""
+    strategies: tuple[Strategy, ...]
+    legal: NDArray[np.bool_]
+    """[K, S] whether the strategy may be used for the kind; the other tables are ignored where not."""
+    time_s: NDArray[np.float64]
+    """[K, S]"""
+    static_bytes: NDArray[np.int64]
+    """[K, S]"""
+    activation_bytes: NDArray[np.int64]
+    """[K, S]"""
+    transient_bytes: NDArray[np.int64]
+    """[K, S]"""
+    switch_s: NDArray[np.float64]
+    """[K, S, S]: kind of the receiving layer, strategy of the layer before, strategy of the receiving layer."""
+    transfer_s: float
+    overhead_bytes: int
+
+    def __post_init__(self) -> None:
+        num_kinds, num_strategies = len(self.kinds), len(self.strategies)
+        pairs = (num_kinds, num_strategies)
+        for name, shape in (
+            ("legal", pairs),
+            ("time_s", pairs),
+            ("static_bytes", pairs),
+            ("activation_bytes", pairs),
+            ("transient_bytes", pairs),
+            ("switch_s", (num_kinds, num_strategies, num_strategies)),
+        ):
+            table = getattr(self, name)
+            if table.shape != shape:
+                raise InvalidProblemError(field=name, found=f"shape {table.shape}", expected=f"shape {shape}")
+            if not np.all(np.isfinite(table)) or np.any(table < 0):
+                raise InvalidProblemError(
+                    field=name, found="a negative or non-finite entry", expected="finite numbers of zero or more"
+                )
+        if not self.layers or not all(0 <= kind < num_kinds for kind in self.layers):
+            raise InvalidProblemError(
+                field="layers", found=str(self.layers[:8]), expected=f"one or more indices below {num_kinds}"
+            )
+        if self.num_stages < 1 or self.num_microbatches < 1:
+            raise InvalidProblemError(
+                field="num_stages, num_microbatches",
+                found=f"{self.num_stages}, {self.num_microbatches}",
+                expected="1 or more of each",
+            )
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches whose activations are alive at once on ``stage``, counted from 0."""
+        if self.schedule == "gpipe":
+            return self.num_microbatches
+        return min(self.num_microbatches, self.num_stages - stage)

@@ -1,0 +1,60 @@
+"""The errors that a user can meet: each names what was found, what was expected and what to do next.
+
+Every class here is a mistake in what was supplied, so the command line prints it without a traceback and exits with
+code 2. Results that are not mistakes ("nothing fits", "time ran out") are values with a status, never exceptions.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something that the user supplied cannot be used. ``field`` says where, in the words of the file or command."""
+
+    exit_code = 2
+
+    def __init__(self, *, field: str, found: str, expected: str, hint: str = "") -> None:
+        self.field = field
+        self.found = found
+        self.expected = expected
+        self.hint = hint
+        super().__init__(self.__str__())
+
+    def __str__(self) -> str:
+        lines = [f"{self.field}: found {self.found}", f"  expected: {self.expected}"]
+        if self.hint:
+            lines.append(f"  to fix: {self.hint}")
+        return "\n".join(lines)
+
+
+class InvalidModelError(UserError):
+    """A model name or a ``config.json`` that cannot be read as a chain of known layers."""
+
+
+class InvalidClusterError(UserError):
+    """A cluster, device or link that is not known or not consistent."""
+
+
+class InvalidProfileError(UserError):
+    """A profile file that cannot be read, or that does not hold what a prediction needs."""
+
+
+class InvalidPlanError(UserError):
+    """A plan file that cannot be read, contradicts itself, or does not belong to this model or world size."""
+
+
+class InvalidProblemError(UserError):
+    """A table of costs that cannot be searched (negative, not a number, missing or ragged)."""
+
+
+class InvalidDataError(UserError):
+    """Training data that is missing, empty or too short."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint that lists the known names closest to a misspelt one, or all of them when none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(close) + "?"
+    return "known: " + ", ".join(names)

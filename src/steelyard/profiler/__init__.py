@@ -1,0 +1,1 @@
+"""Measures compute and collectives on real devices and writes profiles."""

@@ -1,0 +1,1 @@
+"""Tables and explanations of a plan."""

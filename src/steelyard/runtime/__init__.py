@@ -1,0 +1,1 @@
+"""Carries a plan out: mesh, sharding, pipeline and data, on stock PyTorch."""

@@ -1,0 +1,1 @@
+"""Finds plans: strategy space (decision tree), frontiers, per-layer dynamic program, partition."""

@@ -1,0 +1,1 @@
+"""Counts a real layer on fake tensors and writes profiles."""

@@ -1,0 +1,77 @@
+"""Constants and printing for the units used throughout: bytes, seconds and FLOP.
+
+Binary prefixes (KiB, MiB, GiB) are powers of 1024 and are used for memory; decimal prefixes (GB) are powers of 1000
+and are used for bandwidth and for memory that a user writes that way.
+"""
+
+import re
+
+from steelyard.errors import UserError
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+KB = 10**3
+MB = 10**6
+GB = 10**9
+TERA = 10**12
+
+_SUFFIX_BYTES = {
+    "b": 1,
+    "kb": KB,
+    "mb": MB,
+    "gb": GB,
+    "tb": TERA,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1024**4,
+}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in a quantity such as ``20GiB``, ``512 MB`` or ``1073741824``; raises `UserError` for anything else."""
+    match = _QUANTITY.fullmatch(text)
+    suffix = match.group(2).lower() or "b" if match else ""
+    if match is None or suffix not in _SUFFIX_BYTES:
+        raise UserError(
+            field="memory",
+            found=repr(text),
+            expected="a number with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
+            hint="write for example --memory 20GiB",
+        )
+    return int(float(match.group(1)) * _SUFFIX_BYTES[suffix])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A byte count with a binary prefix and three significant digits, ``1.46 GiB``."""
+    value = float(num_bytes)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if suffix == "B" else f"{_three_digits(value)} {suffix}"
+        value /= 1024
+    return f"{_three_digits(value)} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration with a fitting unit and three significant digits, ``12.3 ms``."""
+    for factor, suffix in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= factor:
+            return f"{_three_digits(seconds / factor)} {suffix}"
+    return "0 s" if seconds == 0 else f"{seconds:.3g} s"
+
+
+def format_count(count: float) -> str:
+    """A large count with a decimal prefix, ``8.03 B`` for 8 030 000 000."""
+    value = float(count)
+    for suffix in ("", " K", " M", " B"):
+        if abs(value) < 1000:
+            return f"{_three_digits(value)}{suffix}" if suffix else f"{value:.0f}"
+        value /= 1000
+    return f"{_three_digits(value)} T"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{decimals}f}"
