@@ -1,0 +1,94 @@
+"""The catalogue of devices and links that ships with the package, every row with its source.
+
+The numbers stand in ``devices.yaml`` and ``links.yaml`` beside this file, which also say what they mean. A name that is
+not there is an error that lists the nearest ones, never a default.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
+from typing import TypeVar
+
+from steelyard.errors import InvalidClusterError, nearest
+from steelyard.hardware.files import DeviceCatalogue, DeviceRow, LinkCatalogue, LinkRow, read_yaml
+from steelyard.hardware.values import Device, Link
+
+RowT = TypeVar("RowT", bound=DeviceRow | LinkRow)
+
+
+def devices() -> tuple[Device, ...]:
+    """Every device of the catalogue, in the order of its file."""
+    return tuple(row.to_device() for row in _device_catalogue().devices)
+
+
+def links() -> tuple[Link, ...]:
+    """Every link of the catalogue, in the order of its file."""
+    return tuple(row.to_link() for row in _link_catalogue().links)
+
+
+def find_device(name: str) -> Device:
+    """The catalogue device of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
+    return _device_row(name).to_device()
+
+
+def find_link(name: str) -> Link:
+    """The catalogue link of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
+    return _look_up(name, _rows_by_name(_link_catalogue().links, where="links.yaml"), field="link").to_link()
+
+
+def default_links(device_name: str, *, num_devices: int) -> tuple[Link, Link]:
+    """The links a catalogue device comes with, inside a node and between nodes, on ``num_devices`` in all.
+
+    Between nodes it is the network of that generation's reference system, or the switch itself while all devices hang
+    on one (``switched_devices``). Raises `InvalidClusterError` for an unknown device.
+    """
+    row = _device_row(device_name)
+    intra_link = find_link(row.intra_link)
+    if row.switched_devices is not None and num_devices <= row.switched_devices:
+        return intra_link, intra_link
+    return intra_link, find_link(row.inter_link).shared(num_ports=1, num_devices=row.devices_per_port)
+
+
+def _device_row(name: str) -> DeviceRow:
+    return _look_up(name, _rows_by_name(_device_catalogue().devices, where="devices.yaml"), field="device")
+
+
+def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
+    key = name.strip().lower()
+    if key not in rows:
+        raise InvalidClusterError(
+            field=field,
+            found=repr(name),
+            expected=f"a {field} of the catalogue, or one described in full in a cluster file",
+            hint=_nearest_names(key, {row.name for row in rows.values()}),
+        )
+    return rows[key]
+
+
+def _nearest_names(key: str, names: set[str]) -> str:
+    variants = sorted(name for name in names if key and name.startswith(key))
+    return f"did you mean {' or '.join(variants)}?" if variants else nearest(key, names)
+
+
+def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:
+    by_name: dict[str, RowT] = {}
+    for row in rows:
+        for name in (row.name, *row.aliases):
+            if name.lower() in by_name:
+                raise InvalidClusterError(field=where, found=f"{name!r} twice", expected="each name and alias once")
+            by_name[name.lower()] = row
+    return by_name
+
+
+@cache
+def _device_catalogue() -> DeviceCatalogue:
+    return read_yaml(_package_text("devices.yaml"), DeviceCatalogue, where="devices.yaml")
+
+
+@cache
+def _link_catalogue() -> LinkCatalogue:
+    return read_yaml(_package_text("links.yaml"), LinkCatalogue, where="links.yaml")
+
+
+def _package_text(name: str) -> str:
+    return resources.files("steelyard.hardware").joinpath(name).read_text(encoding="utf-8")

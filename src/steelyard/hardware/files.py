@@ -1,0 +1,227 @@
+"""The files of this package: rows of the catalogue and a user's cluster file, checked while they are read.
+
+File keys carry their unit (``bandwidth_GBps``, ``latency_us``, ``memory_GiB``, ``peak_TFLOPs``) and are converted
+here, once, to bytes, seconds and FLOP. GB is 10^9 bytes, GiB is 2^30 bytes, a TFLOP is 10^12 FLOP.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    StrictInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from steelyard.errors import InvalidClusterError, nearest
+from steelyard.hardware.values import Device, Link
+from steelyard.units import GB, GIB, TERA
+
+Positive = Annotated[FiniteFloat, Field(gt=0)]
+Count = Annotated[StrictInt, Field(gt=0)]
+DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
+FileModelT = TypeVar("FileModelT", bound="FileModel")
+_MICRO = 1e-6
+_TAGS = ("by name", "by ports", "in full")
+
+
+def _way_of_writing(entry: Any) -> str:
+    if isinstance(entry, str):
+        return "by name"
+    shared = "ports_per_node" in entry if isinstance(entry, dict) else isinstance(entry, SharedLink)
+    return "by ports" if shared else "in full"
+
+
+class FileModel(BaseModel):
+    """Frozen, and an unknown key is an error that names the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        unknown = [key for key in data if key not in cls.model_fields] if isinstance(data, dict) else []
+        if unknown:
+            raise InvalidClusterError(
+                field=str(unknown[0]),
+                found="an unknown key",
+                expected="one of " + ", ".join(cls.model_fields),
+                hint=nearest(str(unknown[0]), cls.model_fields),
+            )
+        return data
+
+
+class LinkSpec(FileModel):
+    """A link described in full: peak GB/s per device and direction, latency in microseconds."""
+
+    name: str
+    bandwidth_GBps: Positive  # noqa: N815
+    latency_us: Annotated[FiniteFloat, Field(ge=0)]
+    source: str = "cluster file"
+    notes: str = ""
+    needs_profile: bool = False
+
+    def to_link(self) -> Link:
+        """The link in bytes/s and seconds."""
+        return Link(
+            name=self.name,
+            bytes_per_s=self.bandwidth_GBps * GB,
+            latency_s=self.latency_us * _MICRO,
+            source=self.source,
+            notes=self.notes,
+            needs_profile=self.needs_profile,
+        )
+
+
+class LinkRow(LinkSpec):
+    """A link of the catalogue, with the other names it goes by."""
+
+    source: str
+    aliases: tuple[str, ...] = ()
+
+
+class DeviceSpec(FileModel):
+    """A device described in full; without peaks it is one that only a profile can describe."""
+
+    name: str
+    memory_GiB: Positive | None = None  # noqa: N815
+    memory_GB: Positive | None = None  # noqa: N815
+    memory_bandwidth_GBps: Positive | None = None  # noqa: N815
+    peak_TFLOPs: dict[DtypeName, Positive] = {}  # noqa: N815
+    source: str = "cluster file"
+    notes: str = ""
+
+    @model_validator(mode="after")
+    def _one_memory(self) -> "DeviceSpec":
+        if self.memory_GiB is not None and self.memory_GB is not None:
+            raise ValueError("give memory_GiB or memory_GB, not both")
+        if bool(self.peak_TFLOPs) != (self.memory_bandwidth_GBps is not None):
+            raise ValueError("give peak_TFLOPs and memory_bandwidth_GBps together, or neither and use a profile")
+        return self
+
+    def to_device(self) -> Device:
+        """The device in bytes, bytes/s and FLOP/s."""
+        return Device(
+            name=self.name,
+            memory_bytes=self._memory_bytes(),
+            peak_flop_per_s={dtype: rate * TERA for dtype, rate in self.peak_TFLOPs.items()},
+            memory_bytes_per_s=None if self.memory_bandwidth_GBps is None else self.memory_bandwidth_GBps * GB,
+            source=self.source,
+            notes=self.notes,
+        )
+
+    def _memory_bytes(self) -> int | None:
+        if self.memory_GiB is not None:
+            return round(self.memory_GiB * GIB)
+        return None if self.memory_GB is None else round(self.memory_GB * GB)
+
+
+class DeviceRow(DeviceSpec):
+    """A device of the catalogue with the links it comes with.
+
+    ``devices_per_port``: how many devices share one network port. ``switched_devices``: how many devices one switch
+    joins at the speed of ``intra_link``, across node borders.
+    """
+
+    source: str
+    intra_link: str
+    inter_link: str
+    devices_per_port: Count = 1
+    switched_devices: Count | None = None
+    aliases: tuple[str, ...] = ()
+
+
+class SharedLink(FileModel):
+    """A catalogue link of which a node has ``ports_per_node``, shared evenly by its devices."""
+
+    name: str
+    ports_per_node: Count
+
+
+DeviceEntry = Annotated[
+    Annotated[str, Tag("by name")] | Annotated[DeviceSpec, Tag("in full")], Discriminator(_way_of_writing)
+]
+LinkEntry = Annotated[
+    Annotated[str, Tag("by name")] | Annotated[SharedLink, Tag("by ports")] | Annotated[LinkSpec, Tag("in full")],
+    Discriminator(_way_of_writing),
+]
+
+
+class ClusterFile(FileModel):
+    """A cluster as a user writes it; a link left out is the one that the catalogue gives the device.
+
+    .. code-block:: yaml
+
+        version: 1
+        name: lab
+        num_nodes: 4
+        devices_per_node: 8
+        device: a100-80gb               # or name, memory_GiB, peak_TFLOPs, memory_bandwidth_GBps
+        intra_link: nvlink-3            # or name, bandwidth_GBps, latency_us
+        inter_link: {name: ethernet-100, ports_per_node: 4}
+    """
+
+    version: Literal[1]
+    name: str | None = None
+    num_nodes: Count
+    devices_per_node: Count
+    device: DeviceEntry
+    intra_link: LinkEntry | None = None
+    inter_link: LinkEntry | None = None
+
+
+class DeviceCatalogue(FileModel):
+    """The file ``devices.yaml``."""
+
+    version: Literal[1]
+    devices: tuple[DeviceRow, ...]
+
+
+class LinkCatalogue(FileModel):
+    """The file ``links.yaml``."""
+
+    version: Literal[1]
+    links: tuple[LinkRow, ...]
+
+
+def read_yaml(text: str, model: type[FileModelT], *, where: str) -> FileModelT:
+    """The checked contents of a YAML text; raises `InvalidClusterError` naming the key that is wrong."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidClusterError(field=where, found=f"no valid YAML: {error}", expected="a YAML mapping") from error
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _first_mistake(error, model, where=where) from error
+
+
+def _first_mistake(error: ValidationError, model: type[FileModel], *, where: str) -> InvalidClusterError:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part not in _TAGS]
+    return InvalidClusterError(
+        field=".".join([where, *path]),
+        found="nothing" if first["type"] == "missing" else repr(first["input"]),
+        expected=first["msg"].removeprefix("Value error, "),
+        hint="" if len(path) > 1 else "the keys are " + ", ".join(model.model_fields),
+    )
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that the user named; raises `InvalidClusterError` when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidClusterError(
+            field="cluster",
+            found=f"{path}: {error}",
+            expected="a readable YAML file, or NODESxDEVICESxDEVICE",
+            hint="check the path, or write for example 1x8xa100-80gb",
+        ) from error

@@ -1,0 +1,190 @@
+r"""Devices, links and clusters as values: rates in FLOP/s and bytes/s, memory in bytes, latency in seconds.
+
+Ranks are node-major: with $D$ devices per node, rank $r$ is device $r \bmod D$ of node $\lfloor r / D \rfloor$.
+
+Not modelled: more than two levels of links, different devices in one cluster, and switches that are oversubscribed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from steelyard.errors import InvalidClusterError
+from steelyard.units import format_bytes
+
+_PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pass --profile profile.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator (or one CPU process) as the framework sees it.
+
+    ``memory_bytes``: what torch reports as the device's total, which is below the data sheet; None when unknown.
+    ``peak_flop_per_s``: dense matmul peak per dtype name (``bf16``, ``fp16``, ``fp32``; also ``tf32`` and ``fp8`` where
+    the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be switched on.
+    Empty for a device that only a profile can describe. ``memory_bytes_per_s``: peak of the device memory, or None.
+    ``source``: address of the data sheet. Raises `InvalidClusterError` for numbers that are not positive and finite.
+    """
+
+    name: str
+    memory_bytes: int | None
+    peak_flop_per_s: Mapping[str, float] = field(hash=False)
+    memory_bytes_per_s: float | None
+    source: str
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peak_flop_per_s", dict(self.peak_flop_per_s))
+        for dtype, rate in self.peak_flop_per_s.items():
+            _require_positive(f"device {self.name!r}: peak_flop_per_s[{dtype!r}]", rate)
+        if self.memory_bytes is not None:
+            _require_positive(f"device {self.name!r}: memory_bytes", self.memory_bytes)
+        if self.memory_bytes_per_s is not None:
+            _require_positive(f"device {self.name!r}: memory_bytes_per_s", self.memory_bytes_per_s)
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether no rates are known, so that only a profile can tell how fast the device is."""
+        return not self.peak_flop_per_s
+
+    def peak(self, dtype: str) -> float:
+        """Dense matmul peak for a dtype name, in FLOP/s; raises `InvalidClusterError` when it is not known."""
+        if dtype in self.peak_flop_per_s:
+            return self.peak_flop_per_s[dtype]
+        if self.needs_profile:
+            raise InvalidClusterError(
+                field="device",
+                found=f"{self.name!r}, whose speed is not in the catalogue",
+                expected="a device with a known peak, or a profile measured on it",
+                hint=_PROFILE_HINT,
+            )
+        raise InvalidClusterError(
+            field="dtype",
+            found=f"{dtype!r} on device {self.name!r}, which has no matrix units for it or no known rate",
+            expected="one of " + ", ".join(sorted(self.peak_flop_per_s)),
+            hint=f"choose one of these as the precision, or measure {dtype} with `steelyard profile`",
+        )
+
+    def known_memory_bytes(self) -> int:
+        """Usable memory in bytes; raises `InvalidClusterError` when neither catalogue nor cluster file states it."""
+        if self.memory_bytes is None:
+            raise InvalidClusterError(
+                field="memory",
+                found=f"device {self.name!r}, whose memory is not stated",
+                expected="the bytes that one device (for cpu: one process) may use",
+                hint="pass for example --memory 4GiB, or write memory_GiB in the cluster file",
+            )
+        return self.memory_bytes
+
+    def known_memory_bytes_per_s(self) -> float:
+        """Peak rate of the device memory, in bytes/s; raises `InvalidClusterError` when it is not known."""
+        if self.memory_bytes_per_s is None:
+            raise InvalidClusterError(
+                field="device",
+                found=f"{self.name!r}, whose memory bandwidth is not stated",
+                expected="a device with a known memory bandwidth, or a profile measured on it",
+                hint=_PROFILE_HINT,
+            )
+        return self.memory_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between devices.
+
+    ``bytes_per_s``: peak per device and per direction (a data sheet's "900 GB/s bidirectional" is 450e9 here).
+    ``latency_s``: time of one step of a ring collective that carries no bytes. ``needs_profile``: both numbers are
+    nominal and only a profile can tell (processes of one host). Raises `InvalidClusterError` for a rate that is not
+    positive or a latency that is negative.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+    notes: str = ""
+    needs_profile: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive(f"link {self.name!r}: bytes_per_s", self.bytes_per_s)
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise InvalidClusterError(
+                field=f"link {self.name!r}: latency_s", found=str(self.latency_s), expected="seconds, zero or more"
+            )
+
+    def shared(self, *, num_ports: int, num_devices: int) -> "Link":
+        """This link as one device sees it when the ``num_devices`` of a node share ``num_ports`` such ports."""
+        _require_positive("num_ports", num_ports)
+        _require_positive("num_devices", num_devices)
+        if num_ports == num_devices:
+            return self
+        name = f"{self.name} ({num_ports} for {num_devices} devices)"
+        return replace(self, name=name, bytes_per_s=self.bytes_per_s * num_ports / num_devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal devices: ``intra_link`` joins the devices of a node, ``inter_link`` the nodes.
+
+    ``inter_link`` may be None on one node only. Ranks are node-major. Raises `InvalidClusterError` for counts below
+    one or a missing inter-node link.
+    """
+
+    name: str
+    num_nodes: int
+    devices_per_node: int
+    device: Device
+    intra_link: Link
+    inter_link: Link | None
+
+    def __post_init__(self) -> None:
+        for name, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
+            _require_positive(name, count)
+        if self.num_nodes > 1 and self.inter_link is None:
+            raise InvalidClusterError(
+                field="inter_link",
+                found=f"none for {self.num_nodes} nodes",
+                expected="the link between the nodes",
+                hint="name one in the cluster file, for example inter_link: infiniband-hdr",
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all nodes together, which is the number of ranks."""
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node that a rank runs on; raises `InvalidClusterError` for a rank that the cluster does not have."""
+        if not 0 <= rank < self.num_devices:
+            raise InvalidClusterError(
+                field="rank",
+                found=str(rank),
+                expected=f"0 to {self.num_devices - 1} on cluster {self.name!r}",
+                hint="use a larger cluster or fewer ranks",
+            )
+        return rank // self.devices_per_node
+
+    def spans_nodes(self, ranks: Sequence[int]) -> bool:
+        """Whether a group of ranks lies on more than one node."""
+        return len({self.node_of(rank) for rank in ranks}) > 1
+
+    def slowest_link(self, ranks: Sequence[int]) -> Link:
+        """The link that bounds a collective over ``ranks``: the inter-node one when they span nodes, else the other."""
+        if not self.spans_nodes(ranks):
+            return self.intra_link
+        assert self.inter_link is not None, "checked when the cluster was made"
+        return self.inter_link
+
+    def with_memory(self, memory_bytes: int) -> "Cluster":
+        """The same cluster where each device offers ``memory_bytes``: what ``--memory`` asks for."""
+        return replace(self, device=replace(self.device, memory_bytes=memory_bytes))
+
+    def __str__(self) -> str:
+        memory = "memory not stated" if self.device.memory_bytes is None else format_bytes(self.device.memory_bytes)
+        links = self.intra_link.name if self.inter_link is None else f"{self.intra_link.name}, {self.inter_link.name}"
+        return f"{self.num_nodes} × {self.devices_per_node} × {self.device.name} ({memory}; {links})"
+
+
+def _require_positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise InvalidClusterError(field=name, found=str(value), expected="a finite number above zero")

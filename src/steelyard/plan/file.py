@@ -1,0 +1,135 @@
+"""Reads and writes versioned files: a mistake becomes one error that names the key, what was found and expected."""
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from steelyard.errors import InvalidPlanError, UserError, nearest
+from steelyard.plan.plan import Plan
+
+FileModel = TypeVar("FileModel", bound=BaseModel)
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file; raises `InvalidPlanError` for a file that is missing, truncated, or not a valid plan."""
+    return parse_file(Path(path), Plan, InvalidPlanError, what="plan")
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Writes a plan as JSON that `read_plan` reads back to an equal plan."""
+    Path(path).write_text(dump_json(plan) + "\n")
+
+
+def dump_json(value: BaseModel) -> str:
+    """The value as indented JSON with short lists on one line, keys in the order of the model."""
+    return _dump(value.model_dump(mode="json", exclude_none=True), indent=0)
+
+
+def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
+    """The value of type ``model`` in the JSON file at ``path``; every failure is an ``error_type``."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise error_type(
+            field=what, found=f"no file {path}", expected=f"the path of a {what} file", hint="check the path"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise error_type(
+            field=what,
+            found=f"{path}: {error}",
+            expected=f"a complete JSON file written by steelyard {what}",
+            hint="the file is damaged or not JSON; write it again",
+        ) from error
+    return parse_value(content, model, error_type, what=what)
+
+
+def parse_value(content: Any, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
+    """The value of type ``model`` that JSON-like ``content`` describes; every failure is an ``error_type``."""
+    version = content.get("version") if isinstance(content, dict) else None
+    supported = model.model_fields["version"].default if "version" in model.model_fields else None
+    if version is not None and supported is not None and version != supported:
+        raise error_type(
+            field="version",
+            found=repr(version),
+            expected=f"{supported}, the {what} version that this steelyard reads",
+            hint="write the file again with this steelyard",
+        )
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise _first_error(error, content, model, error_type) from error
+
+
+def _first_error(
+    error: ValidationError, content: Any, model: type[BaseModel], error_type: type[UserError]
+) -> UserError:
+    detail = error.errors()[0]
+    location = detail["loc"]
+    field = _dotted(location) or "file"
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(model, location[:-1])
+        return error_type(
+            field=field,
+            found=f"the unknown key {location[-1]!r}",
+            expected="one of " + ", ".join(known),
+            hint=nearest(str(location[-1]), known),
+        )
+    if detail["type"] == "missing":
+        return error_type(field=field, found="nothing", expected="a value: this key is required", hint="add the key")
+    return error_type(field=field, found=repr(detail["input"])[:120], expected=detail["msg"], hint="correct the value")
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Keys that the part of the file at ``location`` may have."""
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields[part]
+        current = next(
+            (kind for kind in _model_types(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)),
+            None,
+        )
+        if current is None:
+            return []
+    return list(current.model_fields)
+
+
+def _model_types(annotation: Any) -> list[Any]:
+    arguments = getattr(annotation, "__args__", ())
+    found = [annotation]
+    for argument in arguments:
+        found.extend(_model_types(argument))
+    return found
+
+
+_LINE_WIDTH = 110
+
+
+def _dump(value: Any, *, indent: int) -> str:
+    flat = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or (len(flat) + indent <= _LINE_WIDTH and not _has_nested(value)):
+        return flat
+    pad = " " * (indent + 2)
+    if isinstance(value, dict):
+        rows = [
+            f"{pad}{json.dumps(key, ensure_ascii=False)}: {_dump(item, indent=indent + 2)}"
+            for key, item in value.items()
+        ]
+        return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+    rows = [pad + _dump(item, indent=indent + 2) for item in value]
+    return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
+
+
+def _has_nested(value: dict[str, Any] | list[Any]) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return any(isinstance(item, dict) for item in items) or (isinstance(value, dict) and len(value) > 8)

@@ -1,0 +1,28 @@
+"""What a strategy may not do to a layer: the rules that plans are checked by and that the search obeys.
+
+One rule, one reason in words; the same function serves a plan that a user wrote and every candidate of a search.
+"""
+
+from steelyard.model.chain import LayerKind
+from steelyard.plan.strategy import Strategy
+
+
+def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: int, seq_len: int) -> str | None:
+    """Why ``strategy`` cannot run a layer of this ``kind``, or None where it can.
+
+    ``microbatch_samples`` counts the samples of a microbatch over all ranks of the stage. Nothing is ever rounded:
+    a degree that does not divide is illegal.
+    """
+    if microbatch_samples % strategy.data_degree:
+        return (
+            f"data degree {strategy.data_degree} ({strategy.parallel}) does not divide "
+            f"the {microbatch_samples} samples of a microbatch"
+        )
+    for name, size in kind.tp_divides:
+        if size % strategy.tp:
+            return f"tp {strategy.tp} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
+    if strategy.sp and seq_len % strategy.tp:
+        return f"sp over {strategy.tp} ranks does not divide the sequence length {seq_len}"
+    if not strategy.is_aligned:
+        return f"the levels of {strategy.parallel} are not runs of the stage mesh"
+    return None

@@ -1,0 +1,279 @@
+"""The plan: one versioned JSON file that says how a model is trained, and what that is predicted to cost.
+
+A plan is the only thing that travels from the planner to the runtime. It checks itself when it is read; a plan that
+exists can be run by as many processes as it has ranks. ``prediction`` is absent in a plan written by hand.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from steelyard.errors import InvalidPlanError
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config, config_hash, load_model
+from steelyard.plan.legality import illegal_reason
+from steelyard.plan.strategy import Remat, Strategy, parse_parallel
+
+Precision = Literal["fp32", "bf16"]
+Schedule = Literal["gpipe", "1f1b"]
+
+
+class PlanPart(BaseModel):
+    """Common to all parts of a plan file: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PlanModel(PlanPart):
+    """The model: a packaged name, or any name with its Hugging Face config."""
+
+    name: str
+    config: dict[str, Any] | None = None
+    config_hash: str | None = None
+
+    @model_validator(mode="after")
+    def _same_config(self) -> Self:
+        if self.config is not None and self.config_hash is not None and config_hash(self.config) != self.config_hash:
+            raise InvalidPlanError(
+                field="model.config_hash",
+                found=self.config_hash,
+                expected=f"{config_hash(self.config)}, the hash of the config in this file",
+                hint="the config was changed after planning: plan again, or remove config_hash to keep the change",
+            )
+        return self
+
+
+class LayerRun(PlanPart):
+    """Consecutive layers that share one strategy. ``layers`` is the first and the last layer, both included."""
+
+    layers: tuple[int, int]
+    parallel: str
+    sp: bool = False
+    remat: Remat = Remat.NONE
+    zero: Literal[2, 3] = 3
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of these layers."""
+        return Strategy(levels=parse_parallel(self.parallel), sp=self.sp, remat=self.remat, zero=self.zero)
+
+    @classmethod
+    def of(cls, first: int, last: int, strategy: Strategy) -> Self:
+        """Layers ``first`` to ``last`` under ``strategy``."""
+        return cls(
+            layers=(first, last),
+            parallel=strategy.parallel,
+            sp=strategy.sp,
+            remat=strategy.remat,
+            zero=strategy.zero,
+        )
+
+
+class StagePlan(PlanPart):
+    """A pipeline stage: its ranks (first and last, both included) and its layers in order."""
+
+    ranks: tuple[int, int]
+    runs: tuple[LayerRun, ...] = Field(min_length=1)
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the stage."""
+        return self.ranks[1] - self.ranks[0] + 1
+
+    @property
+    def first_layer(self) -> int:
+        """First layer of the stage."""
+        return self.runs[0].layers[0]
+
+    @property
+    def last_layer(self) -> int:
+        """Last layer of the stage, included."""
+        return self.runs[-1].layers[1]
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The strategy of each layer of the stage in order."""
+        return tuple(run.strategy for run in self.runs for _ in range(run.layers[0], run.layers[1] + 1))
+
+
+class StagePrediction(PlanPart):
+    """What one stage is predicted to take: seconds of a microbatch and bytes per rank, each term by its name."""
+
+    time_s: dict[str, float]
+    memory_bytes: dict[str, int]
+
+    @property
+    def total_time_s(self) -> float:
+        """Seconds that one microbatch occupies the stage, once-a-step work spread over the microbatches."""
+        return sum(self.time_s.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Upper bound of the bytes on one rank."""
+        return sum(self.memory_bytes.values())
+
+
+class Alternative(PlanPart):
+    """A candidate that lost, and why."""
+
+    description: str
+    step_time_s: float | None
+    reason: str
+
+
+class Prediction(PlanPart):
+    """What the planner expects of a plan, and how sure it is that no plan is better."""
+
+    step_time_s: float
+    tokens_per_s_per_device: float
+    mfu: float | None
+    """Model FLOP utilisation; absent where the device's peak is not known."""
+    budget_bytes: int
+    stages: tuple[StagePrediction, ...]
+    certificate: str
+    lower_bound_s: float
+    profile: dict[str, str]
+    """The identity of the profile that the costs came from."""
+    alternatives: tuple[Alternative, ...] = ()
+
+
+class Plan(PlanPart):
+    """A strategy for every layer, stages, microbatches and schedule. Valid once constructed.
+
+    ``global_batch`` and the microbatch count samples of ``seq_len`` tokens. Raises `InvalidPlanError` naming the
+    field where the parts contradict each other or the model.
+    """
+
+    version: Literal[1] = 1
+    model: PlanModel
+    cluster: str
+    seq_len: int = Field(ge=1)
+    global_batch: int = Field(ge=1)
+    num_microbatches: int = Field(ge=1)
+    precision: Precision
+    schedule: Schedule = "1f1b"
+    stages: tuple[StagePlan, ...] = Field(min_length=1)
+    prediction: Prediction | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        chain = self.chain()
+        _check_batch(self)
+        _check_ranks(self)
+        _check_coverage(self, chain)
+        _check_strategies(self, chain)
+        return self
+
+    def chain(self) -> ModelChain:
+        """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
+        if self.model.config is None:
+            return load_model(self.model.name)
+        return chain_from_config(self.model.config, name=self.model.name)
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the whole plan."""
+        return sum(stage.num_devices for stage in self.stages)
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch over all ranks of a stage."""
+        return self.global_batch // self.num_microbatches
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The strategy of each layer of the model in order."""
+        return tuple(strategy for stage in self.stages for strategy in stage.strategies)
+
+
+def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:
+    """Runs of equal neighbouring strategies, counted from ``first_layer``."""
+    runs: list[LayerRun] = []
+    start = 0
+    for index in range(1, len(strategies) + 1):
+        if index == len(strategies) or strategies[index] != strategies[start]:
+            runs.append(LayerRun.of(first_layer + start, first_layer + index - 1, strategies[start]))
+            start = index
+    return tuple(runs)
+
+
+def _check_batch(plan: Plan) -> None:
+    if plan.global_batch % plan.num_microbatches:
+        raise InvalidPlanError(
+            field="num_microbatches",
+            found=str(plan.num_microbatches),
+            expected=f"a divisor of the global batch of {plan.global_batch} samples",
+            hint="change num_microbatches or global_batch",
+        )
+    if plan.schedule == "1f1b" and plan.num_microbatches < len(plan.stages):
+        raise InvalidPlanError(
+            field="num_microbatches",
+            found=f"{plan.num_microbatches} for {len(plan.stages)} stages",
+            expected="at least as many microbatches as stages under 1f1b",
+            hint="raise num_microbatches or use the gpipe schedule",
+        )
+
+
+def _check_ranks(plan: Plan) -> None:
+    expected_first = 0
+    size = plan.stages[0].num_devices
+    for index, stage in enumerate(plan.stages):
+        first, last = stage.ranks
+        if first != expected_first or last - first + 1 != size or size < 1:
+            raise InvalidPlanError(
+                field=f"stages[{index}].ranks",
+                found=f"[{first}, {last}]",
+                expected=f"[{expected_first}, {expected_first + max(size, 1) - 1}]: consecutive ranks, "
+                "as many as the first stage has",
+                hint="number the ranks of the stages one after another",
+            )
+        expected_first = last + 1
+
+
+def _check_coverage(plan: Plan, chain: ModelChain) -> None:
+    expected_first = 0
+    for stage_index, stage in enumerate(plan.stages):
+        for run_index, run in enumerate(stage.runs):
+            first, last = run.layers
+            if first != expected_first or last < first or last >= chain.num_layers:
+                raise InvalidPlanError(
+                    field=f"stages[{stage_index}].runs[{run_index}].layers",
+                    found=f"[{first}, {last}]",
+                    expected=f"layers that go on from layer {expected_first} within 0 to {chain.num_layers - 1} "
+                    f"({chain.name} has {chain.num_layers} layers: embedding, "
+                    f"{chain.num_layers - 2} blocks, head)",
+                    hint="cover every layer once and in order",
+                )
+            expected_first = last + 1
+    if expected_first != chain.num_layers:
+        raise InvalidPlanError(
+            field="stages",
+            found=f"layers 0 to {expected_first - 1}",
+            expected=f"layers 0 to {chain.num_layers - 1} ({chain.name} has {chain.num_layers} layers)",
+            hint="add the missing layers to the last stage",
+        )
+
+
+def _check_strategies(plan: Plan, chain: ModelChain) -> None:
+    for stage_index, stage in enumerate(plan.stages):
+        for run_index, run in enumerate(stage.runs):
+            where = f"stages[{stage_index}].runs[{run_index}].parallel"
+            strategy = run.strategy
+            if strategy.num_devices != stage.num_devices:
+                raise InvalidPlanError(
+                    field=where,
+                    found=f"{strategy.parallel}, which spans {strategy.num_devices} devices",
+                    expected=f"degrees whose product is the {stage.num_devices} devices of the stage",
+                    hint="change a degree, or the ranks of the stage",
+                )
+            for kind in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:
+                reason = illegal_reason(
+                    chain.kinds[kind], strategy, microbatch_samples=plan.microbatch_samples, seq_len=plan.seq_len
+                )
+                if reason is not None:
+                    raise InvalidPlanError(
+                        field=where,
+                        found=f"{strategy} for the {chain.kinds[kind].name} layers",
+                        expected=f"a strategy that the layer allows: {reason}",
+                        hint="change the degree, num_microbatches or global_batch",
+                    )

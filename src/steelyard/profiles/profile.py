@@ -1,0 +1,179 @@
+"""A profile: what one layer of each kind needs, counted on fake tensors or measured on real devices; versioned JSON.
+
+Quantities of a layer that grow with the batch are affine in the samples that one rank holds: ``constant`` +
+``per_sample`` × samples. Shapes are those of one rank: a layer of tp degree 4 has a quarter of the heads.
+
+Traced profiles (``method: traced``) carry work (FLOP and bytes) that the cost model prices on a catalogue device;
+measured profiles (``method: measured``) carry seconds as well, and the seconds of collectives.
+"""
+
+from bisect import bisect_left
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from steelyard.errors import InvalidProfileError
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+
+
+class ProfilePart(BaseModel):
+    """Common to all parts of a profile: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Affine(ProfilePart):
+    """A quantity of ``constant + per_sample × samples``."""
+
+    constant: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: float) -> float:
+        """The quantity for this many samples on a rank."""
+        return self.constant + self.per_sample * samples
+
+
+class Work(ProfilePart):
+    """What one direction of a layer asks of a device.
+
+    ``matmul_flop`` and ``attention_flop`` run on the matrix units; ``matmul_bytes`` is what the former read and write,
+    ``memory_bytes`` what all other operations do; ``num_kernels`` counts operations that launch a kernel.
+    """
+
+    matmul_flop: Affine
+    attention_flop: Affine
+    matmul_bytes: Affine
+    memory_bytes: Affine
+    num_kernels: int
+
+
+class CollectiveCount(ProfilePart):
+    """Collectives of one kind over the tensor-parallel ranks in one direction of a layer.
+
+    ``tensor_bytes`` is the size of the whole tensor that is reduced or gathered, summed over the ``count`` calls.
+    """
+
+    kind: CollectiveKind
+    count: int
+    tensor_bytes: Affine
+
+
+class MeasuredTime(ProfilePart):
+    """Seconds of one layer for this many samples on a rank, tensor-parallel collectives included."""
+
+    samples: int = Field(ge=1)
+    forward_s: float = Field(gt=0)
+    backward_s: float = Field(gt=0)
+
+
+class LayerProfile(ProfilePart):
+    """One layer kind at one tensor-parallel degree, with sequence parallelism on or off.
+
+    ``num_params`` on one rank after tp, before any data sharding; ``saved_bytes`` kept for backward without remat (its
+    input included); ``input_bytes`` of the activation that enters, which is what full remat keeps;
+    ``forward_transient_bytes`` and ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved
+    activations, parameters and their gradients.
+    """
+
+    kind: str
+    tp: int = Field(ge=1)
+    sp: bool
+    num_params: int
+    forward: Work
+    backward: Work
+    forward_collectives: tuple[CollectiveCount, ...] = ()
+    backward_collectives: tuple[CollectiveCount, ...] = ()
+    saved_bytes: Affine
+    input_bytes: Affine
+    forward_transient_bytes: Affine
+    backward_transient_bytes: Affine
+    times: tuple[MeasuredTime, ...] = ()
+
+    def time_s(self, samples: int) -> MeasuredTime:
+        """Measured seconds at ``samples``, linear between measured sizes.
+
+        Beyond the measured range the last two sizes are continued up to twice the largest (and the first down to half
+        the smallest); further away raises `InvalidProfileError`, since nothing is extrapolated in silence.
+        """
+        sizes = [time.samples for time in self.times]
+        if not sizes or samples * 2 < sizes[0] or samples > 2 * sizes[-1]:
+            raise InvalidProfileError(
+                field=f"layers.{self.kind}.times",
+                found=f"measurements for {sizes} samples (tp {self.tp})",
+                expected=f"measurements that reach {samples} samples on a rank",
+                hint="profile with more microbatch sizes (steelyard profile --samples …)",
+            )
+        if len(sizes) == 1:
+            only = self.times[0]
+            ratio = samples / only.samples
+            return MeasuredTime(samples=samples, forward_s=only.forward_s * ratio, backward_s=only.backward_s * ratio)
+        upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
+        low, high = self.times[upper - 1], self.times[upper]
+        part = (samples - low.samples) / (high.samples - low.samples)
+        floor = 0.25 * samples / low.samples
+        return MeasuredTime(
+            samples=samples,
+            forward_s=max(low.forward_s + part * (high.forward_s - low.forward_s), floor * low.forward_s),
+            backward_s=max(low.backward_s + part * (high.backward_s - low.backward_s), floor * low.backward_s),
+        )
+
+
+class CollectiveProfile(ProfilePart):
+    """Measured cost of one kind of collective over ``group_size`` ranks: seconds = latency + tensor bytes / rate.
+
+    ``strided`` groups take every so many ranks. ``max_relative_error`` is the worst misfit over the measured sizes.
+    """
+
+    kind: CollectiveKind
+    group_size: int = Field(ge=2)
+    strided: bool
+    latency_s: float = Field(ge=0)
+    bytes_per_s: float = Field(gt=0)
+    max_relative_error: float = Field(ge=0)
+
+
+class ProfileIdentity(ProfilePart):
+    """What a profile is of and where it comes from: part of every key under which one is kept, shown with every plan."""
+
+    method: Literal["traced", "measured"]
+    model_name: str
+    config_hash: str
+    seq_len: int
+    precision: Literal["fp32", "bf16"]
+    device: str
+    num_devices: int = Field(ge=1)
+    torch: str
+    transformers: str
+    created: str
+
+    def summary(self) -> dict[str, str]:
+        """The identity as short texts for a plan file."""
+        return {key: str(value) for key, value in self.model_dump().items()}
+
+
+class Profile(ProfilePart):
+    """Everything the cost model knows about a model on a device."""
+
+    version: Literal[1] = 1
+    identity: ProfileIdentity
+    layers: tuple[LayerProfile, ...] = Field(min_length=1)
+    collectives: tuple[CollectiveProfile, ...] = ()
+    optimizer_s_per_param: float | None = None
+    """Measured seconds of an optimizer step per parameter of a rank; absent in a traced profile."""
+    step_overhead_s: float = 0.0
+    """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
+    overlap_slowdown: float = Field(default=1.3, ge=1.0)
+    """How much longer compute and communication take side by side; 1.3 is Galvatron's measurement (Miao et al. 2022)."""
+
+    def layer(self, kind: str, tp: int, sp: bool) -> LayerProfile | None:
+        """The layer profile of a kind at a tensor-parallel degree, or None where it was not traced or measured."""
+        return next(
+            (layer for layer in self.layers if (layer.kind, layer.tp, layer.sp) == (kind, tp, sp and tp > 1)), None
+        )
+
+    def collective(self, kind: CollectiveKind, group_size: int, *, strided: bool) -> CollectiveProfile | None:
+        """The measured collective; one over neighbouring ranks stands in for strided ones that were not measured."""
+        matches = [c for c in self.collectives if c.kind == kind and c.group_size == group_size]
+        exact = [c for c in matches if c.strided == strided]
+        return next(iter(exact or matches), None)

@@ -1,0 +1,51 @@
+"""A run record: what a training run measured, next to what its plan predicted; versioned JSON."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RecordPart(BaseModel):
+    """Common to all parts of a record: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StepRecord(RecordPart):
+    """One training step: mean loss of the global batch and seconds of the slowest rank."""
+
+    step: int
+    loss: float
+    time_s: float
+    grad_norm: float
+
+
+class RankRecord(RecordPart):
+    """What one process measured. ``peak_bytes`` is the most memory its tensors held at once, as ``memory_method`` says."""
+
+    rank: int
+    stage: int
+    peak_bytes: int
+    memory_method: str
+    num_params: int
+    """Parameters this rank holds (its shards)."""
+
+
+class RunRecord(RecordPart):
+    """A finished run. ``median_step_s`` leaves out the first steps, which allocate and warm up (``num_warmup_steps``)."""
+
+    version: Literal[1] = 1
+    model_name: str
+    config_hash: str
+    device: str
+    num_devices: int
+    strategies: tuple[str, ...]
+    """The strategy that the runtime applied to each layer, as it reads it back from the modules it made."""
+    num_warmup_steps: int
+    median_step_s: float = Field(gt=0)
+    tokens_per_s: float
+    steps: tuple[StepRecord, ...]
+    ranks: tuple[RankRecord, ...]
+    predicted_step_s: float | None
+    predicted_peak_bytes: tuple[int, ...] | None
+    """Per stage, as the plan predicted."""

@@ -1,0 +1,248 @@
+"""A model under a plan, in the user's own training loop: `parallelize`, then `train_step`, then any optimizer.
+
+Legend of shape suffixes: N samples of the global batch, B samples of this rank over all microbatches, S sequence.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from steelyard.errors import InvalidPlanError
+from steelyard.model.chain import ModelChain
+from steelyard.modules.build import build_meta_model
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Strategy
+from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
+from steelyard.runtime.stage import StageModule, build_stage, local_hidden_shape
+from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
+
+_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class ParallelModel:
+    """This rank's part of a model that is trained under a plan. Made by `parallelize`."""
+
+    def __init__(self, plan: Plan, chain: ModelChain, mesh: PlanMesh, stage: StageModule, device: torch.device) -> None:
+        self.plan = plan
+        self.chain = chain
+        self.mesh = mesh
+        self.stage = stage
+        self.device = device
+        self._tied: TiedEmbedding | None = find_tied_embedding(plan, chain, mesh, stage)
+        self._step_microbatches = self._pipeline_step() if len(plan.stages) > 1 else self._accumulate
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads token ids."""
+        return self.mesh.stage_index == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank reads labels and computes a share of the loss."""
+        return self.mesh.stage_index == len(self.plan.stages) - 1
+
+    def input_samples(self) -> list[int] | None:
+        """Indices into the global batch of the samples whose tokens this rank reads, in order; None if it reads none."""
+        return self._samples(self.plan.strategies[0]) if self.is_first_stage else None
+
+    def label_samples(self) -> list[int] | None:
+        """Indices into the global batch of the samples whose labels this rank reads, in order; None if it reads none."""
+        return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
+
+    def train_step(self, read: Callable[[list[int]], Tensor]) -> Tensor:
+        """Forward and backward of one global batch; returns its mean loss, the same on every rank.
+
+        ``read`` maps indices into the global batch to their token ids [len, S + 1]. Gradients are added to ``.grad``.
+        """
+        inputs, labels = self.input_samples(), self.label_samples()
+        tokens_BS = read(inputs)[:, :-1].to(self.device) if inputs is not None else None  # noqa: N806
+        labels_BS = read(labels)[:, 1:].to(self.device) if labels is not None else None  # noqa: N806
+        self.stage.begin_step(self.plan.num_microbatches)
+        with self._vocabulary_parallel_loss():
+            losses = self._step_microbatches(tokens_BS, labels_BS)
+        if self._tied is not None:
+            self._tied.sum_gradients()
+        return self._global_loss(losses)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's sharded parameters by their path below the chain's layers, ``3.block.mlp.up_proj.weight``."""
+        return self.stage.layers.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's sharded parameters."""
+        return self.stage.layers.parameters()
+
+    def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
+        """One optimizer per mesh and placement among the parameters: fused updates do not mix meshes."""
+        groups: dict[object, list[nn.Parameter]] = {}
+        for parameter in self.parameters():
+            key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            groups.setdefault(key, []).append(parameter)
+        return [make(group) for group in groups.values()]
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm."""
+        square = torch.zeros((), device=self.device)
+        for layer_name, layer in self.stage.layers.items():
+            strategy = self.plan.strategies[int(layer_name)]
+            for parameter in layer.parameters():
+                if parameter.grad is None or (self._tied is not None and self._tied.is_copy(parameter)):
+                    continue
+                local = _local(parameter.grad)
+                square += local.float().square().sum() / _copies(parameter, strategy)
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                _local(parameter.grad).mul_(scale)
+        return norm
+
+    def _samples(self, strategy: Strategy) -> list[int]:
+        per_rank = self.plan.microbatch_samples // strategy.data_degree
+        first = data_index(self.mesh, strategy) * per_rank
+        return [
+            microbatch * self.plan.microbatch_samples + first + index
+            for microbatch in range(self.plan.num_microbatches)
+            for index in range(per_rank)
+        ]
+
+    def _accumulate(self, tokens_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:  # noqa: N803
+        losses = []
+        count = self.plan.num_microbatches
+        for tokens, labels in zip(tokens_BS.chunk(count), labels_BS.chunk(count), strict=True):
+            loss = self.stage(tokens, labels_BS=labels)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _pipeline_step(self) -> Callable[[Tensor | None, Tensor | None], list[Tensor]]:
+        plan = self.plan
+        pipe_stage = PipelineStage(
+            self.stage,
+            self.mesh.stage_index,
+            len(plan.stages),
+            self.device,
+            input_args=self._example(is_input=True),
+            output_args=self._example(is_input=False),
+            group=self.mesh.pipeline.get_group(),
+        )
+        schedule = _SCHEDULES[plan.schedule](
+            pipe_stage, plan.num_microbatches, loss_fn=lambda loss, _labels: loss, scale_grads=False
+        )
+
+        def step(tokens_BS: Tensor | None, labels_BS: Tensor | None) -> list[Tensor]:  # noqa: N803
+            inputs = () if tokens_BS is None else (tokens_BS,)
+            losses: list[Tensor] = []
+            if labels_BS is None:
+                schedule.step(*inputs, return_outputs=False)
+            else:
+                schedule.step(*inputs, target=labels_BS, losses=losses, return_outputs=False, labels_BS=labels_BS)
+            return [loss.detach() for loss in losses]
+
+        return step
+
+    def _example(self, *, is_input: bool) -> Tensor:
+        """A tensor of the shape and type that the stage receives or sends for one microbatch."""
+        stage_plan = self.plan.stages[self.mesh.stage_index]
+        if is_input and self.is_first_stage:
+            samples = self.plan.microbatch_samples // self.plan.strategies[0].data_degree
+            return torch.empty(samples, self.plan.seq_len, dtype=torch.long, device="meta")
+        if not is_input and self.is_last_stage:
+            return torch.empty((), device="meta", requires_grad=True)
+        sender = self.plan.strategies[stage_plan.first_layer - 1 if is_input else stage_plan.last_layer]
+        shape = local_hidden_shape(self.plan, self.chain, sender)
+        return torch.empty(shape, dtype=self.stage.dtype, device="meta", requires_grad=True)
+
+    @contextmanager
+    def _vocabulary_parallel_loss(self) -> Iterator[None]:
+        if self.plan.strategies[-1].tp == 1 or not self.is_last_stage:
+            yield
+            return
+        with loss_parallel():
+            yield
+
+    def _global_loss(self, losses: list[Tensor]) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        if losses:
+            total += torch.stack(losses).sum() / self.plan.strategies[-1].tp
+        dist.all_reduce(total)
+        return total
+
+
+def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> ParallelModel:
+    """This rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
+
+    ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
+    first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
+    place. The process group must be initialised (torchrun does, through `steelyard.runtime.launch.init_process_group`).
+    Raises `InvalidPlanError` if the world size or the model is not the plan's.
+    """
+    check_world_size(plan, dist.get_world_size())
+    chain = plan.chain()
+    _check_same_model(model, chain)
+    device_type = default_device_type()
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    mesh = build_mesh(plan, device_type)
+    stage = build_stage(model, plan, chain, mesh, seed=seed, device=device)
+    return ParallelModel(plan, chain, mesh, stage, device)
+
+
+def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:
+    """This rank's part of the plan's own model with first weights, as `parallelize` makes it."""
+    return parallelize(build_meta_model(plan.chain()), plan, seed=seed)
+
+
+def check_world_size(plan: Plan, world_size: int) -> None:
+    """Raises `InvalidPlanError` unless there are as many processes as the plan has ranks."""
+    if world_size != plan.num_devices:
+        raise InvalidPlanError(
+            field="stages.ranks",
+            found=f"a plan for {plan.num_devices} processes",
+            expected=f"a plan for the {world_size} processes that were started",
+            hint=f"start {plan.num_devices} processes, or plan for {world_size} devices",
+        )
+
+
+def _check_same_model(model: PreTrainedModel, chain: ModelChain) -> None:
+    config = model.config
+    for key, expected in (
+        ("model_type", chain.family.model_type),
+        ("hidden_size", chain.hidden_size),
+        ("num_hidden_layers", chain.num_layers - 2),
+        ("vocab_size", chain.vocab_size),
+    ):
+        found = getattr(config, key, None)
+        if found != expected:
+            raise InvalidPlanError(
+                field=f"model.config.{key}",
+                found=f"{expected!r} in the plan",
+                expected=f"{found!r}, as the model has",
+                hint="plan for this model's config, or build the model from the plan's config",
+            )
+
+
+def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
+    """Ranks of a stage that hold the same part of the parameter."""
+    sharded_by_tp = isinstance(parameter, DTensor) and any(
+        parameter.device_mesh.mesh_dim_names[axis] != _data_name(parameter) and parameter.placements[axis].is_shard()
+        for axis in range(parameter.device_mesh.ndim)
+    )
+    return strategy.dp * (1 if sharded_by_tp else strategy.tp)
+
+
+def _data_name(parameter: DTensor) -> str:
+    return parameter.device_mesh.mesh_dim_names[0]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

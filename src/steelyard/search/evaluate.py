@@ -1,0 +1,127 @@
+"""What a choice of cuts and strategies costs, in seconds and bytes, straight from the definition in `CostTables`.
+
+This is the one place that turns a choice into numbers: every search reports the values computed here, so the reported
+step time is the sum that was minimised, term by term.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steelyard.cost.tables import CostTables
+from steelyard.errors import InvalidProblemError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Predicted time (one microbatch) and peak memory of one stage, term by term."""
+
+    first_layer: int
+    num_layers: int
+    in_flight: int
+    layer_s: float
+    switch_s: float
+    transfer_s: float
+    static_bytes: int
+    activation_bytes: int
+    transient_bytes: int
+    overhead_bytes: int
+
+    @property
+    def time_s(self) -> float:
+        """One microbatch on this stage."""
+        return self.transfer_s + self.layer_s + self.switch_s
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak memory per device."""
+        return self.overhead_bytes + self.static_bytes + self.activation_bytes + self.transient_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Cuts, one strategy per layer, and what they cost.
+
+    ``boundaries`` are the first layers of the stages and, last, the number of layers; ``strategies`` index the
+    strategies of the tables.
+    """
+
+    boundaries: tuple[int, ...]
+    strategies: tuple[int, ...]
+    stages: tuple[StageCost, ...]
+    step_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the fullest stage."""
+        return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def time_balance(self) -> float:
+        """Galvatron-BMW's balance degree of time: 1 − max t / Σ t; (P − 1)/P is perfect."""
+        times = [stage.time_s for stage in self.stages]
+        return 1 - max(times) / sum(times) if sum(times) > 0 else 1 - 1 / len(times)
+
+    @property
+    def memory_balance(self) -> float:
+        """Galvatron-BMW's balance degree of memory: 1 − max M / Σ M; (P − 1)/P is perfect."""
+        sizes = [stage.total_bytes for stage in self.stages]
+        return 1 - max(sizes) / sum(sizes) if sum(sizes) > 0 else 1 - 1 / len(sizes)
+
+
+def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> Solution:
+    """Time and memory of this choice; raises `InvalidProblemError` if it is not a choice these tables allow."""
+    _check(tables, boundaries, strategies)
+    stages = tuple(
+        _stage_cost(tables, stage, range(start, end), strategies)
+        for stage, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+    )
+    times = [stage.time_s for stage in stages]
+    return Solution(
+        boundaries=tuple(boundaries),
+        strategies=tuple(strategies),
+        stages=stages,
+        step_s=sum(times) + (tables.num_microbatches - 1) * max(times),
+    )
+
+
+def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Sequence[int]) -> StageCost:
+    pairs = [(tables.layers[layer], strategies[layer]) for layer in layers]
+    in_flight = tables.in_flight(stage)
+    return StageCost(
+        first_layer=layers.start,
+        num_layers=len(layers),
+        in_flight=in_flight,
+        layer_s=sum(float(tables.time_s[pair]) for pair in pairs),
+        switch_s=sum(
+            float(tables.switch_s[tables.layers[layer], strategies[layer - 1], strategies[layer]])
+            for layer in layers
+            if layer > 0
+        ),
+        transfer_s=tables.transfer_s if stage > 0 else 0.0,
+        static_bytes=sum(int(tables.static_bytes[pair]) for pair in pairs),
+        activation_bytes=in_flight * sum(int(tables.activation_bytes[pair]) for pair in pairs),
+        transient_bytes=max(int(tables.transient_bytes[pair]) for pair in pairs),
+        overhead_bytes=tables.overhead_bytes,
+    )
+
+
+def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> None:
+    num_layers = len(tables.layers)
+    rising = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
+    if len(boundaries) != tables.num_stages + 1 or boundaries[0] != 0 or boundaries[-1] != num_layers or not rising:
+        raise InvalidProblemError(
+            field="boundaries",
+            found=str(tuple(boundaries)),
+            expected=f"{tables.num_stages + 1} rising layer numbers from 0 to {num_layers}",
+        )
+    if len(strategies) != num_layers:
+        raise InvalidProblemError(
+            field="strategies", found=f"{len(strategies)} strategies", expected=f"one for each of {num_layers} layers"
+        )
+    for layer, (kind, strategy) in enumerate(zip(tables.layers, strategies, strict=True)):
+        if not 0 <= strategy < len(tables.strategies) or not tables.legal[kind, strategy]:
+            raise InvalidProblemError(
+                field="strategies",
+                found=f"strategy {strategy} for layer {layer}",
+                expected=f"one that is legal for the kind {tables.kinds[kind]!r}",
+            )
