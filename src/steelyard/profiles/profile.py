@@ -134,7 +134,7 @@ class CollectiveProfile(ProfilePart):
 
 
 class ProfileIdentity(ProfilePart):
-    """What a profile is of and where it comes from: part of every key under which one is kept, shown with every plan."""
+    """What a profile is of and where it comes from: part of every key it is kept under, shown with every plan."""
 
     method: Literal["traced", "measured"]
     model_name: str
@@ -164,7 +164,7 @@ class Profile(ProfilePart):
     step_overhead_s: float = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
     overlap_slowdown: float = Field(default=1.3, ge=1.0)
-    """How much longer compute and communication take side by side; 1.3 is Galvatron's measurement (Miao et al. 2022)."""
+    """How much longer compute and communication take side by side; 1.3 as in Galvatron (Miao et al. 2022)."""
 
     def layer(self, kind: str, tp: int, sp: bool) -> LayerProfile | None:
         """The layer profile of a kind at a tensor-parallel degree, or None where it was not traced or measured."""

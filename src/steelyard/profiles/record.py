@@ -21,7 +21,7 @@ class StepRecord(RecordPart):
 
 
 class RankRecord(RecordPart):
-    """What one process measured. ``peak_bytes`` is the most memory its tensors held at once, as ``memory_method`` says."""
+    """What one process measured. ``peak_bytes`` is the most memory its tensors held, found as ``memory_method`` says."""
 
     rank: int
     stage: int
@@ -32,7 +32,7 @@ class RankRecord(RecordPart):
 
 
 class RunRecord(RecordPart):
-    """A finished run. ``median_step_s`` leaves out the first steps, which allocate and warm up (``num_warmup_steps``)."""
+    """A finished run. ``median_step_s`` leaves out the first ``num_warmup_steps`` steps, which allocate and warm up."""
 
     version: Literal[1] = 1
     model_name: str

@@ -50,11 +50,11 @@ class ParallelModel:
         return self.mesh.stage_index == len(self.plan.stages) - 1
 
     def input_samples(self) -> list[int] | None:
-        """Indices into the global batch of the samples whose tokens this rank reads, in order; None if it reads none."""
+        """The samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[0]) if self.is_first_stage else None
 
     def label_samples(self) -> list[int] | None:
-        """Indices into the global batch of the samples whose labels this rank reads, in order; None if it reads none."""
+        """The samples of the global batch whose labels this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
 
     def train_step(self, read: Callable[[list[int]], Tensor]) -> Tensor:

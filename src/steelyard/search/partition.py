@@ -102,7 +102,8 @@ class Setting:
 
     def step_s(self, total: FloatArray | float, worst: FloatArray | float) -> FloatArray | float:
         """Step time from the sum and the maximum of the stage times."""
-        return total + (self.tables.num_microbatches - 1) * worst
+        more = self.tables.num_microbatches - 1
+        return total + more * worst if more else total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -155,7 +156,7 @@ def partition_exact(
     fallback = evaluate(tables, fitting, least_memory_strategies(tables, fitting))
     lower = quick_bound_s(tables)
     if lower > cutoff_s:
-        return SettingResult(status="beaten", solution=fallback, lower_bound_s=lower)
+        return SettingResult(status="beaten", solution=None, lower_bound_s=lower)
     setting = prepare(tables, room, memories)
     lower = max(lower, _bottleneck_bound_s(setting))
     aim = FIRST_AIM
@@ -171,7 +172,7 @@ def partition_exact(
         lower = max(lower, target * (1 + ROUNDING))
         aim *= 4
     if lower > cutoff_s:
-        return SettingResult(status="beaten", solution=fallback, lower_bound_s=lower)
+        return SettingResult(status="beaten", solution=None, lower_bound_s=lower)
     return SettingResult(status="optimal", solution=fallback, lower_bound_s=fallback.step_s)
 
 

@@ -1,0 +1,64 @@
+"""Slow and obvious answers: try everything, straight from the definition in `CostTables`."""
+
+import itertools
+from collections.abc import Iterator
+
+from steelyard.cost.tables import CostTables
+
+
+def all_boundaries(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut the layers into stages of one layer or more."""
+    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield (0, *cuts, num_layers)
+
+
+def stage_seconds_and_bytes(
+    tables: CostTables, stage: int, layers: range, strategies: tuple[int, ...]
+) -> tuple[float, int]:
+    """Time of one microbatch and peak bytes of a stage, by the formulas of the docstring."""
+    seconds = tables.transfer_s if stage > 0 else 0.0
+    num_bytes, transient = tables.overhead_bytes, 0
+    for layer in layers:
+        kind, strategy = tables.layers[layer], strategies[layer]
+        seconds += float(tables.time_s[kind, strategy])
+        if layer > 0:
+            seconds += float(tables.switch_s[kind, strategies[layer - 1], strategy])
+        num_bytes += int(tables.static_bytes[kind, strategy])
+        num_bytes += tables.in_flight(stage) * int(tables.activation_bytes[kind, strategy])
+        transient = max(transient, int(tables.transient_bytes[kind, strategy]))
+    return seconds, num_bytes + transient
+
+
+def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:
+    """Step time and peak bytes of every plan."""
+    choices = [
+        [s for s in range(len(tables.strategies)) if tables.legal[kind, s]] for kind in tables.layers
+    ]
+    for boundaries in all_boundaries(len(tables.layers), tables.num_stages):
+        for strategies in itertools.product(*choices):
+            stages = [
+                stage_seconds_and_bytes(tables, stage, range(a, b), strategies)
+                for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
+            ]
+            times = [seconds for seconds, _ in stages]
+            step_s = sum(times) + (tables.num_microbatches - 1) * max(times)
+            yield step_s, max(num_bytes for _, num_bytes in stages)
+
+
+def fastest(plans: list[tuple[float, int]], budget_bytes: int) -> float | None:
+    """The least step time among the plans that fit; None if none does."""
+    return min((seconds for seconds, num_bytes in plans if num_bytes <= budget_bytes), default=None)
+
+
+def least_budget(plans: list[tuple[float, int]]) -> int | None:
+    """The smallest budget for which some plan fits; None if there is no plan at all."""
+    return min((num_bytes for _, num_bytes in plans), default=None)
+
+
+def frontier(plans: list[tuple[float, int]]) -> list[tuple[int, float]]:
+    """The (peak bytes, step time) pairs that no other plan beats, bytes rising."""
+    kept: list[tuple[int, float]] = []
+    for num_bytes, seconds in sorted((num_bytes, seconds) for seconds, num_bytes in plans):
+        if not kept or seconds < kept[-1][1]:
+            kept.append((num_bytes, seconds))
+    return kept

@@ -1,0 +1,71 @@
+"""Random small cost tables: zeros, ties, illegal strategies, switch classes and infeasible budgets on purpose."""
+
+from typing import Literal
+
+import numpy as np
+
+from steelyard.cost.tables import CostTables
+from steelyard.plan.strategy import Level, Parallelism, Strategy
+
+
+def placeholder_strategies(count: int) -> tuple[Strategy, ...]:
+    """Distinct strategies to label columns; the search never looks inside them."""
+    return tuple(Strategy(levels=(Level(kind=Parallelism.DP, degree=degree + 2),)) for degree in range(count))
+
+
+def random_tables(
+    rng: np.random.Generator,
+    *,
+    num_layers: int | None = None,
+    num_kinds: int | None = None,
+    num_strategies: int | None = None,
+    num_stages: int | None = None,
+    max_plans: int = 3000,
+) -> CostTables:
+    """Tables of at most about ``max_plans`` plans, in one of several styles drawn at random."""
+    kinds = num_kinds or int(rng.integers(1, 4))
+    strategies = num_strategies or int(rng.integers(1, 5))
+    stages = num_stages or int(rng.integers(1, 4))
+    most_layers = max(stages, int(np.log(max_plans) / np.log(max(strategies, 2))))
+    layers = num_layers or int(rng.integers(stages, most_layers + 1))
+    pair = (kinds, strategies)
+    whole = bool(rng.integers(2))  # whole seconds make ties
+    scale = int(rng.choice([1, 3, 10, 1000]))
+
+    def seconds(shape: tuple[int, ...]) -> np.ndarray:
+        return rng.integers(0, 6, shape).astype(np.float64) if whole else rng.exponential(1.0, shape)
+
+    def num_bytes(shape: tuple[int, ...]) -> np.ndarray:
+        return rng.integers(0, 8, shape) * scale
+
+    legal = rng.random(pair) < rng.choice([1.0, 0.8])
+    groups = rng.integers(0, int(rng.integers(1, strategies + 1)), strategies)
+    per_group = seconds((kinds, strategies, strategies)) * rng.choice([0.0, 0.3, 1.0])
+    switch = per_group[:, groups][:, :, groups] * (groups[:, None] != groups[None, :])
+    if rng.random() < 0.3:
+        switch = seconds((kinds, strategies, strategies))  # no classes, no triangle inequality, own switches cost
+    schedule: Literal["gpipe", "1f1b"] = "gpipe" if rng.random() < 0.5 else "1f1b"
+    return CostTables(
+        num_stages=stages,
+        num_microbatches=int(rng.choice([1, 2, 3, 8])),
+        schedule=schedule,
+        kinds=tuple(f"kind{index}" for index in range(kinds)),
+        layers=tuple(int(kind) for kind in rng.integers(0, kinds, layers)),
+        strategies=placeholder_strategies(strategies),
+        legal=legal,
+        time_s=seconds(pair),
+        static_bytes=num_bytes(pair),
+        activation_bytes=num_bytes(pair) * rng.integers(0, 2),
+        transient_bytes=num_bytes(pair) * rng.integers(0, 4),
+        switch_s=switch,
+        transfer_s=float(rng.choice([0.0, 0.5])),
+        overhead_bytes=int(rng.integers(0, 3)),
+    )
+
+
+def random_budget(rng: np.random.Generator, plans: list[tuple[float, int]]) -> int:
+    """A budget near the bytes of some plan, so that about one in ten is infeasible and the rest bind."""
+    if not plans:
+        return int(rng.integers(0, 50))
+    sizes = sorted(num_bytes for _, num_bytes in plans)
+    return int(sizes[int(rng.integers(0, max(1, len(sizes) // 3)))]) - int(rng.random() < 0.15)
