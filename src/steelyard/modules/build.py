@@ -8,7 +8,7 @@ import warnings
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
@@ -16,7 +16,7 @@ from steelyard.model.chain import LayerRole, ModelChain
 _SEED_STRIDE = 1_000_003
 
 
-def hub_config(chain: ModelChain) -> object:
+def hub_config(chain: ModelChain) -> PreTrainedConfig:
     """The `transformers` config object of a chain; raises `InvalidModelError` where transformers refuses it."""
     entries = {key: value for key, value in chain.config.items() if key != "model_type"}
     try:
@@ -30,16 +30,24 @@ def hub_config(chain: ModelChain) -> object:
         ) from error
 
 
-def build_meta_model(chain: ModelChain, *, num_blocks: int | None = None) -> PreTrainedModel:
-    """The causal language model on the meta device (no memory), with ``num_blocks`` blocks if that is given."""
+def build_meta_model(chain: ModelChain) -> PreTrainedModel:
+    """The causal language model on the meta device: its structure, no memory."""
+    return _from_config(hub_config(chain), "meta", torch.float32)
+
+
+def build_one_block_model(chain: ModelChain, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its first block alone, on the CPU; call it in a `FakeTensorMode`, where it takes no memory."""
     config = hub_config(chain)
-    if num_blocks is not None:
-        config.num_hidden_layers = num_blocks  # type: ignore[attr-defined]
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:num_blocks]  # type: ignore[attr-defined]
-    with torch.device("meta"), warnings.catch_warnings():
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    return _from_config(config, "cpu", dtype)
+
+
+def _from_config(config: PreTrainedConfig, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.train()
     return model
 

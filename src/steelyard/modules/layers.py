@@ -16,11 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_sliding_window_causal_mask
 
+from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import layer_modules
 from steelyard.plan.strategy import Remat
+
+_ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +128,11 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
 
 
 class SideInputBuilder(nn.Module):
-    """Computes the `SideInputs` of a forward pass from the unmodified model's rotary embedding and masks."""
+    """Computes the `SideInputs` of a forward pass from the unmodified model's rotary embedding and masks.
+
+    Plain causal attention needs no mask: the attention kernel is causal by itself. A sliding window shorter than the
+    sequence gets the mask that `transformers` makes.
+    """
 
     def __init__(self, model: PreTrainedModel, rotary: nn.Module, attention_types: set[str]) -> None:
         super().__init__()
@@ -134,28 +141,39 @@ class SideInputBuilder(nn.Module):
         self.attention_types = attention_types
 
     @torch.no_grad()
-    def forward(self, num_samples: int, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
-        """Positions and masks for ``num_samples`` samples of ``seq_len`` tokens; no mask where plain causal does."""
+    def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
+        """Positions and masks for samples of ``seq_len`` tokens; a mask is [1, 1, S, S], the same for every sample."""
         positions_1S = torch.arange(seq_len, device=device).unsqueeze(0)  # noqa: N806
-        like = torch.empty((num_samples, seq_len, 1), dtype=dtype, device=device)
-        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks = {
-            kind: makers[kind](
-                config=self.model_config,
-                inputs_embeds=like,
-                attention_mask=None,
-                past_key_values=None,
-                position_ids=positions_1S,
-            )
-            for kind in sorted(self.attention_types)
-        }
+        like = torch.empty((1, seq_len, 1), dtype=dtype, device=device)
         return SideInputs(
-            position_ids=positions_1S, position_embeddings=self.rotary(like, position_ids=positions_1S), masks=masks
+            position_ids=positions_1S,
+            position_embeddings=self.rotary(like, position_ids=positions_1S),
+            masks={kind: self._mask(kind, like, positions_1S) for kind in sorted(self.attention_types)},
+        )
+
+    def _mask(self, attention_type: str, like: Tensor, positions_1S: Tensor) -> Tensor | None:  # noqa: N803
+        window = getattr(self.model_config, "sliding_window", None)
+        if attention_type == "full_attention" or window is None or window >= like.shape[1]:
+            return None
+        return create_sliding_window_causal_mask(
+            config=self.model_config,
+            inputs_embeds=like,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions_1S,
         )
 
 
 def _attention_type(model: PreTrainedModel, block: int) -> str:
+    """``full_attention`` or ``sliding_attention``; anything else is an error, never taken for plain causal."""
     layer_types = getattr(model.config, "layer_types", None)
     if layer_types:
+        if layer_types[block] not in _ATTENTION_TYPES:
+            raise InvalidModelError(
+                field=f"layer_types[{block}]",
+                found=repr(layer_types[block]),
+                expected="one of " + ", ".join(_ATTENTION_TYPES),
+                hint="this kind of attention is not supported yet",
+            )
         return layer_types[block]
     return "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"

@@ -1,0 +1,118 @@
+r"""Seconds of collectives, from measurements where the profile has them and from the cluster's links where not.
+
+With $n$ ranks, tensor bytes $b$ (the whole tensor that is gathered or reduced), $k$ ranks of the group in each node,
+rate $w$ and latency $\ell$ of a link, a ring takes
+
+$$t = (n-1)\,\ell\,c + \frac{n-1}{n}\,\frac{c\,b}{w}, \qquad w = \min(w_\text{intra}, k\,w_\text{inter})
+\text{ across nodes, } w_\text{intra} \text{ inside one}$$
+
+| symbol | name                 | unit | meaning                                                        |
+|--------|----------------------|------|----------------------------------------------------------------|
+| $c$    | passes               | –    | 2 for all-reduce, 1 for all-gather and reduce-scatter           |
+| $\ell$ | `Link.latency_s`     | s    | of the slowest link that the group uses                         |
+| $w$    | `Link.bytes_per_s`   | B/s  | per device and direction; a node has one outward link per device |
+
+A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor.
+
+Source: Thakur et al. 2005 (ring algorithms). Not modelled: congestion between groups that share a link, trees.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from steelyard.errors import InvalidProfileError
+from steelyard.hardware import Cluster, Link
+from steelyard.profiles.profile import CollectiveKind, Profile
+
+_PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Process groups by their shape: ``size`` ranks, each ``stride`` after the last, in stages of ``span`` ranks."""
+
+    size: int
+    stride: int
+    span: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """The links that a group's ring goes over: rate per rank, latency per hop."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+def collective_s(kind: CollectiveKind, tensor_bytes: float, group: Group, cluster: Cluster, profile: Profile) -> float:
+    """Seconds of one collective; 0 for a group of one rank.
+
+    Raises `InvalidProfileError` where the cluster's rates are unknown and the profile did not measure this collective.
+    """
+    if group.size == 1 or tensor_bytes == 0:
+        return 0.0
+    measured = profile.collective(kind, group.size, strided=group.stride > 1)
+    if measured is not None:
+        return measured.latency_s + tensor_bytes / measured.bytes_per_s
+    if cluster.intra_link.needs_profile:
+        raise InvalidProfileError(
+            field="collectives",
+            found=f"no {kind} over {group.size} ranks",
+            expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
+            hint="run steelyard profile with as many processes as the plan has",
+        )
+    path = _path(group, cluster)
+    passes = _PASSES.get(kind, 1)
+    hops = group.size - 1
+    return passes * (hops * path.latency_s + hops / group.size * tensor_bytes / path.bytes_per_s)
+
+
+def send_recv_s(num_bytes: float, *, distance: int, cluster: Cluster, profile: Profile) -> float:
+    """Seconds to hand ``num_bytes`` to the rank ``distance`` further on, the same on every rank at once."""
+    measured = profile.collective("send_recv", 2, strided=distance > 1)
+    if measured is not None:
+        return measured.latency_s + num_bytes / measured.bytes_per_s
+    link = _link_at(distance, cluster)
+    if link.needs_profile:
+        raise InvalidProfileError(
+            field="collectives",
+            found="no send_recv",
+            expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
+            hint="run steelyard profile",
+        )
+    return link.latency_s + num_bytes / link.bytes_per_s
+
+
+def _link_at(distance: int, cluster: Cluster) -> Link:
+    crosses = cluster.num_nodes > 1 and (
+        distance >= cluster.devices_per_node or cluster.devices_per_node % (2 * distance) != 0
+    )
+    return cluster.inter_link if crosses and cluster.inter_link is not None else cluster.intra_link
+
+
+@lru_cache(maxsize=4096)
+def _path(group: Group, cluster: Cluster) -> Path:
+    intra, inter = cluster.intra_link, cluster.inter_link
+    per_node = _members_per_node(group, cluster)
+    if per_node >= group.size or inter is None:
+        return Path(bytes_per_s=intra.bytes_per_s, latency_s=intra.latency_s)
+    rate = per_node * inter.bytes_per_s
+    if per_node > 1:
+        rate = min(rate, intra.bytes_per_s)
+    return Path(bytes_per_s=rate, latency_s=max(intra.latency_s, inter.latency_s))
+
+
+def _members_per_node(group: Group, cluster: Cluster) -> int:
+    """Fewest ranks of any such group that share a node with another one of it (at least 1)."""
+    size = cluster.devices_per_node
+    if cluster.num_nodes == 1:
+        return group.size
+    extent = (group.size - 1) * group.stride + 1
+    fewest = group.size
+    for offset in {start % size for start in range(0, cluster.num_devices, max(1, group.span))}:
+        for lane in range(min(group.stride, size)):
+            nodes = [(offset + lane + index * group.stride) // size for index in range(group.size)]
+            fewest = min(fewest, nodes.count(nodes[0]))
+        if extent > size:
+            fewest = min(fewest, max(1, size // group.stride))
+    return max(1, fewest)

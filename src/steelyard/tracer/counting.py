@@ -1,0 +1,212 @@
+"""Counts what a piece of a program does, operation by operation, while it runs on fake tensors.
+
+`OpCounter` sees every operation below autograd and below DTensor, on the local tensors of one rank: its FLOP from
+PyTorch's own registry, the bytes it reads and writes, the collectives it calls, and which storages are alive after it.
+
+Not counted: work inside an operation that PyTorch does not list in its FLOP registry, and the scratch space of kernels.
+"""
+
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, _sharding_prop
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from steelyard.errors import InvalidModelError
+from steelyard.profiles.profile import CollectiveKind
+
+aten = torch.ops.aten
+
+_COLLECTIVES: dict[str, CollectiveKind] = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+_ATTENTION_CAUSAL_ARGUMENT = {
+    aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+    aten._scaled_dot_product_flash_attention: 4,
+    aten._scaled_dot_product_flash_attention_backward: 11,
+    aten._scaled_dot_product_efficient_attention: 6,
+    aten._scaled_dot_product_efficient_attention_backward: 11,
+}
+"""Position of ``is_causal`` among the arguments of each attention operation."""
+
+
+@dataclass(slots=True)
+class OpCounts:
+    """Totals of one direction (forward or backward) of a layer on one rank."""
+
+    matmul_flop: float = 0.0
+    attention_flop: float = 0.0
+    matmul_bytes: float = 0.0
+    memory_bytes: float = 0.0
+    num_kernels: int = 0
+    collectives: dict[CollectiveKind, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Bytes of the whole tensor of each call."""
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts into ``counts`` (replace it between phases) and keeps a log of storages that appear and go.
+
+    ``log`` holds (storage id, bytes) with bytes negative when the storage is freed. Storages named in ``watch`` before
+    the first operation are logged as present.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = OpCounts()
+        self.log: list[tuple[int, int]] = []
+        self._ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._ignored: set[int] = set()
+        self._next_id = 0
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Logs the storages of these tensors as present from now on."""
+        for tensor in tensors:
+            self._register(tensor)
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leaves the storages of these tensors (parameters, side inputs) out of the log."""
+        for tensor in tensors:
+            storage = _local(tensor).untyped_storage()
+            self._ids[storage] = self._fresh_id()
+            self._ignored.add(self._ids[storage])
+
+    def storage_ids(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The ids under which the storages of these tensors stand in the log."""
+        storages = [_local(tensor).untyped_storage() for tensor in tensors]
+        return {self._ids[storage] for storage in storages if storage in self._ids}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and counts it; DTensor operations are left to unfold into local ones first."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if _is_bookkeeping(func):
+            return out
+        self._count(func, args, kwargs, out)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._register(leaf)
+        return out
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if func.namespace == "_c10d_functional":
+            self._count_collective(func, args, out)
+            return
+        if func.is_view or func._overloadpacket in _FREE_OPERATIONS:
+            return
+        counts = self.counts
+        counts.num_kernels += 1
+        moved = sum(_touched_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+        packet = func._overloadpacket
+        if packet in _ATTENTION_CAUSAL_ARGUMENT:
+            counts.attention_flop += _attention_flop(packet, args, kwargs, out)
+            counts.matmul_bytes += moved
+        elif packet in flop_registry:
+            counts.matmul_flop += flop_registry[packet](*args, **kwargs, out_val=out)
+            counts.matmul_bytes += moved
+        else:
+            counts.memory_bytes += moved
+
+    def _count_collective(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        name = func._overloadpacket.__name__
+        if name == "wait_tensor":
+            return
+        if name not in _COLLECTIVES:
+            raise InvalidModelError(
+                field="collective",
+                found=f"the layer calls {name}",
+                expected="one of " + ", ".join(sorted(_COLLECTIVES)),
+                hint="this collective has no cost yet: add it in steelyard/tracer/counting.py",
+            )
+        kind = _COLLECTIVES[name]
+        whole = out if kind == "all_gather" else args[0]
+        self.counts.collectives[kind].append(whole.numel() * whole.element_size())
+
+    def _register(self, tensor: Tensor) -> None:
+        storage = _local(tensor).untyped_storage()
+        if storage in self._ids:
+            return
+        key, size = self._fresh_id(), storage.nbytes()
+        self._ids[storage] = key
+        self.log.append((key, size))
+        weakref.finalize(storage, self.log.append, (key, -size))
+
+    def _fresh_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+
+def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
+    """Bytes alive after each event of a log, leaving out the storages ``without``."""
+    total, history = 0, [0]
+    for key, size in log:
+        if key not in without:
+            total += size
+        history.append(total)
+    return history
+
+
+def _is_bookkeeping(func: Any) -> bool:
+    """Whether an operation asks about a tensor, or is DTensor trying out shapes on whole tensors of its own."""
+    if func.namespace == "prim":
+        return True
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == _sharding_prop.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FREE_OPERATIONS = {
+    aten._unsafe_view,
+    aten.detach,
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.alias,
+    aten.lift_fresh,
+}
+
+
+def _attention_flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """FLOP that the kernel executes: half of the full square where it is causal."""
+    position = _ATTENTION_CAUSAL_ARGUMENT[packet]
+    backward = "backward" in packet.__name__
+    causal = kwargs.get("is_causal", args[position] if len(args) > position else False)
+    count: Callable[..., int] = sdpa_backward_flop_count if backward else sdpa_flop_count
+    shapes = [tensor.shape for tensor in args[: 4 if backward else 3]]
+    query_heads = shapes[1 if backward else 0][1]
+    shapes = [_with_heads(shape, query_heads) for shape in shapes]
+    return count(*shapes) * (0.5 if causal else 1.0)
+
+
+def _with_heads(shape: torch.Size, heads: int) -> tuple[int, ...]:
+    """The shape as if key and value heads were repeated: grouped-query attention computes as many products."""
+    return (shape[0], heads, *shape[2:])
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor that an operation reads or writes; broadcast dimensions count once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,122 @@
+"""Traces one layer of each kind on fake tensors: work, memory and collectives of one rank, as a `Profile`.
+
+The layer is the real `transformers` module, made tensor-parallel as the runtime does it, over a process group that
+has ranks but no processes. Nothing is computed and no memory is used, so any model can be traced on a laptop.
+
+Quantities that grow with the samples are traced at two sizes and kept as a line through them. Peaks are convex in the
+samples (a maximum of lines), so the line is an upper bound between the two sizes and close beyond the larger.
+"""
+
+import datetime
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from steelyard.errors import InvalidProfileError
+from steelyard.model.chain import ModelChain
+from steelyard.plan.plan import Precision
+from steelyard.profiles.profile import (
+    Affine,
+    CollectiveCount,
+    LayerProfile,
+    Profile,
+    ProfileIdentity,
+    Work,
+)
+from steelyard.tracer.counting import OpCounts
+from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observe
+
+_SIZES = (1, 8)
+"""Samples per rank at which a layer is traced."""
+
+
+def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: Iterable[int]) -> Profile:
+    """The traced profile of a model at these tensor-parallel degrees, each with and without sequence parallelism.
+
+    A degree that does not divide a kind's sizes is left out for that kind. Raises `InvalidProfileError` when called in
+    a process that already has a process group.
+    """
+    if dist.is_initialized():
+        raise InvalidProfileError(
+            field="trace",
+            found="a process group in this process",
+            expected="a process without one: tracing makes a fake group of its own",
+            hint="plan before torch.distributed is initialised, or in another process",
+        )
+    layers: list[LayerProfile] = []
+    for tp in sorted(set(tp_degrees) | {1}):
+        with fake_world(tp) as mesh:
+            for layer in (0, 1, chain.num_layers - 1):
+                kind = chain.kind_of(layer)
+                if any(size % tp for _, size in kind.tp_divides):
+                    continue
+                for sp in (False, True) if tp > 1 and seq_len % tp == 0 else (False,):
+                    setting = LayerSetting(
+                        chain=chain, layer=layer, seq_len=seq_len, precision=precision, mesh=mesh, sp=sp
+                    )
+                    layers.append(_layer_profile(kind.name, tp, sp, observe(setting, _SIZES)))
+    return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
+
+
+def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileIdentity:
+    return ProfileIdentity(
+        method="traced",
+        model_name=chain.name,
+        config_hash=chain.config_hash,
+        seq_len=seq_len,
+        precision=precision,
+        device="any",
+        num_devices=1,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation]) -> LayerProfile:
+    def line(value: Callable[[Observation], float]) -> Affine:
+        low, high = (value(observation) for observation in observations)
+        slope = (high - low) / (_SIZES[1] - _SIZES[0])
+        return Affine(constant=low - slope * _SIZES[0], per_sample=slope)
+
+    return LayerProfile(
+        kind=kind,
+        tp=tp,
+        sp=sp,
+        num_params=observations[0].num_params,
+        forward=_work(lambda o: o.forward, observations, line),
+        backward=_work(lambda o: o.backward, observations, line),
+        forward_collectives=_collectives(lambda o: o.forward, observations, line),
+        backward_collectives=_collectives(lambda o: o.backward, observations, line),
+        saved_bytes=line(lambda o: o.saved_bytes),
+        input_bytes=line(lambda o: o.input_bytes),
+        forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
+        backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
+    )
+
+
+_Direction = Callable[[Observation], OpCounts]
+_Line = Callable[[Callable[[Observation], float]], Affine]
+
+
+def _work(direction: _Direction, observations: list[Observation], line: _Line) -> Work:
+    return Work(
+        matmul_flop=line(lambda o: direction(o).matmul_flop),
+        attention_flop=line(lambda o: direction(o).attention_flop),
+        matmul_bytes=line(lambda o: direction(o).matmul_bytes),
+        memory_bytes=line(lambda o: direction(o).memory_bytes),
+        num_kernels=direction(observations[0]).num_kernels,
+    )
+
+
+def _collectives(direction: _Direction, observations: list[Observation], line: _Line) -> tuple[CollectiveCount, ...]:
+    return tuple(
+        CollectiveCount(
+            kind=kind,
+            count=len(calls),
+            tensor_bytes=line(lambda o, kind=kind: sum(direction(o).collectives[kind])),
+        )
+        for kind, calls in sorted(direction(observations[0]).collectives.items())
+    )
