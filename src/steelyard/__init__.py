@@ -1,1 +1,37 @@
-"""steelyard: the fastest way to train a Transformer on the GPUs at hand, and proof that it fits."""
+"""steelyard: the fastest way to train a Transformer on the GPUs at hand, and proof that it fits.
+
+>>> plan = steelyard.find_plan("llama3-8b", "1x8xa100-80gb", global_batch=64, seq_len=4096)
+>>> trainer = steelyard.parallelize(model, plan)      # in each process that torchrun started
+>>> loss = trainer.train_step(read)
+
+Importing this package imports no torch; `find_plan` does if the model has to be traced, `parallelize` always.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from steelyard.plan.file import read_plan, write_plan
+    from steelyard.planning import NothingFitsError, find_plan
+    from steelyard.runtime.parallel_model import ParallelModel, parallelize
+
+__version__ = version("steelyard")
+
+__all__ = ["NothingFitsError", "ParallelModel", "find_plan", "parallelize", "read_plan", "write_plan"]
+
+_HOMES = {
+    "NothingFitsError": "steelyard.planning",
+    "ParallelModel": "steelyard.runtime.parallel_model",
+    "find_plan": "steelyard.planning",
+    "parallelize": "steelyard.runtime.parallel_model",
+    "read_plan": "steelyard.plan.file",
+    "write_plan": "steelyard.plan.file",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name from its module when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -31,9 +31,7 @@ def stage_seconds_and_bytes(
 
 def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:
     """Step time and peak bytes of every plan."""
-    choices = [
-        [s for s in range(len(tables.strategies)) if tables.legal[kind, s]] for kind in tables.layers
-    ]
+    choices = [[s for s in range(len(tables.strategies)) if tables.legal[kind, s]] for kind in tables.layers]
     for boundaries in all_boundaries(len(tables.layers), tables.num_stages):
         for strategies in itertools.product(*choices):
             stages = [

@@ -1,1 +1,1 @@
-"""Measures compute and collectives on real devices and writes profiles."""
+"""Measures layers, collectives and overlap on real devices, and writes them as a profile."""

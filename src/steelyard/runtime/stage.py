@@ -64,7 +64,7 @@ class StageModule(nn.Module):
     def forward(self, inputs: Tensor, labels_BS: Tensor | None = None) -> Tensor:  # noqa: N803
         """The hidden state for the next stage, or on the last stage this rank's share of the loss of a microbatch."""
         context = LayerContext(
-            side=self.side(1, self._seq_len, self.dtype, inputs.device),
+            side=self.side(self._seq_len, self.dtype, inputs.device),
             labels_BS=labels_BS,
             num_tokens=self._num_tokens,
         )

@@ -3,7 +3,8 @@ r"""Lower bounds on stage times from prices of memory, for all runs of layers at
 For any price $\lambda \ge 0$ of a byte, the layers $l..l'-1$ take on stage $i$ at least
 
 $$\underline t_i(l, l') = \max_\lambda \Big[\sum_{j=l}^{l'-1} h_\lambda(k_j)
-- \lambda\,\big(B - \underline u(l, l')\big)\Big], \qquad h_\lambda(k) = \min_s \big(t(k, s) + \lambda\, b_i(k, s)\big)$$
+- \lambda\,\big(B - \underline u(l, l')\big)\Big], \qquad
+h_\lambda(k) = \min_s \big(t(k, s) + \lambda\, b_i(k, s)\big)$$
 
 seconds, since a plan that fits saves nothing by paying for its bytes and being paid for the budget. Switches cost
 at least nothing and are left out. The bound grows with the run, and is a difference of prefix sums, so a matrix of
@@ -20,6 +21,7 @@ seconds) points, so only these are tried.
 Source: weak Lagrangian duality; the hull argument is Dantzig's for the continuous knapsack.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +29,9 @@ import numpy as np
 
 from steelyard.search.frontier import FloatArray, IntArray, frontier
 from steelyard.search.layers import KindOptions, StageCosts
+
+ROUNDING = 1e-9
+"""Relative slack on time bounds, so that float rounding never drops an optimum (sums differ by about 1e-13)."""
 
 MAX_PRICES = 64
 """More hull slopes than this are thinned out; the bounds stay valid and become a little weaker."""
@@ -56,11 +61,11 @@ class StageBounds:
         bound[starts[:, None] >= ends] = np.inf
         return bound
 
-    def best_prices(self, start: int, end: int) -> FloatArray:
-        """The price that bounds this run best, its two neighbours, and 0."""
+    def good_prices(self, start: int, end: int) -> FloatArray:
+        """Prices around the one that bounds this run best, and 0."""
         room = self.room_bytes - float(self.floor[start:end].max())
         best = int(np.argmax(self.prefix_s[:, end] - self.prefix_s[:, start] - self.prices * room))
-        return self.prices[np.unique([0, max(best - 1, 0), best, min(best + 1, len(self.prices) - 1)])]
+        return np.union1d(self.prices[max(best - 4, 0) : best + 5], 0.0)
 
     def farthest(self, start: int, limit_s: float) -> int:
         """The largest end whose bound from ``start`` stays within the limit; ``start`` if not even one layer does."""
@@ -112,7 +117,7 @@ def _hull_slopes(kinds: Sequence[KindOptions]) -> FloatArray:
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
                 hull.pop()
             hull.append(point)
-        slopes.update(_slope(a, b) for a, b in zip(hull, hull[1:], strict=False))
+        slopes.update(_slope(a, b) for a, b in itertools.pairwise(hull))
     rising = np.array(sorted(slopes))
     if len(rising) > MAX_PRICES:
         rising = rising[np.linspace(0, len(rising) - 1, MAX_PRICES).round().astype(int)]

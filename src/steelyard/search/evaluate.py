@@ -4,6 +4,7 @@ This is the one place that turns a choice into numbers: every search reports the
 step time is the sum that was minimised, term by term.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence
     _check(tables, boundaries, strategies)
     stages = tuple(
         _stage_cost(tables, stage, range(start, end), strategies)
-        for stage, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+        for stage, (start, end) in enumerate(itertools.pairwise(boundaries))
     )
     times = [stage.time_s for stage in stages]
     return Solution(
@@ -107,7 +108,7 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
 
 def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> None:
     num_layers = len(tables.layers)
-    rising = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
+    rising = all(a < b for a, b in itertools.pairwise(boundaries))
     if len(boundaries) != tables.num_stages + 1 or boundaries[0] != 0 or boundaries[-1] != num_layers or not rising:
         raise InvalidProblemError(
             field="boundaries",

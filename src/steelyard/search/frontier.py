@@ -88,17 +88,27 @@ def reduce_groups(group: IntArray, num_bytes: IntArray, transient_bytes: IntArra
     The result is ordered by group, then bytes, then seconds; of equal points the first is kept. With one value of
     ``transient_bytes`` throughout, this is `reduce` for every group at once.
     """
+    if len(group) == 0:
+        return np.zeros(0, dtype=np.int64)
     order = np.lexsort((transient_bytes, seconds, num_bytes, group))
-    groups, transients = group[order], transient_bytes[order]
-    rank = np.unique(seconds[order], return_inverse=True)[1]
-    starts = np.concatenate(([True], groups[1:] != groups[:-1])) if len(order) else np.zeros(0, dtype=bool)
-    falling_rank = rank - np.cumsum(starts) * len(order)  # ranks of a later group lie below all of an earlier one
+    starts = np.flatnonzero(np.diff(group[order], prepend=group[order[0]] - 1))
+    rank = _rank(seconds)[order]
+    rank -= np.repeat(np.arange(len(starts)), np.diff(starts, append=len(order))) * len(order)
+    transients = transient_bytes[order]  # the ranks of a later group now lie below all ranks of an earlier one
     kept = np.zeros(len(order), dtype=bool)
-    for value in np.unique(transients):
+    for value in sorted(set(transients.tolist())):
         within = np.flatnonzero(transients <= value)
-        unbeaten = _falls(falling_rank[within]) & (transients[within] == value)
+        unbeaten = _falls(rank[within]) & (transients[within] == value)
         kept[within[unbeaten]] = True
     return order[kept]
+
+
+def _rank(values: FloatArray) -> IntArray:
+    """For each value, how many different values are smaller."""
+    order = np.argsort(values)
+    rank = np.empty(len(values), dtype=np.int64)
+    rank[order] = np.cumsum(np.diff(values[order], prepend=values[order[0]]) > 0)
+    return rank
 
 
 def _falls(values: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.bool_]:

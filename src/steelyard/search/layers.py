@@ -35,9 +35,6 @@ from numpy.typing import NDArray
 from steelyard.cost.tables import CostTables
 from steelyard.search.frontier import FloatArray, IntArray, reduce_groups
 
-ROUNDING = 1e-9
-"""Relative slack on time bounds, so that float rounding never drops an optimum (sums differ by about 1e-13)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KindOptions:
@@ -76,6 +73,18 @@ class LayerStates:
 
     def __len__(self) -> int:
         return len(self.entry)
+
+    def select(self, index: IntArray) -> "LayerStates":
+        """Only these states, in this order."""
+        return LayerStates(
+            entry=self.entry[index],
+            group=self.group[index],
+            bytes=self.bytes[index],
+            transient=self.transient[index],
+            seconds=self.seconds[index],
+            parent=self.parent[index],
+            strategy=self.strategy[index],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,55 +171,108 @@ def option_table(tables: CostTables) -> OptionTable:
     return OptionTable(tables=tables, group=group, num_groups=num_groups, may_beat=may_beat)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pruning:
+    """When a state of the dynamic program may be dropped.
+
+    ``budget_bytes`` is what the stage may hold and ``limit_s`` the longest time of use. ``prices`` (seconds per byte)
+    bound the completions; any values are valid, good ones drop more. ``width`` keeps only so many states after each
+    layer, the most promising by the bound: the answer is then a plan, but no longer proven best.
+    """
+
+    budget_bytes: int
+    limit_s: float
+    prices: FloatArray
+    width: int | None = None
+
+
 def chain_frontier(
-    costs: StageCosts,
-    kinds: Sequence[int],
-    *,
-    entries: IntArray | None = None,
-    budget_bytes: int | None = None,
-    limit_s: float = np.inf,
-    prices: FloatArray | None = None,
+    costs: StageCosts, kinds: Sequence[int], *, entries: IntArray | None = None, pruning: Pruning | None = None
 ) -> ChainFrontier:
     """The frontier of a run of layers of these kinds; see the module.
 
     ``entries`` are the switch classes that the layer before may have left (None: there is no layer before).
-    ``prices`` are the seconds per byte at which completions are bounded; any values are valid, good ones prune more.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
-    prices = np.zeros(1) if prices is None else prices
-    bounded = np.isfinite(limit_s)
-    completions = _completions(costs, kinds, prices) if bounded else None
-    rest_bytes = np.cumsum([0, *(costs.options[kind].bytes.min(initial=0) for kind in reversed(kinds))])[::-1]
     floor = max(int(costs.options[kind].transient.min(initial=0)) for kind in kinds)
+    guide = _guide(costs, kinds, entries, floor, pruning) if pruning else None
     states = _start(entries, floor)
     per_layer = []
     for position, kind in enumerate(kinds):
-        options = costs.options[kind]
-        seconds = states.seconds[:, None] + (options.switch[states.group] + options.seconds)
-        num_bytes = states.bytes[:, None] + options.bytes
-        transient = np.maximum(states.transient[:, None], options.transient)
-        useful = np.ones(seconds.shape, dtype=bool)
-        if budget_bytes is not None:
-            useful = num_bytes + transient <= budget_bytes - int(rest_bytes[position + 1])
-        if budget_bytes is not None and completions is not None:
-            excess = (num_bytes + transient - budget_bytes).astype(np.float64)
-            for price, completion in zip(prices, completions[position + 1], strict=True):
-                useful &= seconds + completion[options.group] + price * excess <= limit_s * (1 + ROUNDING)
-        parent, choice = np.nonzero(useful)
-        states = _unbeaten(
-            LayerStates(
-                entry=states.entry[parent],
-                group=options.group[choice],
-                bytes=num_bytes[parent, choice],
-                transient=transient[parent, choice],
-                seconds=seconds[parent, choice],
-                parent=parent,
-                strategy=options.strategy[choice],
-            ),
-            costs.num_groups,
-        )
+        states = _extend(states, costs.options[kind], costs.num_groups, guide, position + 1)
         per_layer.append(states)
     return ChainFrontier(per_layer=tuple(per_layer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Guide:
+    """Bounds on what the layers still to come will add; position p is before layer p of the run."""
+
+    pruning: Pruning
+    prices: FloatArray
+    completions: list[FloatArray]
+    """per position, [prices, C + 1] seconds"""
+    rest_bytes: IntArray
+    """[n + 1] least bytes"""
+
+    def bound_s(
+        self, position: int, group: IntArray, num_bytes: IntArray, transient: IntArray, seconds: FloatArray
+    ) -> FloatArray:
+        """Lower bound of the time of any completion of these states within the budget."""
+        excess = (num_bytes + transient - self.pruning.budget_bytes).astype(np.float64)
+        bound = np.full(seconds.shape, -np.inf)
+        for price, completion in zip(self.prices, self.completions[position], strict=True):
+            np.maximum(bound, completion[group] + price * excess, out=bound)
+        return bound + seconds
+
+    def fits(self, position: int, num_bytes: IntArray, transient: IntArray) -> NDArray[np.bool_]:
+        """Whether the layers still to come might fit."""
+        return num_bytes + transient <= self.pruning.budget_bytes - self.rest_bytes[position]
+
+
+def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, floor: int, pruning: Pruning) -> _Guide:
+    """Completion bounds at price 0 and at the three of the prices that bound the whole run best."""
+    completions = _completions(costs, kinds, pruning.prices)
+    whole = completions[0][:, entries].min(axis=1) + pruning.prices * (floor - pruning.budget_bytes)
+    best = np.union1d(np.argsort(-whole)[:3], np.argmin(pruning.prices))
+    rest = [0, *(int(costs.options[kind].bytes.min(initial=2**50)) for kind in reversed(kinds))]
+    return _Guide(
+        pruning=pruning,
+        prices=pruning.prices[best],
+        completions=[each[best] for each in completions],
+        rest_bytes=np.cumsum(rest)[::-1],
+    )
+
+
+def _extend(
+    states: LayerStates, options: KindOptions, num_groups: int, guide: _Guide | None, position: int
+) -> LayerStates:
+    """The unbeaten states after one more layer."""
+    seconds = states.seconds[:, None] + (options.switch[states.group] + options.seconds)
+    num_bytes = states.bytes[:, None] + options.bytes
+    transient = np.maximum(states.transient[:, None], options.transient)
+    if guide is None:
+        parent, choice = (each.ravel() for each in np.indices(seconds.shape))
+    else:
+        useful = guide.fits(position, num_bytes, transient)
+        useful &= guide.bound_s(position, options.group, num_bytes, transient, seconds) <= guide.pruning.limit_s
+        parent, choice = np.nonzero(useful)
+    extended = LayerStates(
+        entry=states.entry[parent],
+        group=options.group[choice],
+        bytes=num_bytes[parent, choice],
+        transient=transient[parent, choice],
+        seconds=seconds[parent, choice],
+        parent=parent,
+        strategy=options.strategy[choice],
+    )
+    key = extended.entry * (num_groups + 1) + extended.group
+    kept = reduce_groups(key, extended.bytes, extended.transient, extended.seconds)
+    if guide is not None and guide.pruning.width is not None and len(kept) > guide.pruning.width:
+        found = extended.select(kept)
+        bound = guide.bound_s(position, found.group, found.bytes, found.transient, found.seconds)
+        kept = kept[np.sort(np.argsort(bound, kind="stable")[: guide.pruning.width])]
+    return extended.select(kept)
 
 
 def _start(entries: IntArray, floor: int) -> LayerStates:
@@ -225,20 +287,6 @@ def _start(entries: IntArray, floor: int) -> LayerStates:
         seconds=np.zeros(size),
         parent=none,
         strategy=none,
-    )
-
-
-def _unbeaten(states: LayerStates, num_groups: int) -> LayerStates:
-    key = states.entry * (num_groups + 1) + states.group
-    kept = reduce_groups(key, states.bytes, states.transient, states.seconds)
-    return LayerStates(
-        entry=states.entry[kept],
-        group=states.group[kept],
-        bytes=states.bytes[kept],
-        transient=states.transient[kept],
-        seconds=states.seconds[kept],
-        parent=states.parent[kept],
-        strategy=states.strategy[kept],
     )
 
 

@@ -1,6 +1,9 @@
 r"""Least memory: does anything fit, and if not, by how many bytes does it miss?
 
-Time plays no part here. A run of layers needs at least $\min_\tau\big(\tau + \sum_l \min_{s: u_s \le \tau} b(k_l, s)\big)$
+Time plays no part here. A run of layers needs at least
+
+$$\min_\tau\Big(\tau + \sum_l \min_{s:\, u(k_l, s) \le \tau} b(k_l, s)\Big)$$
+
 bytes on stage $i$ beyond the overhead $o$, where $\tau$ runs over the transient peaks that are worth allowing. This
 grows with every layer added, so for a budget $M$ the stages are filled greedily, each with as many layers as fit:
 the budget is feasible exactly if the last stage reaches the last layer. The least feasible budget follows by
@@ -13,6 +16,7 @@ bisection over whole bytes, so the miss is exact.
 | $\tau$ | `threshold`       | bytes | allowed transient peak of the stage                          |
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -140,7 +144,7 @@ def nearest_miss(tables: CostTables, budget_bytes: int) -> NearestMiss | None:
 def least_memory_strategies(tables: CostTables, boundaries: Sequence[int]) -> tuple[int, ...]:
     """One strategy per layer that takes the fewest bytes on each stage of these boundaries."""
     chosen: list[int] = []
-    for stage, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False)):
+    for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         memory = stage_memories(tables)[stage]
         best = int(np.argmin(memory.prefix[:, end] - memory.prefix[:, start] + memory.threshold))
         num_bytes = tables.static_bytes + tables.in_flight(stage) * tables.activation_bytes

@@ -1,0 +1,33 @@
+# make demo   set-up, then the whole product on CPU processes: profile, plan, train, compare
+# make test   set-up, then everything that CI checks
+# make quick  the part of the tests that starts no processes
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test quick clean
+
+demo: $(VENV)/installed
+	$(BIN)/steelyard demo
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not processes and not slow"
+
+# torch goes first and alone: pip then takes the one build that the constraints name.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-run

@@ -1,0 +1,35 @@
+"""The command line: one Typer application, one module per command, one place where errors become messages."""
+
+import logging
+import sys
+
+import typer
+
+from steelyard.cli import demo, explain, models, plan, profile, train
+from steelyard.errors import UserError
+
+app = typer.Typer(
+    name="steelyard",
+    help="Find the fastest way to train a Transformer on the GPUs at hand, see that it fits, and run it.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command("plan")(plan.plan)
+app.command("explain")(explain.explain)
+app.command("profile")(profile.profile)
+app.command("train")(train.train)
+app.command("demo")(demo.demo)
+app.command("models")(models.models)
+app.command("devices")(models.devices)
+
+
+def main() -> None:
+    """Runs a command; a user's mistake is printed without a traceback and ends with its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,56 @@
+"""``steelyard models`` and ``steelyard devices``: what is known by name."""
+
+from rich.console import Console
+from rich.table import Table
+
+from steelyard.cli.options import AsJson, print_json
+from steelyard.hardware import devices as known_devices
+from steelyard.model.read import load_model, model_names
+from steelyard.units import TERA, format_bytes
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the models that are packaged by name; any other is a path to its config.json."""
+    chains = [load_model(name) for name in model_names()]
+    if as_json:
+        print_json([{"name": c.name, "family": c.family.model_type, "blocks": c.num_layers - 2} for c in chains])
+        return
+    table = Table("model", "family", "blocks", "hidden", "vocabulary", header_style="bold")
+    for chain in chains:
+        table.add_row(
+            chain.name,
+            chain.family.model_type,
+            str(chain.num_layers - 2),
+            str(chain.hidden_size),
+            str(chain.vocab_size),
+        )
+    Console().print(table)
+
+
+def devices(as_json: AsJson = False) -> None:
+    """List the devices of the catalogue with the source of their numbers."""
+    known = known_devices()
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": d.name,
+                    "memory_bytes": d.memory_bytes,
+                    "peak_flop_per_s": dict(d.peak_flop_per_s),
+                    "source": d.source,
+                }
+                for d in known
+            ]
+        )
+        return
+    table = Table("device", "memory", "bf16 or fp16 TFLOP/s", "source", header_style="bold")
+    for device in known:
+        peaks = device.peak_flop_per_s
+        peak = peaks.get("bf16", peaks.get("fp16"))
+        table.add_row(
+            device.name,
+            "–" if device.memory_bytes is None else format_bytes(device.memory_bytes),
+            "measured by profile" if peak is None else f"{peak / TERA:.0f}",
+            device.source,
+        )
+    Console().print(table)

@@ -1,0 +1,28 @@
+"""Options that several commands share, and what they print."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="A packaged model (see `steelyard models`) or the path of a config.json.")]
+ClusterOption = Annotated[
+    str, typer.Option("--cluster", help="NODESxDEVICESxDEVICE such as 1x8xa100-80gb, or a YAML file.")
+]
+SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1)]
+GlobalBatch = Annotated[int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1)]
+PrecisionOption = Annotated[
+    str, typer.Option("--precision", help="bf16 (computes in bf16, keeps and reduces in fp32) or fp32.")
+]
+Memory = Annotated[
+    str | None, typer.Option("--memory", help="What one device may hold, as in 20GiB; default: all it has.")
+]
+ProfileOption = Annotated[
+    str | None, typer.Option("--profile", help="Measured costs from `steelyard profile`; default: traced and catalogue.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as indented JSON on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,1 @@
+"""``steelyard train``"""

@@ -1,0 +1,144 @@
+"""Measures each collective over message sizes and group shapes, with the calls that the runtime's libraries make.
+
+FSDP2 issues ``all_reduce``, ``all_gather_single`` and ``reduce_scatter_single``; a change of layout from one sharded
+dim to another is a DTensor redistribution (over gloo PyTorch gathers and cuts, which is why the redistribution itself
+is measured and not ``all_to_all_single``); the pipeline sends and receives in a batch. All groups of a shape run at
+the same time, as they do inside a stage. Calls follow each other without a barrier: a collective synchronises itself,
+and the delay of leaving a barrier would be larger than a small message.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from steelyard.profiler.clock import num_repetitions, seconds_of, typical_seconds
+from steelyard.profiler.fit import fit_latency_and_rate
+from steelyard.profiles.profile import CollectiveKind, CollectiveProfile
+from steelyard.units import KIB, MIB
+
+SIZES_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
+"""Bytes of the whole tensors that collectives are measured with."""
+
+_FP32_BYTES = 4
+_MOST_CALLS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """Groups of ``size`` ranks that lie ``stride`` apart; the world is divided into such groups."""
+
+    size: int
+    stride: int
+
+
+def group_shapes(world_size: int) -> tuple[GroupShape, ...]:
+    """Group sizes that divide the world, over neighbouring ranks and over ranks as far apart as possible."""
+    sizes = [size for size in range(2, world_size + 1) if world_size % size == 0]
+    return tuple(GroupShape(size=size, stride=stride) for size in sizes for stride in sorted({1, world_size // size}))
+
+
+def measure_collectives(
+    device: torch.device, *, budget_s: float, sizes_bytes: Sequence[int] = SIZES_BYTES
+) -> Iterator[CollectiveProfile]:
+    """Latency (s) and rate (bytes/s) of every kind of collective and shape of group; a collective call.
+
+    ``send_recv`` is between two ranks, so it has groups of two alone.
+    """
+    shapes = group_shapes(dist.get_world_size())
+    wanted = [(shape, kind) for shape in shapes for kind in _CALLS if kind != "send_recv" or shape.size == 2]
+    meshes = {shape: shape_mesh(shape, device.type) for shape in shapes}
+    for shape, kind in wanted:
+        share_s = budget_s / len(wanted) / len(sizes_bytes)
+        times_s = [
+            _time_of_call(_CALLS[kind](num_bytes, meshes[shape], device), device, budget_s=share_s)
+            for num_bytes in sizes_bytes
+        ]
+        fit = fit_latency_and_rate(sizes_bytes, times_s)
+        yield CollectiveProfile(
+            kind=kind,
+            group_size=shape.size,
+            strided=shape.stride > 1,
+            latency_s=fit.latency_s,
+            bytes_per_s=fit.bytes_per_s,
+            max_relative_error=fit.max_relative_error,
+        )
+
+
+def shape_mesh(shape: GroupShape, device_type: str) -> DeviceMesh:
+    """The one-axis mesh of this rank's group; a collective call."""
+    sizes = (dist.get_world_size() // (shape.size * shape.stride), shape.size, shape.stride)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("outer", "group", "inner"))["group"]
+
+
+def _time_of_call(call: Callable[[], object], device: torch.device, *, budget_s: float) -> float:
+    """Seconds of one of several calls in a row."""
+    call()
+    num_calls = num_repetitions(seconds_of(call, device), budget_s / 4, least=2, most=_MOST_CALLS)
+
+    def several() -> None:
+        for _ in range(num_calls):
+            call()
+
+    return typical_seconds(several, device, budget_s=budget_s * 3 / 4, most=6) / num_calls
+
+
+def _all_reduce(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
+    whole, group = _whole(num_bytes, mesh, device), mesh.get_group()
+    return lambda: dist.all_reduce(whole, group=group)
+
+
+def _all_gather(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
+    whole, group = _whole(num_bytes, mesh, device), mesh.get_group()
+    part = torch.zeros(whole.numel() // mesh.size(), device=device)
+    return lambda: dist.all_gather_single(whole, part, group=group)
+
+
+def _reduce_scatter(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
+    whole, group = _whole(num_bytes, mesh, device), mesh.get_group()
+    part = torch.zeros(whole.numel() // mesh.size(), device=device)
+    return lambda: dist.reduce_scatter_single(part, whole, group=group)
+
+
+def _all_to_all(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
+    part = _whole(num_bytes, mesh, device).view(mesh.size(), -1)[:1].contiguous()
+    return lambda: DTensor.from_local(part, mesh, (Shard(0),), run_check=False).redistribute(placements=(Shard(1),))
+
+
+def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
+    """One transfer: the direction alternates, so that neither side can run ahead of the other."""
+    tensor, group = torch.zeros(num_bytes // _FP32_BYTES, device=device), mesh.get_group()
+    mine, peer = mesh.get_local_rank(), 1 - mesh.get_local_rank()
+    senders = _alternating()
+
+    def call() -> None:
+        direction = dist.isend if next(senders) == mine else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(direction, tensor, group=group, group_peer=peer)]):
+            work.wait()
+
+    return call
+
+
+def _alternating() -> Iterator[int]:
+    while True:
+        yield 0
+        yield 1
+
+
+def _whole(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """The whole tensor, its elements a multiple of the square of the group's size so that it can be cut twice."""
+    unit = mesh.size() ** 2
+    return torch.zeros(max(num_bytes // _FP32_BYTES // unit, 1) * unit, device=device)
+
+
+_CALLS: dict[CollectiveKind, Callable[[int, DeviceMesh, torch.device], Callable[[], object]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send_recv": _send_recv,
+}

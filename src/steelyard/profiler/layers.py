@@ -1,0 +1,215 @@
+"""Measures the layers of each kind as the runtime runs them: forward and backward seconds per number of samples.
+
+All processes run a short chain (embedding, two blocks, head) at the same time, cut at the borders of its layers: each
+layer meets the caches that its neighbours leave, and processors that are shared between processes are shared in the
+measurement. Tensor-parallel groups are real and take neighbouring ranks. Every layer is wrapped in ``replicate`` over
+a group of one rank, so that the hooks of the runtime's wrapper are in the seconds and its collectives are not.
+Gradients accumulate, as they do over the microbatches of a step.
+
+The seconds of a layer are the mean over the faster half of the repetitions and over the ranks, stretched so that the
+chain takes as long as on its slowest rank, since a step waits for that one: where processes share processors, some
+finish early and leave theirs idle.
+
+Positions and masks, which a stage makes once per microbatch, count with the embedding.
+
+Legend of shapes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sp), H hidden size.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
+from transformers import PreTrainedModel
+
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.modules.build import build_meta_model, build_rotary, layer_modules, materialize_layer
+from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.tensor_parallel import apply_tensor_parallel
+from steelyard.plan.plan import Precision
+from steelyard.plan.strategy import Remat
+from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks
+from steelyard.profiles.profile import MeasuredTime
+
+_NUM_BLOCKS_OF_A_KIND = 2
+_NUM_MICROBATCHES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortChain:
+    """A few layers of a model with parameters on a device, ready to run as the runtime runs them."""
+
+    kinds: tuple[str, ...]
+    layers: tuple[ChainLayer, ...]
+    side: SideInputBuilder
+    seq_len: int
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    device: torch.device
+    tp: int
+    sp: bool
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all layers."""
+        return [parameter for layer in self.layers for parameter in layer.parameters()]
+
+    def microbatch(self, samples: int) -> tuple[Tensor, Tensor]:
+        """What the first layer reads (token ids [B, S] or a hidden state [B, s, H]) and labels [B, S], on all ranks."""
+        generator = torch.Generator().manual_seed(samples)
+        tokens, labels = torch.randint(self.vocab_size, (2, samples, self.seq_len), generator=generator).to(self.device)
+        if isinstance(self.layers[0], EmbeddingLayer):
+            return tokens, labels
+        shape = (samples, self.seq_len // self.tp if self.sp else self.seq_len, self.hidden_size)
+        hidden = torch.randn(shape, generator=generator).to(self.device, self.dtype)
+        return hidden.requires_grad_(), labels
+
+    def loss_context(self) -> AbstractContextManager[None]:
+        """Keeps the logits sharded over the vocabulary under tensor parallelism, as the runtime does."""
+        return loss_parallel() if self.tp > 1 else nullcontext()
+
+
+def layer_meshes(tp: int, device_type: str) -> DeviceMesh:
+    """The world as axes ``data``, ``tp`` (neighbouring ranks) and ``one`` (of size 1); a collective call."""
+    return init_device_mesh(device_type, (dist.get_world_size() // tp, tp, 1), mesh_dim_names=("data", "tp", "one"))
+
+
+def build_short_chain(
+    chain: ModelChain,
+    kinds: Collection[str],
+    *,
+    tp: int,
+    sp: bool,
+    seq_len: int,
+    precision: Precision,
+    device: torch.device,
+    mesh: DeviceMesh,
+) -> ShortChain:
+    """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``tp`` and ``sp``."""
+    picked = [layer for layer in _layers_of_each_kind(chain) if chain.kind_of(layer).name in kinds]
+    model = build_meta_model(chain)
+    layers = tuple(_build(model, chain, layer, tp, sp, precision, device, mesh) for layer in picked)
+    attention_types = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
+    return ShortChain(
+        kinds=tuple(chain.kind_of(layer).name for layer in picked),
+        layers=layers,
+        side=SideInputBuilder(model, build_rotary(model, chain, device), attention_types),
+        seq_len=seq_len,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        vocab_size=chain.vocab_size,
+        hidden_size=chain.hidden_size,
+        device=device,
+        tp=tp,
+        sp=sp,
+    )
+
+
+def measure_layers(
+    short: ShortChain, samples: Sequence[int], *, budget_s: float
+) -> dict[str, tuple[MeasuredTime, ...]]:
+    """The times of each kind of layer in the chain for each number of samples; a collective call.
+
+    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 3 at least.
+    """
+    times: dict[str, list[MeasuredTime]] = {kind: [] for kind in short.kinds}
+    for count in sorted(set(samples)):
+        laps_s = _typical_laps(short, count, budget_s=budget_s * count / sum(set(samples)))
+        forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
+        for kind, measured in times.items():
+            own = [index for index, name in enumerate(short.kinds) if name == kind]
+            measured.append(
+                MeasuredTime(
+                    samples=count,
+                    forward_s=sum(forward_s[index] for index in own) / len(own),
+                    backward_s=sum(backward_s[index] for index in own) / len(own),
+                )
+            )
+    return {kind: tuple(measured) for kind, measured in times.items()}
+
+
+def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: Stopwatch) -> None:
+    """Forward and backward of one microbatch with a mark after each layer: forward in order, then backward reversed."""
+    watch.mark()
+    context = LayerContext(
+        side=short.side(short.seq_len, short.dtype, short.device), labels_BS=labels, num_tokens=labels.numel()
+    )
+    inputs, outputs = [], []
+    hidden = entering
+    with short.loss_context():
+        for layer in short.layers:
+            inputs.append(hidden)
+            outputs.append(layer(hidden, context))
+            hidden = outputs[-1].detach().requires_grad_()
+            watch.mark()
+        gradient = None if hidden.dim() == 0 else torch.randn_like(hidden)
+        while outputs:
+            torch.autograd.backward(outputs.pop(), gradient)
+            gradient = inputs.pop().grad
+            watch.mark()
+
+
+def _typical_laps(short: ShortChain, samples: int, *, budget_s: float) -> list[float]:
+    """Seconds of each layer, forward then backward, both in the order of the chain; the same on all ranks."""
+    repetition_laps(short, samples)
+    once_s = over_ranks([sum(repetition_laps(short, samples))], short.device, dist.ReduceOp.MAX)[0]
+    rows = [repetition_laps(short, samples) for _ in range(num_repetitions(once_s, budget_s))]
+    slowest_s = over_ranks([sum(row) for row in rows], short.device, dist.ReduceOp.MAX)
+    summed = over_ranks(fast_half_columns(rows, slowest_s), short.device, dist.ReduceOp.SUM)
+    stretch = fast_half_mean(slowest_s) / sum(summed)
+    return [seconds * stretch for seconds in summed]
+
+
+def repetition_laps(short: ShortChain, samples: int) -> list[float]:
+    """Seconds of each layer per microbatch, forward then backward, on this rank, from a few microbatches in a row."""
+    entering, labels = short.microbatch(samples)
+    watch = Stopwatch(short.device)
+    barrier(short.device)
+    total_s = [0.0] * (2 * len(short.layers))
+    for _ in range(_NUM_MICROBATCHES):
+        run_microbatch(short, entering, labels, watch)
+        laps = watch.laps_s()
+        in_order = laps[: len(short.layers)] + laps[: len(short.layers) - 1 : -1]
+        total_s = [total + lap for total, lap in zip(total_s, in_order, strict=True)]
+    return [total / _NUM_MICROBATCHES for total in total_s]
+
+
+def _layers_of_each_kind(chain: ModelChain) -> list[int]:
+    """The first layer of each kind in the chain, and a second one of each kind of block where there is one."""
+    picked: list[int] = []
+    for layer in range(chain.num_layers):
+        kind = chain.layers[layer]
+        most = _NUM_BLOCKS_OF_A_KIND if chain.kinds[kind].role is LayerRole.BLOCK else 1
+        if sum(chain.layers[other] == kind for other in picked) < most:
+            picked.append(layer)
+    return picked
+
+
+def _build(
+    model: PreTrainedModel,
+    chain: ModelChain,
+    index: int,
+    tp: int,
+    sp: bool,
+    precision: Precision,
+    device: torch.device,
+    mesh: DeviceMesh,
+) -> ChainLayer:
+    """One layer as the runtime builds it, replicated over a group of one rank and without gradient reduction."""
+    materialize_layer(model, layer_modules(model, chain, index), index, seed=0, device=device)
+    layer = build_layer(model, chain, index, Remat.NONE)
+    if tp > 1:
+        apply_tensor_parallel(layer, model, chain, chain.kind_of(index).role, mesh["tp"], sp=sp)
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped: FSDPModule = replicate(layer, mesh=mesh["one"], mp_policy=policy)
+    wrapped.set_gradient_divide_factor(1.0)
+    wrapped.set_force_sum_reduction_for_comms(True)
+    wrapped.set_requires_gradient_sync(False)
+    return layer

@@ -1,0 +1,130 @@
+r"""Measures what a step takes beside its layers: the optimizer, the end of the step, and compute beside communication.
+
+With compute of c seconds and communication of d seconds side by side in T seconds, the slowdown κ is that of the cost
+model, where the shorter one costs κ times itself and the rest of the longer one runs alone:
+
+$$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c - d|}{\min(c, d)}$$
+
+Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from steelyard.profiler.clock import fast_half_mean, over_ranks, typical_seconds
+from steelyard.profiler.layers import ShortChain, repetition_laps
+from steelyard.units import MIB
+
+_OVERLAP_ELEMENTS = 4 * MIB
+_MATMUL_SIZE = 256
+_MOST_MATMULS = 5000
+_NUM_REDUCTIONS = 10
+_SHORT_SEQUENCE = 8
+
+
+def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
+    """Seconds of the end of a step per parameter of a rank, all processes at once; a collective call.
+
+    That is: the copies that the runtime's wrapper makes around the gradient reduction, clipping, AdamW, and clearing
+    the gradients. The parameters are those of a short chain, with its many small tensors.
+    """
+    num_params = sum(_local(parameter).numel() for parameter in short.parameters())
+    return (_reduction_copy_seconds(short) + _update_seconds(short, budget_s=budget_s)) / num_params
+
+
+def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:
+    """Seconds of a step that no layer accounts for: one all-reduce of the loss and one of the gradient norm."""
+    scalar = torch.zeros((), device=device)
+
+    def reduce_both() -> None:
+        dist.all_reduce(scalar)
+        dist.all_reduce(scalar)
+
+    return typical_seconds(reduce_both, device, budget_s=budget_s)
+
+
+def measure_overlap_slowdown(device: torch.device, *, budget_s: float) -> float:
+    """How much longer matrix products and an all-reduce take side by side, 1 to 2; a collective call."""
+    message = torch.zeros(_OVERLAP_ELEMENTS, device=device)
+    matrix = torch.full((_MATMUL_SIZE, _MATMUL_SIZE), 1.0 / _MATMUL_SIZE, device=device)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    def both(count: int) -> None:
+        pending = dist.all_reduce(message, async_op=True)
+        compute(count)
+        pending.wait()
+
+    share_s = budget_s / 4
+    communication_s = typical_seconds(lambda: dist.all_reduce(message), device, budget_s=share_s)
+    ten_s = typical_seconds(lambda: compute(10), device, budget_s=share_s)
+    count = min(max(round(10 * communication_s / ten_s), 1), _MOST_MATMULS)
+    compute_s = typical_seconds(lambda: compute(count), device, budget_s=share_s)
+    both_s = typical_seconds(lambda: both(count), device, budget_s=share_s)
+    return slowdown(compute_s, communication_s, both_s)
+
+
+def slowdown(compute_s: float, communication_s: float, both_s: float) -> float:
+    """The slowdown κ of the cost model, see the module; all arguments in seconds.
+
+    At least 1, and at most 2, where one after the other takes as long: PyTorch's wrappers do not run both side by side
+    on a CPU, so nothing is ever slower than that.
+    """
+    alone_s = abs(compute_s - communication_s)
+    return min(max((both_s - alone_s) / min(compute_s, communication_s), 1.0), 2.0)
+
+
+def _reduction_copy_seconds(short: ShortChain) -> float:
+    """Seconds that a microbatch takes longer when the wrapper reduces gradients (over one rank: copies alone).
+
+    Taken on very short samples, where little else takes time.
+    """
+    tiny = replace(short, seq_len=_SHORT_SEQUENCE * short.tp)
+
+    def microbatch_s(*, reduce: bool) -> float:
+        for layer in tiny.layers:
+            if isinstance(layer, FSDPModule):
+                layer.set_requires_gradient_sync(reduce)
+        return sum(repetition_laps(tiny, samples=1))
+
+    pairs = [(microbatch_s(reduce=True), microbatch_s(reduce=False)) for _ in range(_NUM_REDUCTIONS)]
+    both = over_ranks([seconds for pair in pairs for seconds in pair], short.device, dist.ReduceOp.MAX)
+    return max(fast_half_mean(both[::2]) - fast_half_mean(both[1::2]), 0.0)
+
+
+def _update_seconds(short: ShortChain, *, budget_s: float) -> float:
+    parameters = short.parameters()
+    optimizer = AdamW(parameters, lr=1e-6)
+
+    def fill_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
+    def update() -> None:
+        _clip(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return typical_seconds(update, short.device, budget_s=budget_s, prepare=fill_gradients)
+
+
+@torch.no_grad()
+def _clip(parameters: list[nn.Parameter]) -> None:
+    """Norm and scaling of all gradients, without the reduction over ranks."""
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    square = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
+    scale = (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

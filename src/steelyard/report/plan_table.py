@@ -1,0 +1,129 @@
+"""A plan as tables for the terminal: the decision, where time and memory go, and what lost."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.plan.plan import LayerRun, Plan, Prediction
+from steelyard.units import format_bytes, format_seconds
+
+SHOWN_ALTERNATIVES = 5
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The whole plan as one renderable: headline, stages and layers, and with a prediction time, memory and rivals."""
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), stage_table(plan)]
+    if plan.prediction is not None:
+        parts += [
+            term_table(plan.prediction),
+            Text(f"{plan.prediction.certificate}; costs {_source(plan.prediction)}", style="dim"),
+        ]
+        if plan.prediction.alternatives:
+            parts.append(alternative_table(plan.prediction))
+    return Group(*parts)
+
+
+def headline(plan: Plan) -> str:
+    """The decision in one sentence."""
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages ({plan.schedule})"
+    text = (
+        f"{plan.model.name} on {plan.cluster}: {stages}, {plan.num_microbatches} microbatches of "
+        f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
+    )
+    prediction = plan.prediction
+    if prediction is None:
+        return text
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
+    return (
+        f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
+        f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
+        f"{format_bytes(max(stage.total_bytes for stage in prediction.stages))} of "
+        f"{format_bytes(prediction.budget_bytes)} per device"
+    )
+
+
+def stage_table(plan: Plan) -> Table:
+    """A row for every run of equal layers: stage, ranks, layers, strategy."""
+    chain = plan.chain()
+    table = Table(title="Strategies", title_justify="left", header_style="bold")
+    for column in ("stage", "ranks", "layers", "parallel", "remat"):
+        table.add_column(column)
+    for index, stage in enumerate(plan.stages):
+        for run_index, run in enumerate(stage.runs):
+            first = run_index == 0
+            table.add_row(
+                str(index) if first else "",
+                f"{stage.ranks[0]}–{stage.ranks[1]}" if first else "",
+                _layers_text(chain, run),
+                run.parallel + ("+sp" if run.sp else "") + (" zero2" if run.zero == 2 else ""),
+                str(run.remat),
+                end_section=run_index == len(stage.runs) - 1,
+            )
+    return table
+
+
+def term_table(prediction: Prediction) -> Table:
+    """Time and memory of each stage by term, against the budget."""
+    table = Table(title="Predicted, per stage", title_justify="left", header_style="bold")
+    table.add_column("")
+    for index in range(len(prediction.stages)):
+        table.add_column(f"stage {index}", justify="right")
+    for name in _terms([stage.time_s for stage in prediction.stages]):
+        table.add_row(name, *(format_seconds(stage.time_s.get(name, 0.0)) for stage in prediction.stages))
+    table.add_row(
+        "time of a microbatch",
+        *(format_seconds(stage.total_time_s) for stage in prediction.stages),
+        style="bold",
+        end_section=True,
+    )
+    for name in _terms([stage.memory_bytes for stage in prediction.stages]):
+        table.add_row(name, *(format_bytes(stage.memory_bytes.get(name, 0)) for stage in prediction.stages))
+    table.add_row("memory", *(format_bytes(stage.total_bytes) for stage in prediction.stages), style="bold")
+    table.add_row("left of the budget", *(_left(prediction, stage.total_bytes) for stage in prediction.stages))
+    return table
+
+
+def alternative_table(prediction: Prediction) -> Table:
+    """The best candidates that lost, and why."""
+    title = f"What lost (best {min(SHOWN_ALTERNATIVES, len(prediction.alternatives))} of {len(prediction.alternatives)})"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in ("candidate", "step", "why"):
+        table.add_column(column)
+    for alternative in prediction.alternatives[:SHOWN_ALTERNATIVES]:
+        step = "–" if alternative.step_time_s is None else format_seconds(alternative.step_time_s)
+        table.add_row(alternative.description, step, alternative.reason)
+    return table
+
+
+def _left(prediction: Prediction, total_bytes: int) -> str:
+    left = prediction.budget_bytes - total_bytes
+    return format_bytes(left) if left >= 0 else f"over by {format_bytes(-left)}"
+
+
+def _source(prediction: Prediction) -> str:
+    profile = prediction.profile
+    if profile.get("method") == "measured":
+        return f"measured on {profile.get('device')} ({profile.get('created')})"
+    return f"traced with torch {profile.get('torch')}, transformers {profile.get('transformers')}; catalogue rates"
+
+
+def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:
+    """All names that occur, in the order of their first occurrence."""
+    return list(dict.fromkeys(name for column in columns for name in column))
+
+
+def _layers_text(chain: ModelChain, run: LayerRun) -> str:
+    first, last = run.layers
+    names = []
+    if chain.kind_of(first).role is LayerRole.EMBEDDING:
+        names.append("embedding")
+        first += 1
+    ends_in_head = chain.kind_of(last).role is LayerRole.HEAD
+    if ends_in_head:
+        last -= 1
+    if first <= last:
+        names.append(f"block {first - 1}" if first == last else f"blocks {first - 1}–{last - 1}")
+    if ends_in_head:
+        names.append("head")
+    return ", ".join(names)

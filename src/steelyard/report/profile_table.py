@@ -1,0 +1,48 @@
+"""A profile as tables for the terminal: seconds of layers and rates of collectives."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from steelyard.profiles.profile import Profile
+from steelyard.units import MIB, format_bytes, format_seconds
+
+
+def profile_view(profile: Profile) -> RenderableType:
+    """What was measured, on what."""
+    identity = profile.identity
+    title = (
+        f"{identity.model_name}, {identity.seq_len} tokens, {identity.precision} on {identity.num_devices} × "
+        f"{identity.device} ({identity.method} {identity.created})"
+    )
+    return Group(Text(title, style="bold"), layer_table(profile), collective_table(profile))
+
+
+def layer_table(profile: Profile) -> Table:
+    """Measured seconds of each layer kind, tensor-parallel degree and number of samples on a rank."""
+    table = Table("layer", "tp", "samples on a rank", "forward", "backward", "saved", header_style="bold")
+    for layer in profile.layers:
+        for index, time in enumerate(layer.times):
+            table.add_row(
+                layer.kind if index == 0 else "",
+                f"{layer.tp}{'+sp' if layer.sp else ''}" if index == 0 else "",
+                str(time.samples),
+                format_seconds(time.forward_s),
+                format_seconds(time.backward_s),
+                format_bytes(layer.saved_bytes.at(time.samples)),
+            )
+    return table
+
+
+def collective_table(profile: Profile) -> Table:
+    """Fitted latency and rate of each collective."""
+    table = Table("collective", "ranks", "latency", "rate", "worst misfit", header_style="bold")
+    for each in profile.collectives:
+        table.add_row(
+            each.kind,
+            f"{each.group_size}{' strided' if each.strided else ''}",
+            format_seconds(each.latency_s),
+            f"{each.bytes_per_s / MIB:,.0f} MiB/s",
+            f"{each.max_relative_error:.0%}",
+        )
+    return table

@@ -1,0 +1,36 @@
+"""torchrun, with the exit codes of failed processes as data: what `steelyard.runtime.launch` starts.
+
+Takes torchrun's own arguments. torchrun starts the processes, watches them, and ends all when one fails; it prints a
+wall of text about it, which is left out here because the launcher shows the first error itself.
+"""
+
+import logging
+import os
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from steelyard.runtime.failure import failures_folder, write_exit_codes
+from steelyard.runtime.parent import watch_parent
+
+
+def main() -> None:
+    """Runs torchrun; ends with code 1 if a process failed."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.Logger.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    watch_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        run(parse_args(sys.argv[1:]))
+    except ChildFailedError as error:
+        folder = failures_folder()
+        if folder is not None:
+            write_exit_codes({rank: failure.exitcode for rank, failure in error.failures.items()}, folder)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What the runtime really did to each layer, read back from the modules and from the activations that passed.
+
+A plan that is dropped in silence is the worst error that a runtime can make. So the strategies in a run record do not
+repeat the plan: the axes come from the meshes that the parameters lie on, ``sp`` and the data degree from the shape of
+the hidden state that passed through the layer, ZeRO and remat from the state of the module.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from steelyard.modules.layers import ChainLayer, EmbeddingLayer
+from steelyard.plan.strategy import Level, Parallelism, Strategy
+from steelyard.runtime.parallel_model import ParallelModel
+
+
+@contextmanager
+def observe_layers(model: ParallelModel) -> Iterator[dict[int, torch.Size]]:
+    """Collects the shape [B, s, H] of the hidden state at each layer of this rank, while a step runs in the context."""
+    shapes: dict[int, torch.Size] = {}
+
+    def keep(layer: int, is_embedding: bool) -> object:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            shapes[layer] = (output if is_embedding else inputs[0]).shape
+
+        return hook
+
+    handles = [
+        layer.register_forward_hook(keep(int(name), isinstance(layer, EmbeddingLayer)))
+        for name, layer in model.stage.layers.items()
+    ]
+    try:
+        yield shapes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tuple[str, ...]:
+    """The applied strategy of every layer of the model, written as in plans; a collective call.
+
+    Raises `RuntimeError` if the ranks of a stage report different strategies.
+    """
+    mine = {
+        int(name): str(applied_strategy(layer, shapes[int(name)], seq_len=model.plan.seq_len))
+        for name, layer in model.stage.layers.items()
+    }
+    reports: list[dict[int, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(reports, mine)
+    found: dict[int, set[str]] = {}
+    for report in reports:
+        for layer, strategy in report.items():
+            found.setdefault(layer, set()).add(strategy)
+    for layer, strategies in found.items():
+        if len(strategies) > 1:
+            raise RuntimeError(f"ranks run layer {layer} under different strategies: {', '.join(sorted(strategies))}")
+    return tuple(strategies.pop() for _, strategies in sorted(found.items()))
+
+
+def applied_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: int) -> Strategy:
+    """The strategy that this rank's ``layer`` runs under, given the hidden state [B, s, H] that passed through it."""
+    data_name, data_degree, is_sharded, reshards = _data_parallelism(layer)
+    tensor_name, tensor_degree = _tensor_parallelism(layer, data_name)
+    data_kind = Parallelism.FSDP if is_sharded else Parallelism.DP
+    levels = [
+        (name, Level(kind=kind, degree=degree))
+        for name, kind, degree in ((data_name, data_kind, data_degree), (tensor_name, Parallelism.TP, tensor_degree))
+        if degree > 1
+    ]
+    return Strategy(
+        levels=tuple(level for _, level in sorted(levels, key=lambda pair: pair[0])),
+        sp=tensor_degree > 1 and hidden_shape[1] * tensor_degree == seq_len,
+        remat=layer.remat,
+        zero=2 if is_sharded and not reshards else 3,
+    )
+
+
+def _data_parallelism(layer: ChainLayer) -> tuple[str, int, bool, bool]:
+    """Mesh axis and degree of data parallelism, whether it shards, and whether it frees parameters after forward."""
+    if not isinstance(layer, FSDPModule):
+        return "", 1, False, False
+    group = layer._get_fsdp_state()._fsdp_param_group
+    mesh = group.mesh_info.mesh
+    is_sharded = not isinstance(layer, ReplicateModule) and mesh.size() > 1
+    return mesh.mesh_dim_names[0], mesh.size(), is_sharded, group.post_forward_mesh_info is not None
+
+
+def _tensor_parallelism(layer: ChainLayer, data_name: str) -> tuple[str, int]:
+    """Mesh axis and degree over which parameters are sharded beside data parallelism."""
+    for parameter in layer.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, name in enumerate(mesh.mesh_dim_names):
+                if name != data_name and not parameter.placements[axis].is_replicate():
+                    return name, mesh.size(axis)
+    return "", 1

@@ -1,0 +1,114 @@
+"""Measures the most bytes that a process's tensors hold at once during a piece of work.
+
+On a GPU the allocator counts. Elsewhere a dispatch mode sees every tensor that an operation returns and follows its
+storage until that is freed or resized (FSDP frees gathered parameters by resizing them to nothing), so parameters,
+gradients, optimizer states, activations and gathered parameters all count, each storage once.
+
+Not counted on the CPU: scratch memory inside an operation or a collective, and the process itself (code, libraries).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CUDA_METHOD = "torch.cuda.max_memory_allocated"
+STORAGE_METHOD = "live tensor storages"
+
+
+class PeakMeter(Protocol):
+    """What `measure_peak` yields: ``peak_bytes`` is final when the context ends."""
+
+    peak_bytes: int
+
+
+def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[PeakMeter]:
+    """A context that measures the peak of what its body allocates together with ``tensors``, which live already."""
+    return _cuda_peak(device) if device.type == "cuda" else LiveStorages(tensors)
+
+
+def memory_method(device: torch.device) -> str:
+    """How `measure_peak` measures on a device."""
+    return CUDA_METHOD if device.type == "cuda" else STORAGE_METHOD
+
+
+class LiveStorages(TorchDispatchMode):
+    """The bytes of all storages that operations under this mode return, and of those of ``tensors``."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resize = torch.UntypedStorage.resize_
+        for tensor in tensors:
+            self._follow(tensor)
+
+    def __enter__(self) -> Self:
+        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and follows what it returns; a DTensor's operation is seen as its local operations."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf)
+        return result
+
+    def _follow(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._references:
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._sizes[key] = 0
+        self._set_size(key, storage.nbytes())
+
+    def _set_size(self, key: int, num_bytes: int) -> None:
+        self.live_bytes += num_bytes - self._sizes[key]
+        self._sizes[key] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key)
+        del self._references[key]
+
+    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+            result = resize(storage, num_bytes)
+            if storage._cdata in self._references:
+                self._set_size(storage._cdata, num_bytes)
+            return result
+
+        return resize_
+
+
+class _CudaPeak:
+    peak_bytes = 0
+
+
+@contextmanager
+def _cuda_peak(device: torch.device) -> Iterator[PeakMeter]:
+    meter = _CudaPeak()
+    torch.cuda.reset_peak_memory_stats(device)
+    yield meter
+    meter.peak_bytes = torch.cuda.max_memory_allocated(device)

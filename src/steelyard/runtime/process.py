@@ -1,0 +1,75 @@
+"""The life of one process of a training run: arguments, checks, the run, and how its end is reported.
+
+Under `steelyard.runtime.launch` an error goes to the launcher, which shows the first one only. Under a torchrun that
+was started by hand it goes to stderr: mistakes that all processes of a host see alike are printed by one of them.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from steelyard.errors import UserError
+from steelyard.plan.file import read_plan
+from steelyard.runtime.failure import Failure, failures_folder, write_failure
+from steelyard.runtime.options import TrainOptions, add_train_options
+from steelyard.runtime.parent import watch_parent
+from steelyard.runtime.process_group import process_group, world_size
+
+FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs this rank's part of a training run and ends the process: 0 done, 1 failed, 2 a mistake of the user."""
+    namespace = _parser().parse_args(arguments)
+    run_rank(lambda: _train(namespace))
+
+
+def run_rank(work: Callable[[], None]) -> None:
+    """Runs ``work`` as one rank, reports how it failed, and ends the process."""
+    watch_parent(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        work()
+    except Exception as error:
+        exit_code = error.exit_code if isinstance(error, UserError) else FAILED
+        _report(Failure.of(error, rank=int(os.environ.get("RANK", "0")), exit_code=exit_code))
+        _exit(exit_code)
+
+
+def _train(namespace: argparse.Namespace) -> None:
+    options = TrainOptions.from_namespace(namespace)
+    plan = read_plan(namespace.plan)
+    from steelyard.runtime.parallel_model import check_world_size
+    from steelyard.runtime.train import train
+
+    check_world_size(plan, world_size())
+    with process_group(options.timeout_s):
+        train(plan, namespace.data, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
+    )
+    parser.add_argument("plan", help="the plan file")
+    parser.add_argument("--data", required=True, help="text file, folder of text files, or .npy or .bin token ids")
+    add_train_options(parser)
+    return parser
+
+
+def _report(failure: Failure) -> None:
+    folder = failures_folder()
+    if folder is not None:
+        write_failure(failure, folder)
+    elif failure.exit_code == FAILED:
+        print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        print(failure.message, file=sys.stderr)
+
+
+def _exit(exit_code: int) -> None:
+    """Ends the process at once: what waits for other ranks (threads of collectives) must not hold it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,71 @@
+"""The processes of a run: joined from torchrun's environment, left cleanly, and never left behind.
+
+NCCL with one GPU per process where there are GPUs, else gloo with one thread per process (unless OMP_NUM_THREADS says
+otherwise), so that several processes on one machine do not fight over its cores.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from steelyard.errors import UserError
+
+
+@contextmanager
+def process_group(timeout_s: float) -> Iterator[None]:
+    """Joins the processes that torchrun started and leaves them at the end.
+
+    A collective that waits longer than ``timeout_s`` seconds for a peer raises. After an error the group is not torn
+    down, which would wait for the peers: the process is expected to end. Raises `UserError` outside torchrun, or if a
+    process has no GPU of its own.
+    """
+    init_process_group(timeout_s)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def init_process_group(timeout_s: float) -> None:
+    """Joins the processes that torchrun started."""
+    _check_environment()
+    timeout = timedelta(seconds=timeout_s)
+    if torch.cuda.is_available():
+        _check_gpus()
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+        return
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timeout)
+
+
+def world_size() -> int:
+    """The processes that torchrun started on all hosts, known before they have joined."""
+    _check_environment()
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _check_environment() -> None:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            field="RANK",
+            found="no torchrun environment",
+            expected="one of the processes that torchrun starts",
+            hint="use `steelyard train plan.json --data PATH`, or torchrun --nproc-per-node N -m steelyard.train …",
+        )
+
+
+def _check_gpus() -> None:
+    on_host, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if on_host > gpus:
+        raise UserError(
+            field="nproc-per-node",
+            found=f"{on_host} processes on a host with {gpus} GPUs",
+            expected="at most one process per GPU",
+            hint=f"plan for {gpus} devices on this host, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU",
+        )

@@ -1,0 +1,239 @@
+r"""Runs of layers on a stage: which ones a fast plan may hold, how long each may take, and its exact least time.
+
+A plan of step time $\hat T$ or less that puts the layers $l..l'-1$ on stage $i$ spends at least $\underline v$ seconds
+in the other stages together and $\underline w$ in the slowest of them. So the stage itself may take at most
+
+$$t \le \frac{\hat T - \underline v}{m} \;\text{ if that is } \ge \underline w, \qquad
+t \le \hat T - \underline v - (m-1)\,\underline w \;\text{ otherwise.}$$
+
+Runs whose bound exceeds their limit are left out; the others are solved exactly, those with least room first, since
+every exact time raises the bounds of the others and so leaves them less room. Equal runs are solved once.
+
+| symbol           | name                 | unit | meaning                                              |
+|------------------|----------------------|------|------------------------------------------------------|
+| $\hat T$         | `aim_s`              | s    | step time aimed at                                   |
+| $\underline v$   | `others`             | s    | least total of the stages before and after           |
+| $\underline w$   | `slowest`            | s    | least maximum of the stages before and after         |
+| $m$              | `num_microbatches`   | –    | microbatches                                         |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.tables import CostTables
+from steelyard.search.bounds import ROUNDING, StageBounds, stage_bounds
+from steelyard.search.frontier import FloatArray, IntArray
+from steelyard.search.layers import ChainFrontier, Pruning, chain_frontier, option_table
+from steelyard.search.memory import StageMemory, stage_memories
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BestRuns:
+    """Least time of one run for each entry and exit class that can be of use, and how to recover it."""
+
+    entry: IntArray
+    exit: IntArray
+    seconds: FloatArray
+    state: IntArray
+    chain: ChainFrontier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """One `CostTables` prepared for partitioning; ``solved`` remembers runs and up to which limit they are exact."""
+
+    tables: CostTables
+    room_bytes: int
+    memories: list[StageMemory]
+    bounds: list[StageBounds]
+    fastest_total_s: float
+    """Least sum of the stage times, memory and switches ignored."""
+    solved: dict[tuple[int, bool, bytes], tuple[float, BestRuns]] = field(default_factory=dict)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return self.tables.num_stages
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.tables.layers)
+
+    def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
+        """Step times from the sums and the maxima of the stage times."""
+        more = self.tables.num_microbatches - 1
+        return total + more * worst if more else total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageRuns:
+    """The runs that one stage may hold: first layers, ends, and [starts, ends] lower bounds of the time."""
+
+    starts: IntArray
+    ends: IntArray
+    bound_s: FloatArray
+    solved: NDArray[np.bool_]
+    """[starts, ends] where the bound is the exact least time, infinite if the run is of no use"""
+    found: list[tuple[int, int, BestRuns]]
+
+
+def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | None = None) -> Setting:
+    """Options, dominance and bounds of every stage; stages with equal microbatches in flight share theirs."""
+    options = option_table(tables)
+    costs = {n: options.stage(n) for n in {tables.in_flight(stage) for stage in range(tables.num_stages)}}
+    shared: dict[tuple[int, bool], StageBounds] = {}
+    bounds: list[StageBounds] = []
+    for stage in range(tables.num_stages):
+        key = (tables.in_flight(stage), stage == 0)
+        if key not in shared:
+            transfer_s = tables.transfer_s if stage else 0.0
+            shared[key] = stage_bounds(costs[key[0]], tables.layers, room_bytes, transfer_s)
+        bounds.append(shared[key])
+    fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
+    return Setting(
+        tables=tables,
+        room_bytes=room_bytes,
+        memories=memories or stage_memories(tables),
+        bounds=bounds,
+        fastest_total_s=float(fastest.sum()) + (tables.num_stages - 1) * tables.transfer_s,
+    )
+
+
+def filled_boundaries(setting: Setting, limit_s: float) -> tuple[int, ...] | None:
+    """Boundaries with as many layers on each stage as fit and as the bounds allow within the limit; None if too few."""
+    boundaries = [0]
+    for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
+        place = boundaries[-1]
+        end = min(memory.farthest(place, setting.room_bytes), bounds.farthest(place, limit_s))
+        end = min(end, setting.num_layers - (setting.num_stages - 1 - stage))
+        if end <= place:
+            return None
+        boundaries.append(end)
+    return tuple(boundaries) if boundaries[-1] == setting.num_layers else None
+
+
+def possible_runs(setting: Setting, aim_s: float) -> list[StageRuns] | None:
+    """For each stage the window of first layers and of ends, with bounds; None if some window is empty."""
+    more = setting.tables.num_microbatches - 1
+    limit = (aim_s - setting.fastest_total_s) / more if more else aim_s
+    latest, earliest = [0], [setting.num_layers]
+    for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
+        place = latest[-1]
+        end = min(memory.farthest(place, setting.room_bytes), bounds.farthest(place, limit))
+        latest.append(min(end, setting.num_layers - (setting.num_stages - 1 - stage)))
+    for stage in reversed(range(setting.num_stages)):
+        memory, bounds, end = setting.memories[stage], setting.bounds[stage], earliest[-1]
+        start = max(memory.smallest_start(end, setting.room_bytes), bounds.smallest_start(end, limit), stage)
+        earliest.append(start)
+    windows = [np.arange(low, high + 1) for low, high in zip(reversed(earliest), latest, strict=True)]
+    if any(len(window) == 0 for window in windows) or windows[0][0] > 0:
+        return None
+    return [
+        StageRuns(
+            starts=starts,
+            ends=ends,
+            bound_s=bounds.matrix(starts, ends),
+            solved=np.zeros((len(starts), len(ends)), dtype=bool),
+            found=[],
+        )
+        for bounds, starts, ends in zip(setting.bounds, windows, windows[1:], strict=False)
+    ]
+
+
+def rest_bounds(stages: Sequence[StageRuns]) -> tuple[list[FloatArray], list[FloatArray]]:
+    """For each stage and each start, the least total and the least maximum from there to the end; one entry more."""
+    totals, worsts = [np.zeros(len(stages[-1].ends))], [np.zeros(len(stages[-1].ends))]
+    for runs in reversed(stages):
+        totals.append(np.min(runs.bound_s + totals[-1], axis=1))
+        worsts.append(np.min(np.maximum(runs.bound_s, worsts[-1]), axis=1))
+    return totals[::-1], worsts[::-1]
+
+
+def time_limits(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> list[FloatArray]:
+    """[starts, ends] per stage: the longest time of use; minus infinity where no plan within the aim passes."""
+    rest_total, rest_worst = rest_bounds(stages)
+    total, worst = np.zeros(1), np.zeros(1)
+    more = setting.tables.num_microbatches - 1
+    limits = []
+    for runs, after_total, after_worst in zip(stages, rest_total[1:], rest_worst[1:], strict=True):
+        others = total[:, None] + after_total
+        slowest = np.where(np.isfinite(others), np.maximum(worst[:, None], after_worst), 0.0)
+        as_slowest = (aim_s - others) / (more + 1)
+        limits.append(np.where(as_slowest >= slowest, as_slowest, aim_s - others - more * slowest))
+        total = np.min(total[:, None] + runs.bound_s, axis=0)
+        worst = np.min(np.maximum(worst[:, None], runs.bound_s), axis=0)
+    return limits
+
+
+def solve_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> None:
+    """Solve every run that a plan within the aim may hold, those with least room first; fills in ``stages``."""
+    while True:
+        limits = time_limits(setting, stages, aim_s)
+        rooms = [_relative_room(runs, limit) for runs, limit in zip(stages, limits, strict=True)]
+        least = min(float(room.min()) for room in rooms)
+        if np.isinf(least):
+            return
+        for stage, (runs, limit, room) in enumerate(zip(stages, limits, rooms, strict=True)):
+            _solve_stage(setting, stage, runs, limit, room <= max(2 * least, 0.01))
+
+
+def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
+    """[starts, ends] room between bound and limit, relative to the limit; infinite for runs solved or of no use."""
+    wanted = ~runs.solved & (runs.bound_s <= limit)
+    room = np.full(limit.shape, np.inf)
+    room[wanted] = 1 - runs.bound_s[wanted] / np.maximum(limit[wanted], 1e-300)
+    return room
+
+
+def _solve_stage(setting: Setting, stage: int, runs: StageRuns, limit: FloatArray, chosen: NDArray[np.bool_]) -> None:
+    """Solve the chosen runs, and with each all unsolved runs of the same layers."""
+    kinds = np.array(setting.tables.layers, dtype=np.int32)
+    places: dict[bytes, list[tuple[int, int]]] = {}
+    for row, column in np.argwhere(~runs.solved & (runs.bound_s <= limit)).tolist():
+        key = kinds[runs.starts[row] : runs.ends[column]].tobytes()
+        places.setdefault(key, []).append((row, column))
+    for key, equal in places.items():
+        if not any(chosen[place] for place in equal):
+            continue
+        row, column = equal[0]
+        span = (int(runs.starts[row]), int(runs.ends[column]))
+        best = best_runs(setting, stage, key, span, max(float(limit[place]) for place in equal))
+        for place in equal:
+            runs.solved[place] = True
+            runs.bound_s[place] = best.seconds.min(initial=np.inf)
+            if len(best.seconds):
+                runs.found.append((int(runs.starts[place[0]]), int(runs.ends[place[1]]), best))
+
+
+def best_runs(setting: Setting, stage: int, key: bytes, span: tuple[int, int], limit_s: float) -> BestRuns:
+    """Least times up to the limit of one run (``key`` names its layers), remembered for later targets."""
+    tables, bounds = setting.tables, setting.bounds[stage]
+    signature = (tables.in_flight(stage), stage == 0, key)
+    known = setting.solved.get(signature)
+    if known is not None and known[0] >= limit_s:
+        return known[1]
+    groups = bounds.costs.num_groups
+    pruning = Pruning(
+        budget_bytes=setting.room_bytes,
+        limit_s=limit_s * (1 + ROUNDING) - bounds.transfer_s,
+        prices=bounds.good_prices(*span),
+    )
+    entries = np.arange(groups) if stage else None
+    chain = chain_frontier(bounds.costs, tables.layers[slice(*span)], entries=entries, pruning=pruning)
+    last = chain.last
+    ends = last.entry * (groups + 1) + last.group
+    order = np.lexsort((last.seconds, ends))
+    chosen = order[np.unique(ends[order], return_index=True)[1]]
+    best = BestRuns(
+        entry=last.entry[chosen],
+        exit=last.group[chosen],
+        seconds=last.seconds[chosen] + bounds.transfer_s,
+        state=chosen,
+        chain=chain,
+    )
+    setting.solved[signature] = (limit_s, best)
+    return best

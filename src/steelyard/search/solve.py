@@ -1,0 +1,200 @@
+r"""The fastest plan over all pipeline settings within a memory budget, with proof, alternatives and reasons.
+
+Every `CostTables` is one setting (stages, microbatches, schedule). They are visited in order of a quick lower bound,
+and each is solved exactly unless it is proven slower than the alternatives already in hand. Ties are broken by the
+order in which the tables were given, so equal inputs give equal results.
+
+With ``samples`` (the global batch of each setting) settings compete on seconds per sample instead of seconds per step.
+"""
+
+import heapq
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from steelyard.cost.tables import CostTables
+from steelyard.errors import InvalidProblemError
+from steelyard.search.evaluate import Solution
+from steelyard.search.memory import NearestMiss
+from steelyard.search.partition import SettingResult, partition_exact, quick_bound_s
+from steelyard.units import format_bytes, format_seconds
+
+SearchStatus = Literal["optimal", "feasible", "infeasible"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SettingOutcome:
+    """One setting, what the search found for it, and why it won, lost or does not fit."""
+
+    index: int
+    """position in the tables given"""
+    tables: CostTables
+    result: SettingResult
+    reason: str
+    samples: int = 1
+
+    @property
+    def solution(self) -> Solution:
+        """The plan found; only for outcomes that have one."""
+        assert self.result.solution is not None, "asked for the solution of a setting that has none"
+        return self.result.solution
+
+    @property
+    def score_s(self) -> float:
+        """What settings compete on: seconds per step, or per sample where samples were given; infinite if no plan."""
+        return self.result.solution.step_s / self.samples if self.result.solution else np.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SearchResult:
+    """Outcome of a search.
+
+    ``optimal``: `best` is proven. ``feasible``: time ran out, `gap` says what may be left. ``infeasible``: nothing
+    fits and `nearest_miss` (with ``nearest_index``, its setting) says what would.
+    """
+
+    status: SearchStatus
+    budget_bytes: int
+    ranked: tuple[SettingOutcome, ...]
+    """Settings with a plan, best first; the first ones, as many as asked for, are exact."""
+    settings: tuple[SettingOutcome, ...]
+    """Every setting, in the order given."""
+    lower_bound_s: float
+    """No plan of any setting is faster (seconds per step, or per sample)."""
+    nearest_miss: NearestMiss | None = None
+    nearest_index: int | None = None
+
+    @property
+    def best(self) -> SettingOutcome | None:
+        """The fastest plan and its setting, or None where nothing fits."""
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def alternatives(self) -> tuple[SettingOutcome, ...]:
+        """The best plans of the other settings, fastest first."""
+        return self.ranked[1:]
+
+    @property
+    def gap(self) -> float:
+        """The fraction of the best time that is not proven necessary; 0 when optimal, 1 when there is no plan."""
+        if self.best is None:
+            return 1.0
+        if self.status == "optimal" or self.best.score_s <= self.lower_bound_s:
+            return 0.0
+        return 1 - self.lower_bound_s / self.best.score_s
+
+
+def search(
+    tables: Iterable[CostTables],
+    budget_bytes: int,
+    *,
+    num_exact: int = 3,
+    samples: Sequence[int] | None = None,
+    time_limit_s: float | None = None,
+) -> SearchResult:
+    """The fastest plan over these settings within the budget per device.
+
+    The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten.
+    Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
+    """
+    given = tuple(tables)
+    weights = tuple(samples) if samples is not None else (1,) * len(given)
+    if not given or len(weights) != len(given) or min(weights) < 1:
+        raise InvalidProblemError(
+            field="tables, samples",
+            found=f"{len(given)} settings, {len(weights)} sample counts",
+            expected="one or more settings, each with a sample count of 1 or more",
+        )
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    results = _solve_in_order(given, weights, budget_bytes, max(1, num_exact), deadline)
+    return _summary(given, weights, results, budget_bytes)
+
+
+def _solve_in_order(
+    tables: Sequence[CostTables], samples: Sequence[int], budget_bytes: int, num_exact: int, deadline: float | None
+) -> list[SettingResult]:
+    """A result for each setting, the most promising solved first so that the rest can be cut off."""
+    quick = [quick_bound_s(each) / count for each, count in zip(tables, samples, strict=True)]
+    results: dict[int, SettingResult] = {}
+    best: list[float] = []
+    for index in sorted(range(len(tables)), key=lambda index: (quick[index], index)):
+        cutoff = -best[0] * samples[index] if len(best) == num_exact else np.inf
+        result = partition_exact(tables[index], budget_bytes, cutoff_s=cutoff, deadline=deadline)
+        results[index] = result
+        if result.solution is not None:
+            heapq.heappush(best, -result.solution.step_s / samples[index])
+            if len(best) > num_exact:
+                heapq.heappop(best)
+    return [results[index] for index in range(len(tables))]
+
+
+def _summary(
+    tables: Sequence[CostTables], samples: Sequence[int], results: Sequence[SettingResult], budget_bytes: int
+) -> SearchResult:
+    scores = [
+        result.solution.step_s / count if result.solution else np.inf
+        for result, count in zip(results, samples, strict=True)
+    ]
+    bounds = [result.lower_bound_s / count for result, count in zip(results, samples, strict=True)]
+    fastest = min(scores)
+    outcomes = tuple(
+        SettingOutcome(
+            index=index,
+            tables=each,
+            result=result,
+            reason=_reason(each, result, scores[index], fastest, budget_bytes),
+            samples=count,
+        )
+        for index, (each, result, count) in enumerate(zip(tables, results, samples, strict=True))
+    )
+    ranked = tuple(sorted((each for each in outcomes if each.result.solution), key=lambda each: each.score_s))
+    if not ranked:
+        return _nothing_fits(outcomes, budget_bytes)
+    lower = min(*bounds, fastest)
+    proven = all(bound >= fastest or result.status == "optimal" for bound, result in zip(bounds, results, strict=True))
+    return SearchResult(
+        status="optimal" if proven else "feasible",
+        budget_bytes=budget_bytes,
+        ranked=ranked,
+        settings=outcomes,
+        lower_bound_s=fastest if proven else lower,
+    )
+
+
+def _nothing_fits(outcomes: tuple[SettingOutcome, ...], budget_bytes: int) -> SearchResult:
+    misses = [each for each in outcomes if each.result.miss is not None]
+    nearest = min(misses, key=lambda each: each.result.miss.miss_bytes if each.result.miss else 0, default=None)
+    return SearchResult(
+        status="infeasible",
+        budget_bytes=budget_bytes,
+        ranked=(),
+        settings=outcomes,
+        lower_bound_s=np.inf,
+        nearest_miss=nearest.result.miss if nearest else None,
+        nearest_index=nearest.index if nearest else None,
+    )
+
+
+def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
+    """One sentence on why a setting won, lost or does not fit."""
+    if result.status == "infeasible":
+        if len(tables.layers) < tables.num_stages:
+            return f"has {tables.num_stages} stages for {len(tables.layers)} layers"
+        if result.miss is None:
+            return "has a layer without a legal strategy"
+        layer = result.miss.layer
+        return (
+            f"does not fit: {format_bytes(result.miss.miss_bytes)} more than {format_bytes(budget_bytes)} per device "
+            f"would do; stage {result.miss.stage} binds, most of all layer {layer} "
+            f"({tables.kinds[tables.layers[layer]]})"
+        )
+    if result.status == "beaten":
+        return f"left unsolved: no plan of it takes less than {format_seconds(result.lower_bound_s)} a step"
+    unproven = "" if result.status == "optimal" else f", not proven best (gap {result.gap:.1%})"
+    if score_s <= fastest_s:
+        return "fastest" + unproven
+    slower = f"{score_s / fastest_s - 1:.2%} slower than the fastest" if fastest_s > 0 else "slower than the fastest"
+    return slower + unproven

@@ -1,0 +1,9 @@
+"""One process of a training run: ``torchrun --nproc-per-node N -m steelyard.train plan.json --data PATH``.
+
+`steelyard train` starts the processes of one host by itself (`steelyard.runtime.launch`).
+"""
+
+from steelyard.runtime.process import main
+
+if __name__ == "__main__":
+    main()
