@@ -18,10 +18,11 @@ from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.file import parse_file
-from steelyard.plan.plan import Alternative, Plan, PlanModel, Precision, Prediction, StagePlan, fold_runs
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.plan import Alternative, Plan, PlanModel, Precision, Prediction, Schedule, StagePlan, fold_runs
+from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.profiles.profile import Profile
 from steelyard.search import NearestMiss, SearchResult, SettingOutcome, SpaceOptions, enumerate_strategies, search
+from steelyard.search.tidy import group_equal_strategies
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes, parse_bytes
 
@@ -113,7 +114,9 @@ def make_job(
         machines = machines.with_memory(parse_bytes(memory) if isinstance(memory, str) else memory)
     for field, value in (("global_batch", global_batch), ("seq_len", seq_len)):
         if value < 1:
-            raise UserError(field=field, found=str(value), expected="1 or more", hint=f"give --{field.replace('_', '-')}")
+            raise UserError(
+                field=field, found=str(value), expected="1 or more", hint=f"give --{field.replace('_', '-')}"
+            )
     if isinstance(profile, str | Path):
         profile = parse_file(Path(profile), Profile, InvalidProfileError, what="profile")
     if profile is None:
@@ -135,9 +138,7 @@ def make_job(
 def plan_job(job: Job, options: PlanOptions) -> PlanningResult:
     """Searches every pipeline setting of a job and turns the best into a plan."""
     settings = pipeline_settings(job, options)
-    tables = [
-        build_tables(setting, stage_strategies(job, setting.devices_per_stage, options)) for setting in settings
-    ]
+    tables = [build_tables(setting, stage_strategies(job, setting.devices_per_stage, options)) for setting in settings]
     found = search(tables, usable_bytes(job), num_exact=NUM_RESCORED, time_limit_s=options.time_limit_s)
     if found.best is None:
         miss = found.nearest_miss
@@ -169,6 +170,10 @@ def price_plan(
         memory=memory,
         profile=profile,
     )
+    return _with_price(plan, job)
+
+
+def _with_price(plan: Plan, job: Job) -> Plan:
     cost = predict(plan, job)
     step_s = cost.timeline.step_time_s + job.profile.step_overhead_s
     prediction = Prediction(
@@ -182,6 +187,28 @@ def price_plan(
         profile=job.profile.identity.summary(),
     )
     return plan.model_copy(update={"prediction": prediction})
+
+
+def uniform_plan(job: Job, strategy_text: str) -> Plan:
+    """The plan of one stage that uses one strategy everywhere and, of all microbatch counts, takes the least memory."""
+    strategy = parse_strategy(strategy_text)
+    layers = job.chain.num_layers
+    stage = StagePlan(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
+    best: Plan | None = None
+    for count in range(1, job.global_batch + 1):
+        if job.global_batch % count or (job.global_batch // count) % strategy.data_degree:
+            continue
+        plan = _with_price(_make_plan(job, count, "1f1b", (stage,)), job)
+        if best is None or _peak_bytes(plan) < _peak_bytes(best):
+            best = plan
+    if best is None:
+        raise UserError(
+            field="parallel",
+            found=strategy_text,
+            expected=f"a data degree that divides the batch of {job.global_batch}",
+            hint="change the strategy or the batch",
+        )
+    return best
 
 
 def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
@@ -206,9 +233,7 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
 def stage_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[Strategy, ...]:
     """The leaves of the decision tree for a stage, as far as the profile has their tensor-parallel degrees."""
     degrees = {layer.tp for layer in job.profile.layers}
-    space = SpaceOptions(
-        remats=options.remats, max_tp=options.max_tp, devices_per_node=job.cluster.devices_per_node
-    )
+    space = SpaceOptions(remats=options.remats, max_tp=options.max_tp, devices_per_node=job.cluster.devices_per_node)
     return tuple(s for s in enumerate_strategies(devices_per_stage, space) if s.tp in degrees)
 
 
@@ -223,9 +248,7 @@ def _pinned(field: str, value: int, allowed: list[int], of_what: str) -> list[in
     return [value]
 
 
-def _check_profile(
-    profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision
-) -> None:
+def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:
     identity = profile.identity
     wanted: list[tuple[str, object, object]] = [
         ("config_hash", identity.config_hash, chain.config_hash),
@@ -246,29 +269,36 @@ def _check_profile(
 
 def _bare_plan(job: Job, outcome: SettingOutcome) -> Plan:
     """The plan of a search outcome, without its prediction."""
-    tables, solution = outcome.tables, outcome.solution
+    tables = outcome.tables
+    solution = group_equal_strategies(tables, outcome.solution)
     chosen = tuple(tables.strategies[index] for index in solution.strategies)
     size = job.cluster.num_devices // tables.num_stages
     stages = tuple(
         StagePlan(ranks=(index * size, index * size + size - 1), runs=fold_runs(first, chosen[first:end]))
         for index, (first, end) in enumerate(zip(solution.boundaries, solution.boundaries[1:], strict=False))
     )
+    return _make_plan(job, tables.num_microbatches, tables.schedule, stages)
+
+
+def _make_plan(job: Job, num_microbatches: int, schedule: Schedule, stages: tuple[StagePlan, ...]) -> Plan:
     chain = job.chain
     return Plan(
         model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash),
         cluster=job.cluster.name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,
-        num_microbatches=tables.num_microbatches,
+        num_microbatches=num_microbatches,
         precision=job.precision,
-        schedule=tables.schedule,
+        schedule=schedule,
         stages=stages,
     )
 
 
-def _prediction(
-    job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int
-) -> Prediction:
+def _peak_bytes(plan: Plan) -> int:
+    return max(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else 0
+
+
+def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int) -> Prediction:
     cost = costs[best]
     best_s = cost.timeline.step_time_s
     rescored = {outcome.index: index for index, outcome in enumerate(found.ranked[:NUM_RESCORED])}
@@ -278,7 +308,11 @@ def _prediction(
         if index == best:
             continue
         step_s = costs[index].timeline.step_time_s if index is not None else None
-        reason = outcome.reason if step_s is None else f"{step_s / best_s - 1:.1%} slower: {_summary(candidates[index or 0])}"
+        reason = (
+            outcome.reason
+            if step_s is None
+            else f"{step_s / best_s - 1:.1%} slower: {_summary(candidates[index or 0])}"
+        )
         alternatives.append(Alternative(description=_describe(outcome), step_time_s=step_s, reason=reason))
     status = "optimal for the cost tables" if found.status == "optimal" else f"best so far, gap {found.gap:.2%}"
     return Prediction(

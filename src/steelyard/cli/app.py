@@ -7,6 +7,7 @@ import typer
 
 from steelyard.cli import demo, explain, models, plan, profile, train
 from steelyard.errors import UserError
+from steelyard.runtime.launch import RankFailedError
 
 app = typer.Typer(
     name="steelyard",
@@ -30,6 +31,6 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         app()
-    except UserError as error:
+    except (UserError, RankFailedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

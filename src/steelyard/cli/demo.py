@@ -1,1 +1,88 @@
-"""``steelyard demo``"""
+"""``steelyard demo``: the whole product on this machine's CPU: profile, plan, train, compare."""
+
+import sysconfig
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from steelyard.model.read import load_model
+from steelyard.plan.file import dump_json, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning import PlanOptions, make_job, plan_job, uniform_plan
+from steelyard.report.plan_table import plan_view
+from steelyard.report.profile_table import profile_view
+from steelyard.report.run_table import comparison_table
+from steelyard.units import format_bytes
+
+MODEL = "llama-demo"
+NUM_PROCESSES = 4
+SEQ_LEN = 256
+GLOBAL_BATCH = 16
+MEMORY = "64MiB"
+"""Plain replication does not fit into this, and neither does any single strategy that is as fast as the best mix."""
+
+
+def demo(
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=1)] = 30,
+    memory: Annotated[str, typer.Option("--memory", help="Budget of one process.")] = MEMORY,
+    folder: Annotated[Path, typer.Option("--folder", help="Where profile, plan and record are written.")] = Path(
+        "demo-run"
+    ),
+) -> None:
+    """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About three minutes."""
+    from steelyard.profiler.launch import launch_profiler
+    from steelyard.runtime.launch import launch
+    from steelyard.runtime.options import TrainOptions
+    from steelyard.tracer.cache import cached_trace
+
+    console = Console()
+    folder.mkdir(parents=True, exist_ok=True)
+    chain = load_model(MODEL)
+
+    console.rule(f"1. Measure {NUM_PROCESSES} processes of this machine", align="left")
+    traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", tp_degrees=(1, 2, NUM_PROCESSES))
+    profile = launch_profiler(chain, traced, num_processes=NUM_PROCESSES, samples=(1, 2, 4, 8))
+    (folder / "profile.json").write_text(dump_json(profile) + "\n")
+    console.print(profile_view(profile))
+
+    console.rule(f"2. Plan within {memory} per process", align="left")
+    job = make_job(
+        MODEL,
+        f"1x{NUM_PROCESSES}xcpu",
+        global_batch=GLOBAL_BATCH,
+        seq_len=SEQ_LEN,
+        precision="fp32",
+        memory=memory,
+        profile=profile,
+    )
+    replicated = uniform_plan(job, f"dp{NUM_PROCESSES}")
+    console.print(_replication_text(replicated, job.budget_bytes))
+    result = plan_job(job, PlanOptions())
+    if result.plan is None:
+        console.print(f"nothing fits: {result.miss_text}")
+        raise typer.Exit(1)
+    write_plan(result.plan, folder / "plan.json")
+    console.print(plan_view(result.plan))
+
+    console.rule(f"3. Train {steps} steps on the source of Python's standard library", align="left")
+    options = TrainOptions(steps=steps, record=folder / "record.json")
+    record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options)
+
+    console.rule("4. Compare", align="left")
+    first, last = record.steps[0].loss, record.steps[-1].loss
+    console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")
+    console.print(comparison_table(result.plan, record))
+    console.print(f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json")
+
+
+def _replication_text(replicated: Plan, budget_bytes: int) -> str:
+    """Whether plain replication would fit, in its most frugal form."""
+    prediction = replicated.prediction
+    needed = max(stage.total_bytes for stage in prediction.stages) if prediction else 0
+    verdict = "does not fit" if needed > budget_bytes else "fits"
+    return (
+        f"plain replication ({replicated.num_microbatches} microbatches) needs {format_bytes(needed)} per process: "
+        f"{verdict} into {format_bytes(budget_bytes)}"
+    )

@@ -18,7 +18,8 @@ Memory = Annotated[
     str | None, typer.Option("--memory", help="What one device may hold, as in 20GiB; default: all it has.")
 ]
 ProfileOption = Annotated[
-    str | None, typer.Option("--profile", help="Measured costs from `steelyard profile`; default: traced and catalogue.")
+    str | None,
+    typer.Option("--profile", help="Measured costs from `steelyard profile`; default: traced and catalogue."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

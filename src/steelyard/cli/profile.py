@@ -54,7 +54,5 @@ def parse_samples(text: str) -> tuple[int, ...]:
     except ValueError:
         counts = ()
     if not counts or counts[0] < 1:
-        raise UserError(
-            field="--samples", found=repr(text), expected="whole numbers of 1 or more", hint="write 1,2,4"
-        )
+        raise UserError(field="--samples", found=repr(text), expected="whole numbers of 1 or more", hint="write 1,2,4")
     return counts

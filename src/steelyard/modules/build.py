@@ -70,17 +70,36 @@ def materialize_layer(
 ) -> None:
     """Gives the modules of one layer memory on ``device`` and their first weights, in place.
 
-    Modules that already have memory (loaded weights) are moved and keep their values.
+    Modules that already have memory (loaded weights) are moved and keep their values. A head that is tied to the
+    embedding gets a matrix of its own with the embedding's first weights.
     """
+    output = model.get_output_embeddings()
     for module in modules.values():
         if not any(parameter.is_meta for parameter in module.parameters()):
             module.to(device)
             continue
         module.to_empty(device=device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed * _SEED_STRIDE + layer)
-            for submodule in module.modules():
-                model._init_weights(submodule)
+        _initialize(model, module, seed=seed, layer=layer)
+        if module is output and model.config.tie_word_embeddings:
+            fresh = nn.Embedding(*module.weight.shape, device=device)
+            fresh.padding_idx = model.get_input_embeddings().padding_idx
+            _initialize(model, fresh, seed=seed, layer=0)
+            module.weight = fresh.weight
+
+
+def untie_embedding(model: PreTrainedModel) -> None:
+    """Gives a head that is tied to the embedding a matrix of its own with the same values, in place."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output.weight is embedding.weight:
+        output.weight = nn.Parameter(embedding.weight.detach().clone())
+
+
+def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
+    """Fills a module with first weights that depend on the seed and the layer alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * _SEED_STRIDE + layer)
+        for submodule in module.modules():
+            model._init_weights(submodule)
 
 
 def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "cpu") -> PreTrainedModel:

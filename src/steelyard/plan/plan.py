@@ -117,8 +117,9 @@ class Alternative(PlanPart):
     """A candidate that lost, and why."""
 
     description: str
-    step_time_s: float | None
     reason: str
+    step_time_s: float | None = None
+    """Absent where it was not computed exactly."""
 
 
 class Prediction(PlanPart):
@@ -126,7 +127,7 @@ class Prediction(PlanPart):
 
     step_time_s: float
     tokens_per_s_per_device: float
-    mfu: float | None
+    mfu: float | None = None
     """Model FLOP utilisation; absent where the device's peak is not known."""
     budget_bytes: int
     stages: tuple[StagePrediction, ...]

@@ -118,6 +118,7 @@ def measure_layers(
     ``budget_s`` is divided so that every number of samples gets equally many repetitions, 3 at least.
     """
     times: dict[str, list[MeasuredTime]] = {kind: [] for kind in short.kinds}
+    repetition_laps(short, min(samples))
     for count in sorted(set(samples)):
         laps_s = _typical_laps(short, count, budget_s=budget_s * count / sum(set(samples)))
         forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
@@ -156,9 +157,9 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
 
 def _typical_laps(short: ShortChain, samples: int, *, budget_s: float) -> list[float]:
     """Seconds of each layer, forward then backward, both in the order of the chain; the same on all ranks."""
-    repetition_laps(short, samples)
-    once_s = over_ranks([sum(repetition_laps(short, samples))], short.device, dist.ReduceOp.MAX)[0]
-    rows = [repetition_laps(short, samples) for _ in range(num_repetitions(once_s, budget_s))]
+    rows = [repetition_laps(short, samples)]
+    once_s = _NUM_MICROBATCHES * over_ranks([sum(rows[0])], short.device, dist.ReduceOp.MAX)[0]
+    rows += [repetition_laps(short, samples) for _ in range(num_repetitions(once_s, budget_s, least=2))]
     slowest_s = over_ranks([sum(row) for row in rows], short.device, dist.ReduceOp.MAX)
     summed = over_ranks(fast_half_columns(rows, slowest_s), short.device, dist.ReduceOp.SUM)
     stretch = fast_half_mean(slowest_s) / sum(summed)

@@ -46,6 +46,6 @@ class RunRecord(RecordPart):
     tokens_per_s: float
     steps: tuple[StepRecord, ...]
     ranks: tuple[RankRecord, ...]
-    predicted_step_s: float | None
-    predicted_peak_bytes: tuple[int, ...] | None
+    predicted_step_s: float | None = None
+    predicted_peak_bytes: tuple[int, ...] | None = None
     """Per stage, as the plan predicted."""

@@ -86,7 +86,9 @@ def term_table(prediction: Prediction) -> Table:
 
 def alternative_table(prediction: Prediction) -> Table:
     """The best candidates that lost, and why."""
-    title = f"What lost (best {min(SHOWN_ALTERNATIVES, len(prediction.alternatives))} of {len(prediction.alternatives)})"
+    title = (
+        f"What lost (best {min(SHOWN_ALTERNATIVES, len(prediction.alternatives))} of {len(prediction.alternatives)})"
+    )
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in ("candidate", "step", "why"):
         table.add_column(column)

@@ -24,9 +24,10 @@ from torch import Tensor
 from steelyard.errors import InvalidDataError
 
 NUM_BYTE_TOKENS = 256
-TEXT_SUFFIXES = frozenset(
-    ".c .cc .cfg .cpp .css .csv .go .h .hpp .html .java .js .json .jsonl .md .py .pyi .rs .rst .sh .tex .toml .ts .tsv "
-    ".txt .xml .yaml .yml".split()
+_TEXT_SUFFIXES = (
+    *(".md", ".rst", ".tex", ".txt"),
+    *(".cfg", ".csv", ".css", ".html", ".json", ".jsonl", ".toml", ".tsv", ".xml", ".yaml", ".yml"),
+    *(".c", ".cc", ".cpp", ".go", ".h", ".hpp", ".java", ".js", ".py", ".pyi", ".rs", ".sh", ".ts"),
 )
 _TOKEN_SUFFIXES = (".npy", ".bin")
 
@@ -174,7 +175,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(files):
             file = Path(where) / name
-            if file.suffix.lower() in TEXT_SUFFIXES and not name.startswith(".") and not file.is_symlink():
+            if file.suffix.lower() in _TEXT_SUFFIXES and not name.startswith(".") and not file.is_symlink():
                 yield file
 
 

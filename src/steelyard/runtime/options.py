@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from steelyard.errors import UserError
-from steelyard.units import MIB
 
 
 def _option(default: Any, help_text: str, kind: type = float, *, least: float | None = None) -> Any:
@@ -27,10 +26,10 @@ class TrainOptions:
     weight_decay: float = _option(0.1, "weight decay of AdamW", least=0)
     max_grad_norm: float = _option(1.0, "gradients are scaled down to this global norm", least=0)
     seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0)
-    max_data_bytes: int = _option(64 * MIB, "text read from --data at most, in bytes", int, least=1)
+    max_data_bytes: int = _option(64 * 2**20, "text read from --data at most, in bytes", int, least=1)
     timeout_s: float = _option(600.0, "seconds after which a process that waits for the others gives up", least=1)
-    metrics: Path | None = _option(None, "file for one JSON line per step", Path)
-    record: Path | None = _option(None, "file for the run record", Path)
+    metrics: Path | None = _option(None, "file for one JSON line per step", Path)  # noqa: RUF009
+    record: Path | None = _option(None, "file for the run record", Path)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         for option in fields(self):

@@ -5,6 +5,7 @@ Legend of shape suffixes: N samples of the global batch, B samples of this rank 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from steelyard.modules.build import build_meta_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
+from steelyard.runtime.process_group import check_world_size
 from steelyard.runtime.stage import StageModule, build_stage, local_hidden_shape
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
 
@@ -36,7 +38,7 @@ class ParallelModel:
         self.mesh = mesh
         self.stage = stage
         self.device = device
-        self._tied: TiedEmbedding | None = find_tied_embedding(plan, chain, mesh, stage)
+        self._tied: TiedEmbedding | None = find_tied_embedding(plan, chain, stage)
         self._step_microbatches = self._pipeline_step() if len(plan.stages) > 1 else self._accumulate
 
     @property
@@ -79,6 +81,10 @@ class ParallelModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's sharded parameters."""
         return self.stage.layers.parameters()
+
+    def num_local_params(self) -> int:
+        """Entries of this rank's shards of the parameters."""
+        return sum(_local(parameter).numel() for parameter in self.parameters())
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
         """One optimizer per mesh and placement among the parameters: fused updates do not mix meshes."""
@@ -184,7 +190,7 @@ def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> Paralle
 
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
     first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
-    place. The process group must be initialised (torchrun does, through `steelyard.runtime.launch.init_process_group`).
+    place. The process group must be initialised (under torchrun, by `steelyard.runtime.process_group`).
     Raises `InvalidPlanError` if the world size or the model is not the plan's.
     """
     check_world_size(plan, dist.get_world_size())
@@ -200,17 +206,6 @@ def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> Paralle
 def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:
     """This rank's part of the plan's own model with first weights, as `parallelize` makes it."""
     return parallelize(build_meta_model(plan.chain()), plan, seed=seed)
-
-
-def check_world_size(plan: Plan, world_size: int) -> None:
-    """Raises `InvalidPlanError` unless there are as many processes as the plan has ranks."""
-    if world_size != plan.num_devices:
-        raise InvalidPlanError(
-            field="stages.ranks",
-            found=f"a plan for {plan.num_devices} processes",
-            expected=f"a plan for the {world_size} processes that were started",
-            hint=f"start {plan.num_devices} processes, or plan for {world_size} devices",
-        )
 
 
 def _check_same_model(model: PreTrainedModel, chain: ModelChain) -> None:
@@ -233,15 +228,11 @@ def _check_same_model(model: PreTrainedModel, chain: ModelChain) -> None:
 
 def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
     """Ranks of a stage that hold the same part of the parameter."""
-    sharded_by_tp = isinstance(parameter, DTensor) and any(
-        parameter.device_mesh.mesh_dim_names[axis] != _data_name(parameter) and parameter.placements[axis].is_shard()
-        for axis in range(parameter.device_mesh.ndim)
-    )
-    return strategy.dp * (1 if sharded_by_tp else strategy.tp)
-
-
-def _data_name(parameter: DTensor) -> str:
-    return parameter.device_mesh.mesh_dim_names[0]
+    if not isinstance(parameter, DTensor):
+        return strategy.num_devices
+    mesh = parameter.device_mesh
+    shards = prod(mesh.size(axis) for axis, place in enumerate(parameter.placements) if not place.is_replicate())
+    return strategy.num_devices // shards
 
 
 def _local(tensor: Tensor) -> Tensor:

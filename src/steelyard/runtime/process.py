@@ -10,12 +10,15 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+import torch.distributed as dist
+
 from steelyard.errors import UserError
 from steelyard.plan.file import read_plan
+from steelyard.runtime.data import check_data_path
 from steelyard.runtime.failure import Failure, failures_folder, write_failure
 from steelyard.runtime.options import TrainOptions, add_train_options
 from steelyard.runtime.parent import watch_parent
-from steelyard.runtime.process_group import process_group, world_size
+from steelyard.runtime.process_group import check_world_size, process_group, world_size
 
 FAILED = 1
 
@@ -40,10 +43,10 @@ def run_rank(work: Callable[[], None]) -> None:
 def _train(namespace: argparse.Namespace) -> None:
     options = TrainOptions.from_namespace(namespace)
     plan = read_plan(namespace.plan)
-    from steelyard.runtime.parallel_model import check_world_size
-    from steelyard.runtime.train import train
-
     check_world_size(plan, world_size())
+    check_data_path(namespace.data)
+    from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for
+
     with process_group(options.timeout_s):
         train(plan, namespace.data, options)
 
@@ -62,7 +65,7 @@ def _report(failure: Failure) -> None:
     folder = failures_folder()
     if folder is not None:
         write_failure(failure, folder)
-    elif failure.exit_code == FAILED:
+    elif dist.is_initialized():
         print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(failure.message, file=sys.stderr)

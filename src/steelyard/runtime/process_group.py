@@ -4,6 +4,7 @@ NCCL with one GPU per process where there are GPUs, else gloo with one thread pe
 otherwise), so that several processes on one machine do not fight over its cores.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from steelyard.errors import UserError
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.plan.plan import Plan
 
 
 @contextmanager
@@ -41,13 +43,34 @@ def init_process_group(timeout_s: float) -> None:
         return
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    quiet_gloo()
     dist.init_process_group("gloo", timeout=timeout)
+
+
+def quiet_gloo() -> None:
+    """Leaves out PyTorch's notice that gloo redistributes by all-gather: nothing that a user could change."""
+    logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_not_about_all_to_all)
+
+
+def _is_not_about_all_to_all(entry: logging.LogRecord) -> bool:
+    return "alltoall" not in entry.getMessage()
 
 
 def world_size() -> int:
     """The processes that torchrun started on all hosts, known before they have joined."""
     _check_environment()
     return int(os.environ["WORLD_SIZE"])
+
+
+def check_world_size(plan: Plan, world_size: int) -> None:
+    """Raises `InvalidPlanError` unless there are as many processes as the plan has ranks."""
+    if world_size != plan.num_devices:
+        raise InvalidPlanError(
+            field="stages.ranks",
+            found=f"a plan for {plan.num_devices} processes",
+            expected=f"a plan for the {world_size} processes that were started",
+            hint=f"start {plan.num_devices} processes, or plan for {world_size} devices",
+        )
 
 
 def _check_environment() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_rotary, layer_modules, materialize_layer
+from steelyard.modules.build import build_rotary, layer_modules, materialize_layer, untie_embedding
 from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
@@ -100,6 +100,8 @@ def build_stage(
     """This rank's stage of the plan: its layers made one by one, each sharded before the next takes memory."""
     stage_plan = plan.stages[mesh.stage_index]
     strategies = stage_plan.strategies
+    if chain.tied_embeddings:
+        untie_embedding(model)
     layers: list[ChainLayer] = []
     late: list[FSDPModule] = []
     attention_types: set[str] = set()

@@ -1,26 +1,29 @@
 """Tied embeddings under any plan: the embedding and the head each keep the matrix, and share its gradient.
 
-The two layers may lie on different stages and under different strategies. After the backward pass the head's gradient
-is brought to the embedding's placement and summed with the embedding's, and the sum is brought back: both copies then
-take the same optimizer step. Costs one extra copy of the matrix with its states, which the planner counts.
+The two layers may lie on different stages and under different strategies. Both copies start equal. After the backward
+passes of a step each rank of the first and the last stage gathers the gradient of its copy, adds the other's and keeps
+its part of the sum: both copies then take the same optimizer step and stay equal, entry by entry.
+
+Costs a second copy of the matrix with its gradient and optimizer states, and once a step the gathering of both
+gradients and, with several stages, their exchange between the first and the last.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Plan
-from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.stage import StageModule
 
 
 class TiedEmbedding:
     """The copies of the tied matrix that this rank holds, and how their gradients meet."""
 
-    def __init__(self, embedding: nn.Parameter | None, head: nn.Parameter | None, pair: DeviceMesh | None) -> None:
+    def __init__(
+        self, embedding: nn.Parameter | None, head: nn.Parameter | None, pair: dist.ProcessGroup | None
+    ) -> None:
         self._embedding = embedding
         self._head = head
         self._pair = pair
@@ -31,57 +34,61 @@ class TiedEmbedding:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Replaces the gradient of each copy by the sum of both; collective over the ranks that hold a copy."""
-        mine = self._embedding if self._embedding is not None else self._head
-        full = _full_gradient(mine)
-        if self._embedding is not None and self._head is not None:
-            full = full + _full_gradient(self._head)
-        else:
-            dist.all_reduce(full, group=self._pair.get_group())
-        for parameter in (self._embedding, self._head):
-            if parameter is not None:
-                _set_gradient(parameter, full)
+        """Replaces the gradient of each copy by the sum of both; collective over the ranks that hold a copy.
+
+        Gradients must hold one step alone: those of an earlier step would count twice.
+        """
+        copies = [parameter for parameter in (self._embedding, self._head) if parameter is not None]
+        full = _full_gradient(copies[0])
+        for other in copies[1:]:
+            full = full + _full_gradient(other)
+        if self._pair is not None:
+            dist.all_reduce(full, group=self._pair)
+        for parameter in copies:
+            _set_gradient(parameter, full)
 
 
-def find_tied_embedding(plan: Plan, chain: ModelChain, mesh: PlanMesh, stage: StageModule) -> TiedEmbedding | None:
+def find_tied_embedding(plan: Plan, chain: ModelChain, stage: StageModule) -> TiedEmbedding | None:
     """This rank's part in tying, or None where the model is not tied or the rank's stage has neither copy.
 
     A collective call on every rank: with more than one stage it makes the groups that pair the first and last stage.
     """
     if not chain.tied_embeddings:
         return None
-    last = str(chain.num_layers - 1)
-    embedding = stage.layers["0"].embedding.weight if "0" in stage.layers else None
-    head = stage.layers[last].output.weight if last in stage.layers else None
-    pair = _pair_mesh(plan, mesh) if len(plan.stages) > 1 else None
-    if embedding is None and head is None:
+    pair = _pair_group(plan) if len(plan.stages) > 1 else None
+    embedding, head = "0", str(chain.num_layers - 1)
+    if embedding not in stage.layers and head not in stage.layers:
         return None
-    return TiedEmbedding(embedding, head, pair)
+    return TiedEmbedding(
+        embedding=stage.layers[embedding].embedding.weight if embedding in stage.layers else None,
+        head=stage.layers[head].output.weight if head in stage.layers else None,
+        pair=pair,
+    )
 
 
-def _pair_mesh(plan: Plan, mesh: PlanMesh) -> DeviceMesh:
-    """Ranks of the first and the last stage that lie at the same place in their stage, in pairs."""
-    size, last = plan.stages[0].num_devices, plan.stages[-1].ranks[0]
-    pairs = [[rank, last + rank] for rank in range(size)]
-    found = None
-    for pair in pairs:
-        group = dist.new_group(pair)
-        if dist.get_rank() in pair:
-            found = DeviceMesh.from_group(group, mesh.world.device_type, mesh=pair, mesh_dim_names=("tied",))
-    return found if found is not None else mesh.pipeline
+def _pair_group(plan: Plan) -> dist.ProcessGroup | None:
+    """The group of two ranks at the same place in the first and the last stage, on those ranks."""
+    last = plan.stages[-1].ranks[0]
+    mine = None
+    for rank in range(plan.stages[0].num_devices):
+        group = dist.new_group([rank, last + rank])
+        if dist.get_rank() in (rank, last + rank):
+            mine = group
+    return mine
 
 
 def _full_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of the whole matrix, as a tensor that may be changed."""
     gradient = parameter.grad
     full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return full.contiguous()
+    return full.clone(memory_format=torch.contiguous_format)
 
 
 def _set_gradient(parameter: nn.Parameter, full: Tensor) -> None:
     """Keeps this rank's part of ``full`` as the parameter's gradient, without communication."""
-    if not isinstance(parameter.grad, DTensor):
-        parameter.grad = full
-        return
     gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        gradient.copy_(full)
+        return
     replicated = DTensor.from_local(full, gradient.device_mesh, run_check=False)
     gradient.to_local().copy_(replicated.redistribute(placements=gradient.placements).to_local())

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from steelyard.plan.file import dump_json
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.runtime.applied import gather_strategies, observe_layers
@@ -68,7 +67,7 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     steps = list(_report(trainer.run(), trainer, options) if is_first else trainer.run())
     record = _record(trainer, steps)
     if is_first and options.record is not None:
-        options.record.write_text(dump_json(record) + "\n")
+        options.record.write_text(record.model_dump_json(indent=2) + "\n")
     return record
 
 
@@ -102,9 +101,7 @@ class _Trainer:
                 loss, norm = self._measured_step(step)
             else:
                 loss, norm = self._step(step)
-            result = _Step(
-                loss=loss.item(), grad_norm=norm.item(), lr=lr, time_s=time.perf_counter() - started_s
-            )
+            result = _Step(loss=loss.item(), grad_norm=norm.item(), lr=lr, time_s=time.perf_counter() - started_s)
             _check_finite(step, result, self._options)
             yield result
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard.cost.tables import CostTables
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.frontier import FloatArray, IntArray, reduce_groups
 from steelyard.search.runs import BestRuns, Setting, StageRuns, rest_bounds

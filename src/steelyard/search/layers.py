@@ -194,7 +194,7 @@ def chain_frontier(
     ``entries`` are the switch classes that the layer before may have left (None: there is no layer before).
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
-    floor = max(int(costs.options[kind].transient.min(initial=0)) for kind in kinds)
+    floor = max(int(costs.options[kind].transient.min(initial=2**48)) for kind in kinds)
     guide = _guide(costs, kinds, entries, floor, pruning) if pruning else None
     states = _start(entries, floor)
     per_layer = []
@@ -212,8 +212,12 @@ class _Guide:
     prices: FloatArray
     completions: list[FloatArray]
     """per position, [prices, C + 1] seconds"""
+    threshold: IntArray
+    """[R] transient peaks worth allowing, rising, the first one reached by every choice"""
     rest_bytes: IntArray
-    """[n + 1] least bytes"""
+    """[n + 1, R] least bytes within the threshold"""
+    rest_peak: IntArray
+    """[n + 1, R] least sum of bytes and threshold, above this threshold"""
 
     def bound_s(
         self, position: int, group: IntArray, num_bytes: IntArray, transient: IntArray, seconds: FloatArray
@@ -226,8 +230,10 @@ class _Guide:
         return bound + seconds
 
     def fits(self, position: int, num_bytes: IntArray, transient: IntArray) -> NDArray[np.bool_]:
-        """Whether the layers still to come might fit."""
-        return num_bytes + transient <= self.pruning.budget_bytes - self.rest_bytes[position]
+        """Whether some completion fits: at the transient reached so far, or at a higher threshold."""
+        reached = np.searchsorted(self.threshold, transient, side="right") - 1
+        need = np.minimum(self.rest_bytes[position][reached] + transient, self.rest_peak[position][reached])
+        return np.asarray(num_bytes + need <= self.pruning.budget_bytes)
 
 
 def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, floor: int, pruning: Pruning) -> _Guide:
@@ -235,13 +241,31 @@ def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, floor: in
     completions = _completions(costs, kinds, pruning.prices)
     whole = completions[0][:, entries].min(axis=1) + pruning.prices * (floor - pruning.budget_bytes)
     best = np.union1d(np.argsort(-whole)[:3], np.argmin(pruning.prices))
-    rest = [0, *(int(costs.options[kind].bytes.min(initial=2**50)) for kind in reversed(kinds))]
+    least = {kind: least_bytes(costs.options[kind].bytes, costs.options[kind].transient) for kind in set(kinds)}
+    threshold = np.unique(np.concatenate([[floor], *(peaks[peaks > floor] for peaks, _ in least.values())]))
+    within = {
+        kind: sizes[np.searchsorted(peaks, threshold, side="right") - 1] for kind, (peaks, sizes) in least.items()
+    }
+    rest = np.zeros((len(kinds) + 1, len(threshold)), dtype=np.int64)
+    rest[:-1] = np.cumsum([within[kind] for kind in reversed(kinds)], axis=0)[::-1]
+    above = np.full_like(rest, 2**60)
+    above[:, :-1] = (rest + threshold)[:, 1:]
     return _Guide(
         pruning=pruning,
         prices=pruning.prices[best],
         completions=[each[best] for each in completions],
-        rest_bytes=np.cumsum(rest)[::-1],
+        threshold=threshold,
+        rest_bytes=rest,
+        rest_peak=np.minimum.accumulate(above[:, ::-1], axis=1)[:, ::-1],
     )
+
+
+def least_bytes(num_bytes: IntArray, transient: IntArray) -> tuple[IntArray, IntArray]:
+    """Transient peaks worth allowing, rising, and the least bytes within each (falling)."""
+    order = np.lexsort((num_bytes, transient))
+    sizes = num_bytes[order]
+    gains = np.flatnonzero(np.diff(np.minimum.accumulate(sizes), prepend=sizes[:1] + 1))
+    return transient[order][gains], sizes[gains]
 
 
 def _extend(
@@ -254,9 +278,10 @@ def _extend(
     if guide is None:
         parent, choice = (each.ravel() for each in np.indices(seconds.shape))
     else:
-        useful = guide.fits(position, num_bytes, transient)
-        useful &= guide.bound_s(position, options.group, num_bytes, transient, seconds) <= guide.pruning.limit_s
-        parent, choice = np.nonzero(useful)
+        bound = guide.bound_s(position, options.group, num_bytes, transient, seconds)
+        parent, choice = np.nonzero(bound <= guide.pruning.limit_s)
+        fits = guide.fits(position, num_bytes[parent, choice], transient[parent, choice])
+        parent, choice = parent[fits], choice[fits]
     extended = LayerStates(
         entry=states.entry[parent],
         group=options.group[choice],

@@ -72,6 +72,17 @@ class SettingResult:
         return 1 - self.lower_bound_s / self.solution.step_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prospect:
+    """A feasible setting before its search: what is known cheaply."""
+
+    setting: Setting
+    lower_bound_s: float
+    fallback: Solution
+    filled: tuple[int, ...]
+    """boundaries of stages filled up to about the least maximum time"""
+
+
 def partition_exact(
     tables: CostTables, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
 ) -> SettingResult:
@@ -79,24 +90,38 @@ def partition_exact(
 
     A setting that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.monotonic` value.
     """
+    prospect = assess(tables, budget_bytes)
+    if isinstance(prospect, SettingResult):
+        return prospect
+    return settle(prospect, cutoff_s=cutoff_s, deadline=deadline)
+
+
+def assess(tables: CostTables, budget_bytes: int) -> Prospect | SettingResult:
+    """A feasible setting with a lower bound of its step time, or the proof that it is infeasible."""
     memories = stage_memories(tables)
     room = budget_bytes - tables.overhead_bytes
     fitting = furthest_boundaries(memories, room) if len(tables.layers) >= tables.num_stages else None
     if fitting is None:
         miss = nearest_miss(tables, budget_bytes)
         return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
-    lower = quick_bound_s(tables)
-    if lower > cutoff_s:
-        return SettingResult(status="beaten", solution=None, lower_bound_s=lower)
     fallback = evaluate(tables, fitting, least_memory_strategies(tables, fitting))
     setting = prepare(tables, room, memories)
-    slowest = _least_slowest_s(setting, max(stage.time_s for stage in fallback.stages))
-    lower = max(lower, _step_bound_s(setting, slowest[0]))
-    if lower > cutoff_s:
-        return SettingResult(status="beaten", solution=None, lower_bound_s=lower)
-    first = first_plan(setting, filled_boundaries(setting, slowest[1]) or fitting)
-    best = min((first or fallback), fallback, key=lambda plan: plan.step_s)
-    return _search_upwards(setting, best, lower, cutoff_s, deadline)
+    low, high = _least_slowest_s(setting, max(stage.time_s for stage in fallback.stages))
+    return Prospect(
+        setting=setting,
+        lower_bound_s=max(quick_bound_s(tables), _step_bound_s(setting, low)),
+        fallback=fallback,
+        filled=filled_boundaries(setting, high) or fitting,
+    )
+
+
+def settle(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: float | None = None) -> SettingResult:
+    """The fastest plan of a feasible setting, or the proof that it is slower than the cutoff."""
+    if prospect.lower_bound_s > cutoff_s:
+        return SettingResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
+    first = first_plan(prospect.setting, prospect.filled) or prospect.fallback
+    best = min(first, prospect.fallback, key=lambda plan: plan.step_s)
+    return _search_upwards(prospect.setting, best, prospect.lower_bound_s, cutoff_s, deadline)
 
 
 def quick_bound_s(tables: CostTables) -> float:
@@ -108,7 +133,7 @@ def quick_bound_s(tables: CostTables) -> float:
 
 
 def _least_slowest_s(setting: Setting, known_s: float) -> tuple[float, float]:
-    """The least maximum of the stage times that the bounds allow lies between these two; bisection below a known one."""
+    """Two times between which the least maximum of the stage bounds lies; bisection below a known one."""
     low, high = setting.fastest_total_s / setting.num_stages, known_s
     while high - low > 0.001 * high:
         middle = (low + high) / 2

@@ -1,6 +1,6 @@
 r"""The fastest plan over all pipeline settings within a memory budget, with proof, alternatives and reasons.
 
-Every `CostTables` is one setting (stages, microbatches, schedule). They are visited in order of a quick lower bound,
+Every `CostTables` is one setting (stages, microbatches, schedule). They are visited in order of their lower bounds,
 and each is solved exactly unless it is proven slower than the alternatives already in hand. Ties are broken by the
 order in which the tables were given, so equal inputs give equal results.
 
@@ -19,7 +19,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search.evaluate import Solution
 from steelyard.search.memory import NearestMiss
-from steelyard.search.partition import SettingResult, partition_exact, quick_bound_s
+from steelyard.search.partition import SettingResult, assess, settle
 from steelyard.units import format_bytes, format_seconds
 
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
@@ -117,13 +117,17 @@ def _solve_in_order(
     tables: Sequence[CostTables], samples: Sequence[int], budget_bytes: int, num_exact: int, deadline: float | None
 ) -> list[SettingResult]:
     """A result for each setting, the most promising solved first so that the rest can be cut off."""
-    quick = [quick_bound_s(each) / count for each, count in zip(tables, samples, strict=True)]
+    prospects = [assess(each, budget_bytes) for each in tables]
+    order = sorted(range(len(tables)), key=lambda index: (prospects[index].lower_bound_s / samples[index], index))
     results: dict[int, SettingResult] = {}
     best: list[float] = []
-    for index in sorted(range(len(tables)), key=lambda index: (quick[index], index)):
+    for index in order:
+        prospect = prospects[index]
+        if isinstance(prospect, SettingResult):
+            results[index] = prospect
+            continue
         cutoff = -best[0] * samples[index] if len(best) == num_exact else np.inf
-        result = partition_exact(tables[index], budget_bytes, cutoff_s=cutoff, deadline=deadline)
-        results[index] = result
+        result = results[index] = settle(prospect, cutoff_s=cutoff, deadline=deadline)
         if result.solution is not None:
             heapq.heappush(best, -result.solution.step_s / samples[index])
             if len(best) > num_exact:

@@ -1,0 +1,35 @@
+"""Puts equal strategies next to each other where that costs nothing, so that a plan reads well.
+
+Layers of one kind are interchangeable within a stage: any order of their strategies takes the same memory, and the
+same time but for the switches between them. The search returns one of many equal orders; this picks one with the
+fewest changes of strategy among those that are no slower.
+"""
+
+from itertools import groupby
+
+from steelyard.cost.tables import CostTables
+from steelyard.search.evaluate import Solution, evaluate
+
+
+def group_equal_strategies(tables: CostTables, solution: Solution) -> Solution:
+    """The solution with the strategies of every run of equal layers grouped, if that is no slower; else unchanged."""
+    chosen = list(solution.strategies)
+    for start, end in _runs_of_equal_layers(tables, solution):
+        order = list(dict.fromkeys(chosen[start:end]))
+        if start > 0 and chosen[start - 1] in order:
+            order.remove(chosen[start - 1])
+            order.insert(0, chosen[start - 1])
+        chosen[start:end] = sorted(chosen[start:end], key=order.index)
+    tidy = evaluate(tables, solution.boundaries, chosen)
+    return tidy if tidy.step_s <= solution.step_s * (1 + 1e-12) else solution
+
+
+def _runs_of_equal_layers(tables: CostTables, solution: Solution) -> list[tuple[int, int]]:
+    """First layer and end of every run of layers of one kind within one stage."""
+    runs = []
+    for stage in solution.stages:
+        layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
+        for _, run in groupby(layers, key=lambda layer: tables.layers[layer]):
+            members = list(run)
+            runs.append((members[0], members[-1] + 1))
+    return runs

@@ -1,0 +1,60 @@
+"""A tiny model measured by two processes; no second is compared with a number, since machines differ."""
+
+import pytest
+
+from steelyard.profiler.launch import launch_profiler
+from steelyard.profiles.merge import merge_profiles
+from steelyard.profiles.profile import Profile
+from tests.profiler.examples import empty_trace, tiny_chain
+
+pytestmark = pytest.mark.processes
+
+SAMPLES = [1, 64]
+
+
+@pytest.fixture(scope="module")
+def profile():
+    trace = empty_trace(((1, False), (2, False), (2, True), (4, False)))
+    return launch_profiler(tiny_chain(), trace, num_processes=2, samples=SAMPLES, budget_s=0.5)
+
+
+def test_every_layer_that_the_processes_can_run_is_timed_at_every_size(profile):
+    measured = {(layer.kind, layer.tp, layer.sp): [time.samples for time in layer.times] for layer in profile.layers}
+    settings = [(1, False), (2, False), (2, True)]
+    assert measured == {(kind, *s): SAMPLES for kind in ("embedding", "block", "head") for s in settings}
+
+
+def test_a_block_takes_longer_for_many_times_the_samples(profile):
+    few, many = profile.layer("block", 1, False).times
+    assert few.forward_s < many.forward_s
+    assert few.backward_s < many.backward_s
+
+
+def test_every_collective_over_two_ranks_is_there_once(profile):
+    found = [(c.kind, c.group_size, c.strided) for c in profile.collectives]
+    kinds = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+    assert sorted(found) == sorted((kind, 2, False) for kind in kinds)
+
+
+def test_what_a_step_takes_beside_its_layers_is_positive(profile):
+    assert profile.optimizer_s_per_param > 0
+    assert profile.step_overhead_s > 0
+    assert 1 <= profile.overlap_slowdown <= 2
+
+
+def test_the_identity_says_where_it_was_measured(profile):
+    identity = profile.identity
+    assert (identity.method, identity.num_devices) == ("measured", 2)
+    assert identity.config_hash == tiny_chain().config_hash
+
+
+def test_it_survives_json_and_merging_with_itself(profile):
+    assert Profile.model_validate_json(profile.model_dump_json()) == profile
+    assert merge_profiles(profile, profile) == profile
+
+
+def test_a_failing_process_ends_the_launch_with_an_error(capfd):
+    trace = empty_trace(((4, False),))
+    with pytest.raises(RuntimeError, match="exit code"):
+        launch_profiler(tiny_chain(), trace, num_processes=2, samples=[1])
+    assert "a degree that divides the 2 processes" in capfd.readouterr().err

@@ -1,0 +1,81 @@
+"""The plans whose numbers are compared with one process, each with the fault that a negative control plants."""
+
+from dataclasses import dataclass
+
+from steelyard.plan.plan import Plan
+from tests.runtime.models import make_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A plan, how many steps it trains, and the fault planted in the runtime, if any."""
+
+    plan: Plan
+    num_steps: int = 5
+    fault: str | None = None
+
+
+_CONTROL = make_plan("llama-tied", "fsdp8, dp8, tp2-fsdp4, dp4-tp2")
+
+CASES: dict[str, Case] = {
+    "one stage, every kind of layer": Case(
+        plan=make_plan(
+            "llama",
+            "fsdp8, dp8, fsdp4-tp2+sp, tp2-fsdp4, dp4-tp2 remat=full, fsdp2-tp4+sp remat=full, tp8, fsdp8 zero2",
+        )
+    ),
+    "one stage, other orders": Case(
+        plan=make_plan(
+            "llama",
+            "tp4-dp2+sp, tp2-dp4, fsdp8 remat=full, tp8+sp, dp8, tp2-fsdp4+sp remat=full, fsdp8, fsdp4-tp2+sp",
+            num_microbatches=2,
+        )
+    ),
+    "one stage, one microbatch": Case(
+        plan=make_plan("qwen2", "dp8, fsdp8 zero2, dp2-tp4+sp, dp8", num_microbatches=1), num_steps=2
+    ),
+    "two stages, 1f1b": Case(
+        plan=make_plan(
+            "llama",
+            "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2",
+            "dp2-tp2 remat=full, tp4+sp remat=full, fsdp4 zero2, tp2-fsdp2+sp",
+        )
+    ),
+    "two uneven stages, gpipe": Case(
+        plan=make_plan(
+            "llama",
+            "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2, tp2-dp2",
+            "tp4+sp remat=full, fsdp4, tp4",
+            schedule="gpipe",
+        )
+    ),
+    "four stages, 1f1b": Case(
+        plan=make_plan("llama", "fsdp2, dp2", "tp2+sp, fsdp2 remat=full", "tp2, dp2 remat=full", "fsdp2 zero2, tp2")
+    ),
+    "four stages, gpipe": Case(
+        plan=make_plan("llama", "dp2, fsdp2 remat=full, tp2", "dp2, tp2+sp", "tp2", "fsdp2, dp2", schedule="gpipe")
+    ),
+    "qwen2, one stage": Case(plan=make_plan("qwen2", "dp8, fsdp4-tp2+sp, tp4-dp2, fsdp8")),
+    "qwen2, two stages": Case(plan=make_plan("qwen2", "dp4, tp2-fsdp2", "fsdp4 remat=full, tp4+sp")),
+    "qwen3, one stage": Case(plan=make_plan("qwen3", "tp8, fsdp4-tp2+sp, tp4-dp2 remat=full, fsdp8")),
+    "qwen3, two stages": Case(plan=make_plan("qwen3", "fsdp4, tp2-fsdp2+sp", "dp2-tp2, tp4")),
+    "mistral with a sliding window, one stage": Case(plan=make_plan("mistral", "fsdp8, dp4-tp2, tp4-fsdp2+sp, dp8")),
+    "mistral with a sliding window, two stages": Case(
+        plan=make_plan("mistral", "fsdp4, fsdp4 remat=full", "tp4+sp, dp4")
+    ),
+    "gpt_neox, one stage": Case(plan=make_plan("gpt_neox", "tp2-fsdp4, fsdp4-tp2+sp remat=full, tp4-dp2, fsdp8")),
+    "gpt_neox, two stages": Case(plan=make_plan("gpt_neox", "dp4, tp2-dp2", "tp4+sp, fsdp2-tp2")),
+    "tied, one stage": Case(plan=make_plan("llama-tied", "fsdp8, dp8, fsdp4-tp2, tp2-dp4+sp")),
+    "tied, one stage, both orders": Case(plan=make_plan("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp")),
+    "tied, two stages": Case(plan=make_plan("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2")),
+    "tied, four stages": Case(plan=make_plan("llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe")),
+    "tied, four stages, tensor parallel": Case(plan=make_plan("llama-tied", "tp2+sp", "dp2", "tp2", "dp2")),
+    "bf16": Case(
+        plan=make_plan("llama", "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2", "dp4, tp4+sp, fsdp4, tp4", precision="bf16")
+    ),
+    "control: no fault": Case(plan=_CONTROL, num_steps=1),
+    "control: gradients of a replicated layer not summed": Case(plan=_CONTROL, num_steps=1, fault="no dp sum"),
+    "control: gradients averaged": Case(plan=_CONTROL, num_steps=1, fault="mean"),
+    "control: ranks read the same samples": Case(plan=_CONTROL, num_steps=1, fault="same samples"),
+    "control: tied gradients not summed": Case(plan=_CONTROL, num_steps=1, fault="untied"),
+}
