@@ -5,6 +5,7 @@ and are used for bandwidth and for memory that a user writes that way.
 """
 
 import re
+from fractions import Fraction
 
 from steelyard.errors import UserError
 
@@ -27,7 +28,7 @@ _SUFFIX_BYTES = {
     "gib": GIB,
     "tib": 1024**4,
 }
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
@@ -41,14 +42,14 @@ def parse_bytes(text: str) -> int:
             expected="a number with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
             hint="write for example --memory 20GiB",
         )
-    return int(float(match.group(1)) * _SUFFIX_BYTES[suffix])
+    return int(Fraction(match.group(1)) * _SUFFIX_BYTES[suffix])
 
 
 def format_bytes(num_bytes: float) -> str:
     """A byte count with a binary prefix and three significant digits, ``1.46 GiB``."""
     value = float(num_bytes)
     for suffix in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
+        if abs(value) < 1023.5:
             return f"{value:.0f} B" if suffix == "B" else f"{_three_digits(value)} {suffix}"
         value /= 1024
     return f"{_three_digits(value)} TiB"
@@ -57,7 +58,7 @@ def format_bytes(num_bytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """A duration with a fitting unit and three significant digits, ``12.3 ms``."""
     for factor, suffix in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= factor:
+        if abs(seconds) >= 0.9995 * factor:
             return f"{_three_digits(seconds / factor)} {suffix}"
     return "0 s" if seconds == 0 else f"{seconds:.3g} s"
 
@@ -66,12 +67,12 @@ def format_count(count: float) -> str:
     """A large count with a decimal prefix, ``8.03 B`` for 8 030 000 000."""
     value = float(count)
     for suffix in ("", " K", " M", " B"):
-        if abs(value) < 1000:
+        if abs(value) < 999.5:
             return f"{_three_digits(value)}{suffix}" if suffix else f"{value:.0f}"
         value /= 1000
     return f"{_three_digits(value)} T"
 
 
 def _three_digits(value: float) -> str:
-    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f}"

@@ -31,16 +31,20 @@ def stage_seconds_and_bytes(
 
 def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:
     """Step time and peak bytes of every plan."""
-    choices = [[s for s in range(len(tables.strategies)) if tables.legal[kind, s]] for kind in tables.layers]
     for boundaries in all_boundaries(len(tables.layers), tables.num_stages):
-        for strategies in itertools.product(*choices):
-            stages = [
-                stage_seconds_and_bytes(tables, stage, range(a, b), strategies)
-                for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
-            ]
-            times = [seconds for seconds, _ in stages]
-            step_s = sum(times) + (tables.num_microbatches - 1) * max(times)
-            yield step_s, max(num_bytes for _, num_bytes in stages)
+        yield from plans_with(tables, boundaries)
+
+
+def plans_with(tables: CostTables, boundaries: tuple[int, ...]) -> Iterator[tuple[float, int]]:
+    """Step time and peak bytes of every plan with these cuts."""
+    choices = [[s for s in range(len(tables.strategies)) if tables.legal[kind, s]] for kind in tables.layers]
+    for strategies in itertools.product(*choices):
+        stages = [
+            stage_seconds_and_bytes(tables, stage, range(a, b), strategies)
+            for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
+        ]
+        times = [seconds for seconds, _ in stages]
+        yield sum(times) + (tables.num_microbatches - 1) * max(times), max(num_bytes for _, num_bytes in stages)
 
 
 def fastest(plans: list[tuple[float, int]], budget_bytes: int) -> float | None:

@@ -101,7 +101,8 @@ def _layer_costs(
     weights = 2 * params / strategy.tp
     speed = NODE_BYTES_PER_S if strategy.num_devices <= DEVICES_PER_NODE else NETWORK_BYTES_PER_S
     if strategy.fsdp > 1:
-        seconds += 3 * weights * (strategy.fsdp - 1) / strategy.fsdp / speed * 0.3
+        exposed = 0.3 if strategy.num_devices <= DEVICES_PER_NODE else 1.0
+        seconds += 3 * weights * (strategy.fsdp - 1) / strategy.fsdp / speed * exposed
     if strategy.dp > 1:
         seconds += 2 * weights * (strategy.dp - 1) / strategy.dp / speed / num_microbatches
     static = 8 * weights / strategy.fsdp

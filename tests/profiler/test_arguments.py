@@ -23,6 +23,11 @@ def test_samples_below_one_are_refused(samples):
         launch_profiler(tiny_chain(), empty_trace(), num_processes=2, samples=samples)
 
 
+def test_a_trace_without_a_degree_for_these_processes_is_refused():
+    with pytest.raises(InvalidProfileError, match="a degree that divides the 2 processes"):
+        launch_profiler(tiny_chain(), empty_trace(((4, False),)), num_processes=2, samples=[1])
+
+
 def test_groups_of_every_divisor_neighbouring_and_as_far_apart_as_possible():
     assert group_shapes(1) == ()
     assert group_shapes(2) == (GroupShape(size=2, stride=1),)

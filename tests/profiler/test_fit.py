@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.profiler.fit import fit_latency_and_rate
@@ -9,6 +9,7 @@ from steelyard.profiler.fit import fit_latency_and_rate
 SIZES = (2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 
 
+@settings(deadline=None)
 @given(latency_s=st.floats(1e-7, 1e-1), bytes_per_s=st.floats(1e6, 1e12))
 def test_an_exact_line_is_found_again(latency_s, bytes_per_s):
     fit = fit_latency_and_rate(SIZES, [latency_s + size / bytes_per_s for size in SIZES])
@@ -17,6 +18,7 @@ def test_an_exact_line_is_found_again(latency_s, bytes_per_s):
     assert fit.max_relative_error < 1e-6
 
 
+@settings(deadline=None)
 @given(times_s=st.lists(st.floats(1e-7, 10.0), min_size=len(SIZES), max_size=len(SIZES)))
 def test_more_bytes_are_never_cheaper_and_nothing_is_negative(times_s):
     fit = fit_latency_and_rate(SIZES, times_s)
@@ -25,6 +27,7 @@ def test_more_bytes_are_never_cheaper_and_nothing_is_negative(times_s):
     assert all(fit.time_s(low) <= fit.time_s(high) for low, high in pairwise(SIZES))
 
 
+@settings(deadline=None)
 @given(
     times_s=st.lists(st.floats(1e-6, 1.0), min_size=len(SIZES), max_size=len(SIZES)),
     latency_s=st.floats(0, 1.0),

@@ -62,7 +62,8 @@ def step_share_s(cost: LayerCost, setting: Setting) -> float:
 def transfer_s(setting: Setting) -> float:
     """Seconds to hand a microbatch's activation to the next stage and its gradient back, on one rank.
 
-    The activation is taken to be divided over all ranks of the stage.
+    The activation is taken to be divided over all ranks of the stage: under tp without sp the runtime sends a copy from
+    each tensor-parallel rank, tp times as many bytes, which the tables cannot know before the cut is chosen.
     """
     if setting.num_stages == 1:
         return 0.0
@@ -72,15 +73,18 @@ def transfer_s(setting: Setting) -> float:
 
 
 def overhead_bytes(setting: Setting) -> int:
-    """Bytes of a device that no layer accounts for: process context, and the pipeline's receive buffers.
+    """Bytes of a device that no layer accounts for: process context, and what the pipeline keeps beside activations.
 
-    The pipeline keeps a buffer for the activation and for the gradient of every microbatch, taken to be divided over
-    all ranks of the stage.
+    Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
+    layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
+    of the microbatches in flight. All are taken to be divided over all ranks of the stage.
     """
     context = 0 if setting.job.cluster.device.needs_profile else CUDA_CONTEXT_BYTES
-    if setting.num_stages == 1:
+    count, stages = setting.num_microbatches, setting.num_stages
+    if stages == 1:
         return context
-    return context + 2 * setting.num_microbatches * setting.activation_bytes // setting.devices_per_stage
+    kept = count if setting.schedule == "gpipe" or stages > 2 else min(count, stages)
+    return context + (count + kept) * setting.activation_bytes // setting.devices_per_stage
 
 
 def usable_bytes(job: Job) -> int:

@@ -8,16 +8,23 @@ $$t = \sum_\text{forward, backward} \big(c + \text{tp} + \text{exposed}(c, d)\bi
 and once a step: gradient all-reduce of replicated layers behind one backward pass, and the optimizer. On devices where
 communication has no stream of its own (CPU processes), exposed is $d$.
 
-Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of a parameter in compute:
+Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of a parameter in compute. They describe
+FSDP2 as `steelyard.runtime` uses it, with `fully_shard` for fsdp and `replicate` where $f = 1$ (dp, tp alone, one device):
 
 | term         | bytes        | lives                                                      |
 |--------------|--------------|------------------------------------------------------------|
 | parameters   | 4 N / f      | always (fp32 master)                                       |
-| gradients    | 4 N / f      | from the first backward to the optimizer step              |
+| gradients    | 4 N / f      | from the first backward to the optimizer step; with f = 1 added up before they are reduced |
 | optimizer    | 8 N / f      | always (two AdamW moments)                                 |
-| gathered     | q N          | ZeRO-2 only: between forward and backward                  |
+| gathered     | q N          | f = 1 and ZeRO-2: the copy that a layer computes with, from its forward to its backward |
 | activations  | traced       | per microbatch in flight; the layer's input alone under full remat |
 | working set  | see `_transient_bytes` | while the layer runs                             |
+
+A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
+two gradients are gathered and added (``tied``).
+
+Not modelled: that a layer's all-gather starts late where the layer before is not told to prefetch it; the scratch of a
+redistribution between two layouts; the two temporaries of an AdamW step, which are smaller than any working set.
 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
@@ -28,7 +35,7 @@ from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import compute_time, optimizer_s
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
-from steelyard.model.chain import LayerKind
+from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, LayerProfile
 
@@ -63,7 +70,7 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
     return LayerCost(
         forward_s=forward,
         backward_s=backward,
-        once_s=_once_time(layer, strategy, setting, sum(backward.values())),
+        once_s=_once_time(layer, strategy, setting, sum(backward.values())) | _tied_time(kind, strategy, setting),
         static_bytes=_static_bytes(layer, strategy, setting),
         activation_bytes=_activation_bytes(layer, strategy, samples),
         transient_bytes=_transient_bytes(layer, strategy, setting, samples),
@@ -127,6 +134,22 @@ def _once_time(layer: LayerProfile, strategy: Strategy, setting: Setting, backwa
     return once
 
 
+def _tied_time(kind: LayerKind, strategy: Strategy, setting: Setting) -> dict[str, float]:
+    """Seconds, once a step, to gather the whole gradient of a tied matrix and to exchange it between two stages."""
+    job = setting.job
+    if not job.chain.tied_embeddings or kind.role is LayerRole.BLOCK:
+        return {}
+    matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
+    tensor, data = (level_group(strategy, setting, *kinds) for kinds in ({Parallelism.TP}, {Parallelism.FSDP}))
+    seconds = collective_s("all_gather", matrix_bytes / tensor.size, data, job.cluster, job.profile)
+    seconds += collective_s("all_gather", matrix_bytes, tensor, job.cluster, job.profile)
+    if setting.num_stages > 1:
+        distance = (setting.num_stages - 1) * setting.devices_per_stage
+        pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
+        seconds += collective_s("all_reduce", matrix_bytes, pair, job.cluster, job.profile)
+    return {"tied": seconds}
+
+
 def _beside(compute_s: float, communication_s: float, setting: Setting) -> float:
     if not setting.job.overlaps:
         return communication_s
@@ -161,7 +184,7 @@ def _static_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
         "gradients": MASTER_BYTES * sharded,
         "optimizer": 2 * MASTER_BYTES * sharded,
     }
-    if strategy.fsdp > 1 and strategy.zero == 2:
+    if _keeps_copy(strategy):
         static["gathered parameters"] = setting.job.compute_bytes * layer.num_params
     return static
 
@@ -171,20 +194,30 @@ def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: int) -> 
     return int(saved.at(samples))
 
 
-def _transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int) -> int:
-    """Largest short-lived memory while the layer runs, of its forward and its backward pass.
+def _keeps_copy(strategy: Strategy) -> bool:
+    """Whether the parameters in compute precision stay between the forward and the backward pass of a layer."""
+    return strategy.fsdp == 1 or strategy.zero == 2
 
-    Forward: working activations, the parameters in compute precision and the buffer they are gathered in. Backward:
-    working activations (with what remat recomputes), the parameters and their buffer, their gradients in compute
-    precision and the buffer in which those are reduced.
+
+def _transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int) -> int:
+    """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
+
+    Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
+    working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
+    gradients in compute precision, and the reduction buffer of the layer before, taken as large as this layer's.
+    Reduction: beside the gradients, a replicated layer copies them twice (FSDP2 with a shard group of one rank divides
+    them into a new tensor); a sharded layer holds less than in its backward pass.
     """
     compute, params = setting.job.compute_bytes, layer.num_params
-    gather_buffer = compute * params if strategy.fsdp > 1 else 0
-    held = compute * params + gather_buffer
-    recomputed = 0.0
+    input_bytes, working = layer.input_bytes.at(samples), layer.backward_transient_bytes.at(samples)
     if strategy.remat is Remat.FULL:
-        recomputed = max(0.0, layer.saved_bytes.at(samples) - layer.input_bytes.at(samples))
-    forward = held + layer.forward_transient_bytes.at(samples)
-    backward = held + recomputed + layer.backward_transient_bytes.at(samples)
-    backward += (compute + MASTER_BYTES) * params
-    return int(max(forward, backward))
+        working = max(working, layer.forward_transient_bytes.at(samples))
+        working += max(0.0, layer.saved_bytes.at(samples) - input_bytes)
+    copy = 0 if _keeps_copy(strategy) else compute * params
+    buffer = compute * params if strategy.fsdp > 1 else 0
+    made_in_place = strategy.fsdp == 1 and compute == MASTER_BYTES
+    gradients = 0 if made_in_place else compute * params
+    forward = copy + buffer + layer.forward_transient_bytes.at(samples)
+    backward = copy + (buffer if copy else 0) + working + gradients + MASTER_BYTES * params
+    reduction = 2 * MASTER_BYTES * params + input_bytes if strategy.fsdp == 1 else 0
+    return int(max(forward, backward, reduction))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -30,18 +31,18 @@ def load_model(name_or_path: str | Path) -> ModelChain:
         source = resources.files("steelyard.model") / "configs" / f"{text}.json"
         return chain_from_config(json.loads(source.read_text()), name=text)
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InvalidModelError(
             field="model",
-            found=repr(text),
+            found=repr(text[:200]),
             expected="a packaged model or the path of an existing config.json",
             hint=nearest(text, model_names()),
         )
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidModelError(
             field="model", found=f"{path}: {error}", expected="a JSON file", hint="check that the file is complete"
         ) from error
@@ -58,7 +59,9 @@ def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
     heads = _size(config, "num_attention_heads")
     vocab = _size(config, "vocab_size")
     num_blocks = _size(config, "num_hidden_layers")
-    if not config.get("head_dim") and hidden % heads:
+    if config.get("head_dim") is not None:
+        _size(config, "head_dim")
+    elif hidden % heads:
         raise InvalidModelError(
             field="num_attention_heads",
             found=str(heads),
@@ -79,20 +82,39 @@ def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
         hidden_size=hidden,
         vocab_size=vocab,
         max_seq_len=_size(config, "max_position_embeddings"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=_flag(config, "tie_word_embeddings"),
     )
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """A short identity of a config: equal for equal content, whatever the order of its keys."""
-    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    """A short identity of a config: equal for equal content, whatever the order of its keys.
+
+    Raises `InvalidModelError` if a value of the config has no form in JSON.
+    """
+    try:
+        canonical = json.dumps(dict(config), sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidModelError(
+            field="config",
+            found=str(error),
+            expected="values that JSON can hold",
+            hint="give the content of config.json",
+        ) from error
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def _block_sizes(config: Mapping[str, Any], family: Family, heads: int) -> tuple[tuple[str, int], ...]:
     sizes = [("attention heads", heads)]
-    if family.kv_heads_key and config.get(family.kv_heads_key):
-        sizes.append(("key-value heads", _size(config, family.kv_heads_key)))
+    if family.kv_heads_key and config.get(family.kv_heads_key) is not None:
+        kv_heads = _size(config, family.kv_heads_key)
+        if heads % kv_heads:
+            raise InvalidModelError(
+                field=family.kv_heads_key,
+                found=str(kv_heads),
+                expected=f"a divisor of num_attention_heads {heads}",
+                hint="use the complete config that the model was published with",
+            )
+        sizes.append(("key-value heads", kv_heads))
     sizes.append(("feed-forward width", _size(config, family.ffn_width_key)))
     return tuple(sizes)
 
@@ -107,3 +129,11 @@ def _size(config: Mapping[str, Any], key: str) -> int:
             hint="use the complete config that the model was published with",
         )
     return value
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    """A switch that is off unless given; null counts as not given."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidModelError(field=key, found=repr(value), expected="true or false in config.json")
+    return bool(value)

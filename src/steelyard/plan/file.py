@@ -18,8 +18,16 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Writes a plan as JSON that `read_plan` reads back to an equal plan."""
-    Path(path).write_text(dump_json(plan) + "\n")
+    """Writes a plan as JSON that `read_plan` reads back to an equal plan; raises `InvalidPlanError` if it cannot."""
+    try:
+        Path(path).write_text(dump_json(plan) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidPlanError(
+            field="plan",
+            found=f"{path}: {error.strerror}",
+            expected="a path that can be written",
+            hint="check the path",
+        ) from error
 
 
 def dump_json(value: BaseModel) -> str:
@@ -30,12 +38,12 @@ def dump_json(value: BaseModel) -> str:
 def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
     """The value of type ``model`` in the JSON file at ``path``; every failure is an ``error_type``."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_distinct_keys)
     except FileNotFoundError:
         raise error_type(
             field=what, found=f"no file {path}", expected=f"the path of a {what} file", hint="check the path"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise error_type(
             field=what,
             found=f"{path}: {error}",
@@ -57,15 +65,26 @@ def parse_value(content: Any, model: type[FileModel], error_type: type[UserError
             hint="write the file again with this steelyard",
         )
     try:
-        return model.model_validate(content)
+        return model.model_validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        raise _first_error(error, content, model, error_type) from error
+        raise _first_error(error, model, error_type) from error
+    except RecursionError:
+        raise error_type(field="file", found="values nested too deep", expected=f"a {what} in JSON") from None
 
 
-def _first_error(
-    error: ValidationError, content: Any, model: type[BaseModel], error_type: type[UserError]
-) -> UserError:
-    detail = error.errors()[0]
+def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict; raises ValueError for a repeated key, of which JSON would silently keep the last value."""
+    keys = [key for key, _ in pairs]
+    repeated = next((key for key in keys if keys.count(key) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"the key {repeated!r} is there twice")
+    return dict(pairs)
+
+
+def _first_error(error: ValidationError, model: type[BaseModel], error_type: type[UserError]) -> UserError:
+    """The mistake that explains most: a misspelt key before the missing one it was meant to be."""
+    details = error.errors()
+    detail = next((entry for entry in details if entry["type"] == "extra_forbidden"), details[0])
     location = detail["loc"]
     field = _dotted(location) or "file"
     if detail["type"] == "extra_forbidden":
@@ -78,7 +97,18 @@ def _first_error(
         )
     if detail["type"] == "missing":
         return error_type(field=field, found="nothing", expected="a value: this key is required", hint="add the key")
-    return error_type(field=field, found=repr(detail["input"])[:120], expected=detail["msg"], hint="correct the value")
+    return error_type(
+        field=field,
+        found=_short(detail["input"]),
+        expected=_LENGTHS.get(detail["type"], "").format(**detail.get("ctx", {}))
+        or detail["msg"].removeprefix("Input should be "),
+        hint="correct the value",
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…"
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
@@ -113,6 +143,8 @@ def _model_types(annotation: Any) -> list[Any]:
 
 
 _LINE_WIDTH = 110
+_SHOWN_WIDTH = 120
+_LENGTHS = {"too_short": "at least {min_length} in the list", "too_long": "at most {max_length} in the list"}
 
 
 def _dump(value: Any, *, indent: int) -> str:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
-from steelyard.model.read import chain_from_config, config_hash, load_model
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 
@@ -21,7 +21,7 @@ Schedule = Literal["gpipe", "1f1b"]
 class PlanPart(BaseModel):
     """Common to all parts of a plan file: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PlanModel(PlanPart):
@@ -30,17 +30,6 @@ class PlanModel(PlanPart):
     name: str
     config: dict[str, Any] | None = None
     config_hash: str | None = None
-
-    @model_validator(mode="after")
-    def _same_config(self) -> Self:
-        if self.config is not None and self.config_hash is not None and config_hash(self.config) != self.config_hash:
-            raise InvalidPlanError(
-                field="model.config_hash",
-                found=self.config_hash,
-                expected=f"{config_hash(self.config)}, the hash of the config in this file",
-                hint="the config was changed after planning: plan again, or remove config_hash to keep the change",
-            )
-        return self
 
 
 class LayerRun(PlanPart):
@@ -159,6 +148,7 @@ class Plan(PlanPart):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         chain = self.chain()
+        _check_config(self, chain)
         _check_batch(self)
         _check_ranks(self)
         _check_coverage(self, chain)
@@ -196,6 +186,17 @@ def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[Layer
             runs.append(LayerRun.of(first_layer + start, first_layer + index - 1, strategies[start]))
             start = index
     return tuple(runs)
+
+
+def _check_config(plan: Plan, chain: ModelChain) -> None:
+    if plan.model.config_hash not in (None, chain.config_hash):
+        where = "of the packaged model" if plan.model.config is None else "in this file"
+        raise InvalidPlanError(
+            field="model.config_hash",
+            found=repr(plan.model.config_hash),
+            expected=f"{chain.config_hash!r}, the hash of the config {where}",
+            hint="the config was changed after planning: plan again, or remove config_hash to keep the change",
+        )
 
 
 def _check_batch(plan: Plan) -> None:
@@ -258,11 +259,11 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
 def _check_strategies(plan: Plan, chain: ModelChain) -> None:
     for stage_index, stage in enumerate(plan.stages):
         for run_index, run in enumerate(stage.runs):
-            where = f"stages[{stage_index}].runs[{run_index}].parallel"
-            strategy = run.strategy
+            where = f"stages[{stage_index}].runs[{run_index}]"
+            strategy = _valid_strategy(run, where)
             if strategy.num_devices != stage.num_devices:
                 raise InvalidPlanError(
-                    field=where,
+                    field=f"{where}.parallel",
                     found=f"{strategy.parallel}, which spans {strategy.num_devices} devices",
                     expected=f"degrees whose product is the {stage.num_devices} devices of the stage",
                     hint="change a degree, or the ranks of the stage",
@@ -273,8 +274,18 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                 )
                 if reason is not None:
                     raise InvalidPlanError(
-                        field=where,
+                        field=f"{where}.parallel",
                         found=f"{strategy} for the {chain.kinds[kind].name} layers",
                         expected=f"a strategy that the layer allows: {reason}",
                         hint="change the degree, num_microbatches or global_batch",
                     )
+
+
+def _valid_strategy(run: LayerRun, where: str) -> Strategy:
+    """The strategy of a run; a contradiction in it is an error that says where in the plan it is."""
+    try:
+        return run.strategy
+    except InvalidPlanError as error:
+        raise InvalidPlanError(
+            field=f"{where}.{error.field}", found=error.found, expected=error.expected, hint=error.hint
+        ) from error

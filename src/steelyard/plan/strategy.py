@@ -210,15 +210,17 @@ def mesh_axes(num_devices: int) -> tuple[int, ...]:
     """Sizes of the axes of a stage mesh: the prime factors of ``num_devices``, largest first; () for one device."""
     factors: list[int] = []
     rest, candidate = num_devices, 2
-    while rest > 1:
+    while candidate * candidate <= rest:
         while rest % candidate == 0:
             factors.append(candidate)
             rest //= candidate
         candidate += 1
+    if rest > 1:
+        factors.append(rest)
     return tuple(reversed(factors))
 
 
-_LEVEL = re.compile(r"([a-z]+)([0-9]+)")
+_LEVEL = re.compile(r"([a-z]+)([0-9]{1,9})")
 
 
 def parse_parallel(text: str) -> tuple[Level, ...]:
@@ -241,7 +243,7 @@ def parse_parallel(text: str) -> tuple[Level, ...]:
 
 def parse_strategy(text: str) -> Strategy:
     """The strategy that prints as ``text``, for example ``fsdp4-tp2+sp remat=full``; raises `InvalidPlanError`."""
-    head, *flags = text.split()
+    head, *flags = text.split() or [""]
     parallel, plus, suffix = head.partition("+")
     remat, zero = Remat.NONE, 3
     for flag in flags:

@@ -13,25 +13,25 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[float | torch.cuda.Event] = []
+        self._times_s: list[float] = []
+        self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
         """Ends the lap before and begins the next."""
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-            self._marks.append(event)
+            self._events.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._times_s.append(time.perf_counter())
 
     def laps_s(self) -> list[float]:
         """Seconds between neighbouring marks; waits for the device, then forgets the marks."""
         synchronize(self._device)
-        marks, self._marks = self._marks, []
-        pairs = pairwise(marks)
-        if self._device.type == "cuda":
-            return [before.elapsed_time(after) / 1000 for before, after in pairs]
-        return [after - before for before, after in pairs]
+        laps = [after - before for before, after in pairwise(self._times_s)]
+        laps += [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        self._times_s, self._events = [], []
+        return laps
 
 
 def synchronize(device: torch.device) -> None:

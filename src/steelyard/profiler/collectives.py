@@ -1,10 +1,13 @@
 """Measures each collective over message sizes and group shapes, with the calls that the runtime's libraries make.
 
-FSDP2 issues ``all_reduce``, ``all_gather_single`` and ``reduce_scatter_single``; a change of layout from one sharded
-dim to another is a DTensor redistribution (over gloo PyTorch gathers and cuts, which is why the redistribution itself
-is measured and not ``all_to_all_single``); the pipeline sends and receives in a batch. All groups of a shape run at
-the same time, as they do inside a stage. Calls follow each other without a barrier: a collective synchronises itself,
-and the delay of leaving a barrier would be larger than a small message.
+FSDP2 issues ``all_reduce``, and ``all_gather_single`` and ``reduce_scatter_single`` on fresh buffers with copies around
+them, which are measured along (those around ``all_reduce`` count with the optimizer). A change of layout from one
+sharded dim to another is a DTensor redistribution (over gloo PyTorch gathers and cuts, which is why the redistribution
+itself is measured and not ``all_to_all_single``). The pipeline sends and receives in a batch. All groups of a shape run
+at the same time, as they do inside a stage. Calls follow each other without a barrier: a collective synchronises
+itself, and the delay of leaving a barrier would be larger than a small message.
+
+Not modelled: tensor types other than fp32 (reductions in bf16), congestion between groups of different shapes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -95,13 +98,26 @@ def _all_reduce(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Calla
 def _all_gather(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
     whole, group = _whole(num_bytes, mesh, device), mesh.get_group()
     part = torch.zeros(whole.numel() // mesh.size(), device=device)
-    return lambda: dist.all_gather_single(whole, part, group=group)
+
+    def call() -> None:
+        gathered = torch.empty_like(whole)
+        mine = gathered.view(mesh.size(), -1)[mesh.get_local_rank()]
+        mine.copy_(part)
+        dist.all_gather_single(gathered, mine, group=group)
+        torch.empty_like(gathered).copy_(gathered)
+
+    return call
 
 
 def _reduce_scatter(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
     whole, group = _whole(num_bytes, mesh, device), mesh.get_group()
-    part = torch.zeros(whole.numel() // mesh.size(), device=device)
-    return lambda: dist.reduce_scatter_single(part, whole, group=group)
+
+    def call() -> None:
+        sent = torch.empty_like(whole).copy_(whole)
+        part = torch.empty(whole.numel() // mesh.size(), device=device)
+        dist.reduce_scatter_single(part, sent, group=group)
+
+    return call
 
 
 def _all_to_all(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:

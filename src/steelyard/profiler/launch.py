@@ -11,8 +11,10 @@ from pathlib import Path
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.file import dump_json, parse_file
-from steelyard.profiler.measure import check_samples, check_trace
+from steelyard.profiler.measure import check_samples, check_trace, measurable_layers
 from steelyard.profiles.profile import Profile
+
+_MODULE = "steelyard.profiler"
 
 
 def launch_profiler(
@@ -26,12 +28,13 @@ def launch_profiler(
     """
     check_trace(trace, chain, seq_len=trace.identity.seq_len, precision=trace.identity.precision)
     check_samples(samples)
+    measurable_layers(trace, num_processes)
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         config, traced, output = (Path(folder) / name for name in ("config.json", "traced.json", "profile.json"))
         config.write_text(json.dumps(dict(chain.config)))
         traced.write_text(dump_json(trace))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-        command += ["-m", "steelyard.profiler", "--model", str(config), "--traced", str(traced), "-o", str(output)]
+        command += ["-m", _MODULE, "--model", str(config), "--traced", str(traced), "-o", str(output)]
         command += ["--budget", str(budget_s), "--samples", *map(str, samples)]
         finished = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=sys.stderr, check=False)
         if finished.returncode:

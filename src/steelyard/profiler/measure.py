@@ -62,14 +62,7 @@ def measure(
     check_trace(trace, chain, seq_len=seq_len, precision=precision)
     world_size = dist.get_world_size()
     check_samples(samples)
-    layers = [layer for layer in trace.layers if world_size % layer.tp == 0]
-    if not layers:
-        raise InvalidProfileError(
-            field="trace.layers",
-            found=f"tp degrees {sorted({layer.tp for layer in trace.layers})}",
-            expected=f"a degree that divides the {world_size} processes",
-            hint="trace with tp 1 as well",
-        )
+    layers = measurable_layers(trace, world_size)
     device = current_device()
     budget = Budget.of(budget_s)
     run = _Run(chain=chain, seq_len=seq_len, precision=precision, device=device, budget=budget, progress=progress)
@@ -107,6 +100,19 @@ def check_trace(trace: Profile, chain: ModelChain, *, seq_len: int, precision: P
                 expected=f"{expected!r}, as is to be measured",
                 hint=f"trace {chain.name} at the length and precision to be measured",
             )
+
+
+def measurable_layers(trace: Profile, num_processes: int) -> list[LayerProfile]:
+    """The layers whose tensor-parallel degree divides ``num_processes``; raises `InvalidProfileError` if none does."""
+    layers = [layer for layer in trace.layers if num_processes % layer.tp == 0]
+    if not layers:
+        raise InvalidProfileError(
+            field="trace.layers",
+            found=f"tp degrees {sorted({layer.tp for layer in trace.layers})}",
+            expected=f"a degree that divides the {num_processes} processes",
+            hint="trace with tp 1 as well",
+        )
+    return layers
 
 
 def check_samples(samples: Sequence[int]) -> None:

@@ -76,13 +76,15 @@ def _silence_known_warnings() -> None:
 
 
 def init_process_group() -> None:
-    """Joins the processes that torchrun started: NCCL with a GPU each, or gloo with one thread each."""
+    """Joins the processes that torchrun started: NCCL with a GPU each, else gloo with one thread each unless told."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", timeout=_TIMEOUT)
-    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+        return
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
 
 
 def _show(line: str) -> None:

@@ -8,9 +8,10 @@ measured profiles (``method: measured``) carry seconds as well, and the seconds 
 """
 
 from bisect import bisect_left
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidProfileError
 
@@ -20,7 +21,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 class ProfilePart(BaseModel):
     """Common to all parts of a profile: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Affine(ProfilePart):
@@ -89,12 +90,26 @@ class LayerProfile(ProfilePart):
     forward_transient_bytes: Affine
     backward_transient_bytes: Affine
     times: tuple[MeasuredTime, ...] = ()
+    """Fewest samples first, each number of samples once."""
+
+    @model_validator(mode="after")
+    def _times_in_order(self) -> Self:
+        sizes = [time.samples for time in self.times]
+        if any(low >= high for low, high in pairwise(sizes)):
+            raise InvalidProfileError(
+                field=f"layers.{self.kind}.times",
+                found=f"measurements for {sizes} samples (tp {self.tp})",
+                expected="each number of samples once, fewest first",
+                hint="sort the measurements and remove repeated ones",
+            )
+        return self
 
     def time_s(self, samples: int) -> MeasuredTime:
         """Measured seconds at ``samples``, linear between measured sizes.
 
         Beyond the measured range the last two sizes are continued up to twice the largest (and the first down to half
-        the smallest); further away raises `InvalidProfileError`, since nothing is extrapolated in silence.
+        the smallest), but never below a quarter of what the nearest size took per sample; further away raises
+        `InvalidProfileError`, since nothing is extrapolated in silence.
         """
         sizes = [time.samples for time in self.times]
         if not sizes or samples * 2 < sizes[0] or samples > 2 * sizes[-1]:
@@ -111,11 +126,12 @@ class LayerProfile(ProfilePart):
         upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
         low, high = self.times[upper - 1], self.times[upper]
         part = (samples - low.samples) / (high.samples - low.samples)
-        floor = 0.25 * samples / low.samples
+        near = low if samples < low.samples else high
+        least = 0.0 if 0 <= part <= 1 else 0.25 * samples / near.samples
         return MeasuredTime(
             samples=samples,
-            forward_s=max(low.forward_s + part * (high.forward_s - low.forward_s), floor * low.forward_s),
-            backward_s=max(low.backward_s + part * (high.backward_s - low.backward_s), floor * low.backward_s),
+            forward_s=max((1 - part) * low.forward_s + part * high.forward_s, least * near.forward_s),
+            backward_s=max((1 - part) * low.backward_s + part * high.backward_s, least * near.backward_s),
         )
 
 

@@ -21,7 +21,7 @@ class StepRecord(RecordPart):
 
 
 class RankRecord(RecordPart):
-    """What one process measured. ``peak_bytes`` is the most memory its tensors held, found as ``memory_method`` says."""
+    """What one process measured. ``peak_bytes`` is the most that its tensors held, found as ``memory_method`` says."""
 
     rank: int
     stage: int

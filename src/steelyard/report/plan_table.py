@@ -9,6 +9,8 @@ from steelyard.plan.plan import LayerRun, Plan, Prediction
 from steelyard.units import format_bytes, format_seconds
 
 SHOWN_ALTERNATIVES = 5
+MAX_STAGE_COLUMNS = 4
+"""More stages than these are shown as rows, with their totals alone."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -16,7 +18,7 @@ def plan_view(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), stage_table(plan)]
     if plan.prediction is not None:
         parts += [
-            term_table(plan.prediction),
+            term_table(plan.prediction) if len(plan.stages) <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {_source(plan.prediction)}", style="dim"),
         ]
         if plan.prediction.alternatives:
@@ -81,6 +83,23 @@ def term_table(prediction: Prediction) -> Table:
         table.add_row(name, *(format_bytes(stage.memory_bytes.get(name, 0)) for stage in prediction.stages))
     table.add_row("memory", *(format_bytes(stage.total_bytes) for stage in prediction.stages), style="bold")
     table.add_row("left of the budget", *(_left(prediction, stage.total_bytes) for stage in prediction.stages))
+    return table
+
+
+def total_table(prediction: Prediction) -> Table:
+    """A row for every stage: its time, its largest terms, its memory and what is left of the budget."""
+    table = Table(title="Predicted, per stage", title_justify="left", header_style="bold")
+    for column in ("stage", "a microbatch", "of it compute", "memory", "of it activations", "left"):
+        table.add_column(column, justify="right")
+    for index, stage in enumerate(prediction.stages):
+        table.add_row(
+            str(index),
+            format_seconds(stage.total_time_s),
+            format_seconds(stage.time_s.get("compute", 0.0)),
+            format_bytes(stage.total_bytes),
+            format_bytes(stage.memory_bytes.get("activations", 0)),
+            _left(prediction, stage.total_bytes),
+        )
     return table
 
 

@@ -141,11 +141,13 @@ def nearest_miss(tables: CostTables, budget_bytes: int) -> NearestMiss | None:
     )
 
 
-def least_memory_strategies(tables: CostTables, boundaries: Sequence[int]) -> tuple[int, ...]:
+def least_memory_strategies(
+    tables: CostTables, memories: Sequence[StageMemory], boundaries: Sequence[int]
+) -> tuple[int, ...]:
     """One strategy per layer that takes the fewest bytes on each stage of these boundaries."""
     chosen: list[int] = []
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
-        memory = stage_memories(tables)[stage]
+        memory = memories[stage]
         best = int(np.argmin(memory.prefix[:, end] - memory.prefix[:, start] + memory.threshold))
         num_bytes = tables.static_bytes + tables.in_flight(stage) * tables.activation_bytes
         allowed = tables.legal & (tables.transient_bytes <= memory.threshold[best])

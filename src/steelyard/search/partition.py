@@ -39,7 +39,7 @@ from steelyard.search.memory import (
     nearest_miss,
     stage_memories,
 )
-from steelyard.search.runs import Setting, filled_boundaries, possible_runs, prepare, solve_runs
+from steelyard.search.runs import Setting, filled_boundaries, possible_runs, prepare, runs_between, solve_runs
 
 Status = Literal["optimal", "feasible", "infeasible", "beaten"]
 
@@ -104,7 +104,7 @@ def assess(tables: CostTables, budget_bytes: int) -> Prospect | SettingResult:
     if fitting is None:
         miss = nearest_miss(tables, budget_bytes)
         return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
-    fallback = evaluate(tables, fitting, least_memory_strategies(tables, fitting))
+    fallback = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
     setting = prepare(tables, room, memories)
     low, high = _least_slowest_s(setting, max(stage.time_s for stage in fallback.stages))
     return Prospect(
@@ -166,7 +166,12 @@ def first_plan(setting: Setting, boundaries: Sequence[int], width: int = FIRST_P
 
 
 def _search_upwards(
-    setting: Setting, best: Solution, lower: float, cutoff_s: float, deadline: float | None
+    setting: Setting,
+    best: Solution,
+    lower: float,
+    cutoff_s: float,
+    deadline: float | None,
+    boundaries: Sequence[int] | None = None,
 ) -> SettingResult:
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up."""
     aim = FIRST_AIM
@@ -174,7 +179,7 @@ def _search_upwards(
         if deadline is not None and time.monotonic() > deadline:
             return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
         target = min(lower + aim * (lower or best.step_s), cutoff_s, best.step_s)
-        found = plan_within(setting, target)
+        found = plan_within(setting, target, boundaries)
         if found is not None:
             return SettingResult(status="optimal", solution=found, lower_bound_s=found.step_s)
         if target >= best.step_s:
@@ -186,11 +191,23 @@ def _search_upwards(
     return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
 
 
-def plan_within(setting: Setting, target_s: float) -> Solution | None:
-    """The fastest plan with a step time of at most the target, or None if there is none."""
+def plan_within(setting: Setting, target_s: float, boundaries: Sequence[int] | None = None) -> Solution | None:
+    """The fastest plan with a step time of at most the target, or None; with these boundaries if given."""
     aim = target_s * (1 + ROUNDING)
-    stages = possible_runs(setting, aim)
+    stages = possible_runs(setting, aim) if boundaries is None else runs_between(setting, boundaries)
     if stages is None:
         return None
     solve_runs(setting, stages, aim)
     return join_runs(setting, stages, aim)
+
+
+def best_for_boundaries(setting: Setting, boundaries: Sequence[int]) -> Solution | None:
+    """The fastest plan with exactly these boundaries, or None if some stage cannot fit."""
+    spans = itertools.pairwise(boundaries)
+    for memory, (start, end) in zip(setting.memories, spans, strict=True):
+        if memory.least_bytes(start, end) > setting.room_bytes:
+            return None
+    least = evaluate(setting.tables, boundaries, least_memory_strategies(setting.tables, setting.memories, boundaries))
+    first = first_plan(setting, boundaries) or least
+    best = min(first, least, key=lambda plan: plan.step_s)
+    return _search_upwards(setting, best, setting.fastest_total_s, np.inf, None, boundaries).solution

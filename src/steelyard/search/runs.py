@@ -132,6 +132,15 @@ def possible_runs(setting: Setting, aim_s: float) -> list[StageRuns] | None:
     windows = [np.arange(low, high + 1) for low, high in zip(reversed(earliest), latest, strict=True)]
     if any(len(window) == 0 for window in windows) or windows[0][0] > 0:
         return None
+    return _runs_of(setting, windows)
+
+
+def runs_between(setting: Setting, boundaries: Sequence[int]) -> list[StageRuns]:
+    """The one run of each stage that these boundaries leave."""
+    return _runs_of(setting, [np.array([place]) for place in boundaries])
+
+
+def _runs_of(setting: Setting, windows: Sequence[IntArray]) -> list[StageRuns]:
     return [
         StageRuns(
             starts=starts,

@@ -17,9 +17,10 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
+from steelyard.search.balance import Partition, partition_by
 from steelyard.search.evaluate import Solution
 from steelyard.search.memory import NearestMiss
-from steelyard.search.partition import SettingResult, assess, settle
+from steelyard.search.partition import Prospect, SettingResult, assess, quick_bound_s, settle
 from steelyard.units import format_bytes, format_seconds
 
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
@@ -94,10 +95,12 @@ def search(
     num_exact: int = 3,
     samples: Sequence[int] | None = None,
     time_limit_s: float | None = None,
+    partition: Partition = "exact",
 ) -> SearchResult:
     """The fastest plan over these settings within the budget per device.
 
-    The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten.
+    The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten. With
+    another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven.
     Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
     """
     given = tuple(tables)
@@ -109,6 +112,9 @@ def search(
             expected="one or more settings, each with a sample count of 1 or more",
         )
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    if partition != "exact":
+        results = [partition_by(partition, each, budget_bytes).result for each in given]
+        return _summary(given, weights, results, budget_bytes)
     results = _solve_in_order(given, weights, budget_bytes, max(1, num_exact), deadline)
     return _summary(given, weights, results, budget_bytes)
 
@@ -116,18 +122,28 @@ def search(
 def _solve_in_order(
     tables: Sequence[CostTables], samples: Sequence[int], budget_bytes: int, num_exact: int, deadline: float | None
 ) -> list[SettingResult]:
-    """A result for each setting, the most promising solved first so that the rest can be cut off."""
-    prospects = [assess(each, budget_bytes) for each in tables]
-    order = sorted(range(len(tables)), key=lambda index: (prospects[index].lower_bound_s / samples[index], index))
+    """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it."""
     results: dict[int, SettingResult] = {}
     best: list[float] = []
-    for index in order:
-        prospect = prospects[index]
-        if isinstance(prospect, SettingResult):
-            results[index] = prospect
+    waiting: list[tuple[float, int, Prospect | None]] = [
+        (quick_bound_s(each) / count, index, None)
+        for index, (each, count) in enumerate(zip(tables, samples, strict=True))
+    ]
+    heapq.heapify(waiting)
+    while waiting:
+        bound, index, prospect = heapq.heappop(waiting)
+        cutoff = -best[0] if len(best) == num_exact else np.inf
+        if bound > cutoff:
+            results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
             continue
-        cutoff = -best[0] * samples[index] if len(best) == num_exact else np.inf
-        result = results[index] = settle(prospect, cutoff_s=cutoff, deadline=deadline)
+        if prospect is None:
+            assessed = assess(tables[index], budget_bytes)
+            if isinstance(assessed, SettingResult):
+                results[index] = assessed
+            else:
+                heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
+            continue
+        result = results[index] = settle(prospect, cutoff_s=cutoff * samples[index], deadline=deadline)
         if result.solution is not None:
             heapq.heappush(best, -result.solution.step_s / samples[index])
             if len(best) > num_exact:
@@ -185,16 +201,7 @@ def _nothing_fits(outcomes: tuple[SettingOutcome, ...], budget_bytes: int) -> Se
 def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
     """One sentence on why a setting won, lost or does not fit."""
     if result.status == "infeasible":
-        if len(tables.layers) < tables.num_stages:
-            return f"has {tables.num_stages} stages for {len(tables.layers)} layers"
-        if result.miss is None:
-            return "has a layer without a legal strategy"
-        layer = result.miss.layer
-        return (
-            f"does not fit: {format_bytes(result.miss.miss_bytes)} more than {format_bytes(budget_bytes)} per device "
-            f"would do; stage {result.miss.stage} binds, most of all layer {layer} "
-            f"({tables.kinds[tables.layers[layer]]})"
-        )
+        return _why_infeasible(tables, result, budget_bytes)
     if result.status == "beaten":
         return f"left unsolved: no plan of it takes less than {format_seconds(result.lower_bound_s)} a step"
     unproven = "" if result.status == "optimal" else f", not proven best (gap {result.gap:.1%})"
@@ -202,3 +209,16 @@ def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s
         return "fastest" + unproven
     slower = f"{score_s / fastest_s - 1:.2%} slower than the fastest" if fastest_s > 0 else "slower than the fastest"
     return slower + unproven
+
+
+def _why_infeasible(tables: CostTables, result: SettingResult, budget_bytes: int) -> str:
+    if len(tables.layers) < tables.num_stages:
+        return f"has {tables.num_stages} stages for {len(tables.layers)} layers"
+    if result.miss is None:
+        fits_otherwise = result.lower_bound_s < np.inf
+        return "does not fit with these cuts" if fits_otherwise else "has a layer without a legal strategy"
+    layer = result.miss.layer
+    return (
+        f"does not fit: {format_bytes(result.miss.miss_bytes)} more than {format_bytes(budget_bytes)} per device "
+        f"would do; stage {result.miss.stage} binds, most of all layer {layer} ({tables.kinds[tables.layers[layer]]})"
+    )

@@ -1,0 +1,168 @@
+r"""Other ways to cut a model into stages, for comparison: even, balanced in memory, and Galvatron-BMW's adjustment.
+
+For given cuts the strategies are still chosen exactly; only the cuts are not searched. Galvatron-BMW starts from the
+memory-balanced cuts $p_m$ and moves a boundary layer of the slowest stage to a neighbour. A move from $p$ to $p'$ is
+accepted if
+
+- (a) no stage of $p'$ is slower than the slowest stage of $p$,
+- (b) every stage of $p'$ fits into the budget, and
+- (c) no stage of $p'$ takes more memory than the fullest stage of the time-balanced cuts $p_t$,
+
+and moves are tried from every accepted partition until there is none left. The balance degrees
+$\alpha_t = 1 - \max_i t_i / \sum_i t_i$ and $\alpha_m = 1 - \max_i M_i / \sum_i M_i$ are reported with every move;
+$(P-1)/P$ is perfect balance. Here $p_m$ is the partition whose fullest stage needs the fewest bytes, and $p_t$ the
+one whose slowest stage is fastest when memory is no object.
+
+Source: Wang et al. 2023 (arXiv 2307.02031), section 4.2. The method is greedy: unlike `partition_exact` it is not
+monotone in the budget or in the space, and it proves nothing.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from steelyard.cost.tables import CostTables
+from steelyard.search.evaluate import Solution
+from steelyard.search.memory import furthest_boundaries, least_budget, stage_memories
+from steelyard.search.partition import Prospect, SettingResult, assess, best_for_boundaries
+
+Partition = Literal["exact", "bmw", "even", "memory-balanced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One step that was tried: a boundary layer of the slowest stage goes to a neighbouring stage."""
+
+    layer: int
+    from_stage: int
+    to_stage: int
+    accepted: bool
+    reason: str
+    boundaries: tuple[int, ...]
+    solution: Solution | None
+    """what the new partition costs; None if it does not fit"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancedResult:
+    """Outcome of a partition that does not search all cuts; ``moves`` is empty except for `bmw`."""
+
+    result: SettingResult
+    start: Solution | None
+    moves: tuple[Move, ...] = ()
+
+
+def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> BalancedResult:
+    """The plan that this method of cutting finds; at most feasible, as other cuts may be faster."""
+    prospect = assess(tables, budget_bytes)
+    if isinstance(prospect, SettingResult):
+        return BalancedResult(result=prospect, start=None)
+    if method == "exact":
+        raise ValueError("the exact partition is partition_exact")
+    if method == "bmw":
+        return _adjust(prospect)
+    cuts = even_boundaries if method == "even" else memory_balanced_boundaries
+    solution = best_for_boundaries(prospect.setting, cuts(tables))
+    return BalancedResult(result=_unproven(prospect, solution), start=solution)
+
+
+def even_boundaries(tables: CostTables) -> tuple[int, ...]:
+    """Stages of equal numbers of layers; where they do not divide, the sizes differ by one."""
+    layers, stages = len(tables.layers), tables.num_stages
+    return tuple(stage * layers // stages for stage in range(stages + 1))
+
+
+def memory_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
+    """The cuts whose fullest stage needs the fewest bytes, every layer under its smallest strategy."""
+    memories = stage_memories(tables)
+    needed = least_budget(tables, memories)
+    found = furthest_boundaries(memories, needed - tables.overhead_bytes) if needed is not None else None
+    return found or even_boundaries(tables)
+
+
+def time_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
+    """The cuts whose slowest stage is fastest, every layer under its fastest strategy and switches ignored."""
+    fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
+    prefix = np.concatenate(([0.0], np.cumsum(fastest)))
+    spans = np.where(np.tri(len(prefix), k=0, dtype=bool).T, prefix - prefix[:, None], np.inf)
+    np.fill_diagonal(spans, np.inf)
+    slowest, chosen = spans[0], []
+    for _ in range(1, tables.num_stages):
+        worst = np.maximum(slowest[:, None], spans + tables.transfer_s)
+        chosen.append(worst.argmin(axis=0))
+        slowest = worst.min(axis=0)
+    boundaries = [len(tables.layers)]
+    for best in reversed(chosen):
+        boundaries.append(int(best[boundaries[-1]]))
+    return (0, *reversed(boundaries))
+
+
+def _unproven(prospect: Prospect, solution: Solution | None) -> SettingResult:
+    """A feasible result, or an infeasible one without a miss where only these cuts do not fit."""
+    status: Literal["feasible", "infeasible"] = "feasible" if solution else "infeasible"
+    return SettingResult(status=status, solution=solution, lower_bound_s=prospect.lower_bound_s)
+
+
+def _adjust(prospect: Prospect) -> BalancedResult:
+    """Galvatron-BMW's adjustment from the memory-balanced cuts; keeps the fastest partition that it meets."""
+    setting = prospect.setting
+    tables = setting.tables
+    start = best_for_boundaries(setting, memory_balanced_boundaries(tables))
+    if start is None:
+        return BalancedResult(result=_unproven(prospect, None), start=None)
+    by_time = best_for_boundaries(setting, time_balanced_boundaries(tables))
+    most_bytes = by_time.peak_bytes if by_time else setting.room_bytes + tables.overhead_bytes
+    best, moves = start, []
+    queue, seen = deque([start]), {start.boundaries}
+    while queue:
+        current = queue.popleft()
+        for layer, giver, taker, boundaries in _neighbours(current):
+            if boundaries in seen:
+                continue
+            seen.add(boundaries)
+            found = best_for_boundaries(setting, boundaries)
+            accepted, reason = _judge(found, current, most_bytes)
+            moves.append(
+                Move(
+                    layer=layer,
+                    from_stage=giver,
+                    to_stage=taker,
+                    accepted=accepted,
+                    reason=reason,
+                    boundaries=boundaries,
+                    solution=found,
+                )
+            )
+            if accepted and found is not None:
+                queue.append(found)
+                best = min(best, found, key=lambda plan: plan.step_s)
+    return BalancedResult(result=_unproven(prospect, best), start=start, moves=tuple(moves))
+
+
+def _judge(found: Solution | None, current: Solution, most_bytes: int) -> tuple[bool, str]:
+    """Whether a move is accepted, and which of the three conditions it breaks if not."""
+    if found is None:
+        return False, "(b) a stage does not fit"
+    if max(stage.time_s for stage in found.stages) > max(stage.time_s for stage in current.stages):
+        return False, "(a) a stage is slower than the slowest before"
+    if found.peak_bytes > most_bytes:
+        return False, "(c) a stage takes more memory than the time-balanced partition"
+    return True, "accepted"
+
+
+def _neighbours(current: Solution) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    """(layer, from stage, to stage, boundaries) for both boundary layers of the slowest stage."""
+    slowest = int(np.argmax([stage.time_s for stage in current.stages]))
+    first, end = current.boundaries[slowest], current.boundaries[slowest + 1]
+    if end - first < 2:
+        return []
+    found = []
+    if slowest > 0:
+        moved = (*current.boundaries[:slowest], first + 1, *current.boundaries[slowest + 1 :])
+        found.append((first, slowest, slowest - 1, moved))
+    if slowest < len(current.stages) - 1:
+        moved = (*current.boundaries[: slowest + 1], end - 1, *current.boundaries[slowest + 2 :])
+        found.append((end - 1, slowest, slowest + 1, moved))
+    return found

@@ -1,0 +1,275 @@
+"""Problem files: cost tables as versioned JSON, so that anyone can bring tables of their own and have them solved.
+
+A file holds a name, a budget and one or more pipeline settings. Tables list one number for each of the setting's
+``strategies``, in their order; see `CostTables` for what the numbers mean. Strategies are written as in a plan, for
+example ``fsdp4-tp2+sp remat=full``.
+
+```json
+{
+  "version": 1,
+  "name": "two layers on two devices",
+  "budget_bytes": 8000000000,
+  "settings": [{
+    "num_stages": 1, "num_microbatches": 4, "schedule": "1f1b",
+    "strategies": ["dp2", "fsdp2"],
+    "layers": [{"kind": "block", "count": 2}],
+    "kinds": [{
+      "name": "block", "legal": [true, true], "time_s": [0.010, 0.012],
+      "static_bytes": [3200000000, 1600000000], "activation_bytes": [100000000, 100000000],
+      "transient_bytes": [50000000, 450000000]
+    }],
+    "switch_s": [{"kinds": ["block"], "seconds": [[0, 0], [0, 0]]}],
+    "transfer_s": 0.0, "overhead_bytes": 1000000000, "samples": 32
+  }]
+}
+```
+
+Everything is checked when read: unknown keys, missing, negative or non-finite numbers and ragged tables raise
+`InvalidProblemError` with the place in the file.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from steelyard.cost.tables import CostTables, Schedule
+from steelyard.errors import InvalidProblemError, UserError, nearest
+from steelyard.plan.strategy import parse_strategy
+from steelyard.search.solve import SearchResult, search
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, lt=2**48)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class KindCosts(_Part):
+    """Costs of one layer kind, one entry per strategy."""
+
+    name: str
+    legal: list[bool]
+    time_s: list[Seconds]
+    static_bytes: list[Bytes]
+    activation_bytes: list[Bytes]
+    transient_bytes: list[Bytes]
+
+
+class SwitchCosts(_Part):
+    """Switch costs towards layers of these kinds: row = strategy of the layer before, column = of the layer."""
+
+    kinds: list[str]
+    seconds: list[list[Seconds]]
+
+
+class LayerRun(_Part):
+    """``count`` equal layers in a row."""
+
+    kind: str
+    count: Count
+
+
+class SettingCosts(_Part):
+    """One pipeline setting; ``samples`` is its global batch, 1 where all settings have the same."""
+
+    num_stages: Count
+    num_microbatches: Count
+    schedule: Schedule
+    strategies: list[str]
+    layers: list[LayerRun]
+    kinds: list[KindCosts]
+    switch_s: list[SwitchCosts]
+    transfer_s: Seconds
+    overhead_bytes: Bytes
+    samples: Count = 1
+
+
+class ProblemFile(_Part):
+    """The whole file."""
+
+    version: Literal[1]
+    name: str = ""
+    budget_bytes: Bytes | None = None
+    settings: Annotated[list[SettingCosts], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """What a problem file holds, ready to be searched."""
+
+    name: str
+    budget_bytes: int | None
+    settings: tuple[CostTables, ...]
+    samples: tuple[int, ...]
+
+
+def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: Any) -> SearchResult:
+    """`search` on a problem within its own budget or another one; raises `InvalidProblemError` without any."""
+    budget = problem.budget_bytes if budget_bytes is None else budget_bytes
+    if budget is None:
+        raise InvalidProblemError(
+            field="budget_bytes", found="none", expected="a budget in the file or on the command", hint="add one"
+        )
+    return search(problem.settings, budget, samples=problem.samples, **options)
+
+
+def save_problem(path: Path, problem: Problem) -> None:
+    """Write a problem as JSON; reading it back gives equal tables."""
+    content = ProblemFile(
+        version=1,
+        name=problem.name,
+        budget_bytes=problem.budget_bytes,
+        settings=[
+            _setting_costs(tables, samples) for tables, samples in zip(problem.settings, problem.samples, strict=True)
+        ],
+    )
+    path.write_text(content.model_dump_json() + "\n")
+
+
+def load_problem(path: Path) -> Problem:
+    """Read a problem file; raises `InvalidProblemError` naming the place in it and what was expected there."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidProblemError(
+            field=str(path), found=error.strerror or "an error", expected="a readable file"
+        ) from None
+    except ValueError as error:
+        raise InvalidProblemError(field=str(path), found=str(error), expected="a JSON file") from None
+    return parse_problem(content)
+
+
+def parse_problem(content: object) -> Problem:
+    """The problem that this parsed JSON describes; raises `InvalidProblemError`."""
+    try:
+        parsed = ProblemFile.model_validate(content)
+    except ValidationError as error:
+        raise _explained(error) from None
+    return Problem(
+        name=parsed.name,
+        budget_bytes=parsed.budget_bytes,
+        settings=tuple(_tables(setting, f"settings.{index}") for index, setting in enumerate(parsed.settings)),
+        samples=tuple(setting.samples for setting in parsed.settings),
+    )
+
+
+def _setting_costs(tables: CostTables, samples: int) -> SettingCosts:
+    switches: dict[bytes, list[int]] = {}
+    for kind in range(len(tables.kinds)):
+        switches.setdefault(tables.switch_s[kind].tobytes(), []).append(kind)
+    return SettingCosts(
+        num_stages=tables.num_stages,
+        num_microbatches=tables.num_microbatches,
+        schedule=tables.schedule,
+        strategies=[str(strategy) for strategy in tables.strategies],
+        layers=[LayerRun(kind=tables.kinds[kind], count=len(list(run))) for kind, run in groupby(tables.layers)],
+        kinds=[
+            KindCosts(
+                name=name,
+                legal=tables.legal[kind].tolist(),
+                time_s=tables.time_s[kind].tolist(),
+                static_bytes=tables.static_bytes[kind].tolist(),
+                activation_bytes=tables.activation_bytes[kind].tolist(),
+                transient_bytes=tables.transient_bytes[kind].tolist(),
+            )
+            for kind, name in enumerate(tables.kinds)
+        ],
+        switch_s=[
+            SwitchCosts(kinds=[tables.kinds[kind] for kind in kinds], seconds=tables.switch_s[kinds[0]].tolist())
+            for kinds in switches.values()
+        ],
+        transfer_s=tables.transfer_s,
+        overhead_bytes=tables.overhead_bytes,
+        samples=samples,
+    )
+
+
+def _tables(setting: SettingCosts, place: str) -> CostTables:
+    names = [kind.name for kind in setting.kinds]
+    size = len(setting.strategies)
+    _expect_once(names, f"{place}.kinds")
+    _expect_once([name for part in setting.switch_s for name in part.kinds], f"{place}.switch_s", expected=names)
+    columns: dict[str, list[list[Any]]] = {}
+    for field in ("legal", "time_s", "static_bytes", "activation_bytes", "transient_bytes"):
+        columns[field] = [getattr(kind, field) for kind in setting.kinds]
+        for name, row in zip(names, columns[field], strict=True):
+            _expect_length(row, size, f"{place}.kinds.{name}.{field}")
+    switch = np.zeros((len(names), size, size))
+    for part in setting.switch_s:
+        _expect_length(part.seconds, size, f"{place}.switch_s")
+        for row in part.seconds:
+            _expect_length(row, size, f"{place}.switch_s")
+        switch[[names.index(name) for name in part.kinds]] = np.array(part.seconds)
+    for run in setting.layers:
+        if run.kind not in names:
+            raise InvalidProblemError(
+                field=f"{place}.layers",
+                found=repr(run.kind),
+                expected="a kind of the setting",
+                hint=nearest(run.kind, names),
+            )
+    return CostTables(
+        num_stages=setting.num_stages,
+        num_microbatches=setting.num_microbatches,
+        schedule=setting.schedule,
+        kinds=tuple(names),
+        layers=tuple(names.index(run.kind) for run in setting.layers for _ in range(run.count)),
+        strategies=tuple(_strategy(text, place) for text in setting.strategies),
+        legal=np.array(columns["legal"], dtype=bool),
+        time_s=np.array(columns["time_s"], dtype=np.float64),
+        static_bytes=np.array(columns["static_bytes"], dtype=np.int64),
+        activation_bytes=np.array(columns["activation_bytes"], dtype=np.int64),
+        transient_bytes=np.array(columns["transient_bytes"], dtype=np.int64),
+        switch_s=switch,
+        transfer_s=setting.transfer_s,
+        overhead_bytes=setting.overhead_bytes,
+    )
+
+
+def _strategy(text: str, place: str) -> Any:
+    try:
+        return parse_strategy(text)
+    except UserError as error:
+        raise InvalidProblemError(
+            field=f"{place}.strategies", found=repr(text), expected=error.expected, hint=error.hint
+        ) from None
+
+
+def _expect_length(row: Sequence[object], size: int, place: str) -> None:
+    if len(row) != size:
+        raise InvalidProblemError(field=place, found=f"{len(row)} entries", expected=f"{size}, one for each strategy")
+
+
+def _expect_once(names: Iterable[str], place: str, expected: Sequence[str] | None = None) -> None:
+    """Every name once; and exactly the expected ones, where given."""
+    listed = list(names)
+    if len(set(listed)) < len(listed) or (expected is not None and set(listed) != set(expected)):
+        wanted = "each kind once" + (f", of {', '.join(expected)}" if expected is not None else "")
+        raise InvalidProblemError(field=place, found=", ".join(listed) or "none", expected=wanted)
+
+
+_KNOWN_KEYS = {
+    name for part in (ProblemFile, SettingCosts, KindCosts, SwitchCosts, LayerRun) for name in part.model_fields
+}
+
+
+def _explained(error: ValidationError) -> InvalidProblemError:
+    """The first thing wrong with the file, in our words."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "file"
+    if first["type"] == "extra_forbidden":
+        key = str(first["loc"][-1])
+        return InvalidProblemError(
+            field=place, found=f"unknown key {key!r}", expected="a key of the schema", hint=nearest(key, _KNOWN_KEYS)
+        )
+    if first["type"] == "missing":
+        return InvalidProblemError(field=place, found="nothing", expected="a value: the key is missing")
+    return InvalidProblemError(field=place, found=repr(first["input"])[:80], expected=first["msg"])

@@ -1,0 +1,31 @@
+"""The whole product in one command, on real processes and real text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import UserError
+from steelyard.plan.file import parse_file, read_plan
+from steelyard.profiles.record import RunRecord
+
+
+@pytest.mark.processes
+def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from steelyard.cli import main; main()", "demo"]
+    command += ["--steps", "8", "--folder", str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "does not fit into" in finished.stdout
+    assert "Predicted against measured" in finished.stdout
+    plan = read_plan(tmp_path / "plan.json")
+    record = parse_file(tmp_path / "record.json", RunRecord, UserError, what="record")
+    assert plan.prediction is not None
+    assert plan.prediction.profile["method"] == "measured"
+    assert tuple(str(strategy) for strategy in plan.strategies) == record.strategies
+    assert record.steps[-1].loss < record.steps[0].loss
+    for rank in record.ranks:
+        assert rank.peak_bytes <= plan.prediction.stages[rank.stage].total_bytes
+    assert json.loads((tmp_path / "profile.json").read_text())["identity"]["device"] == "cpu"

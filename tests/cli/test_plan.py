@@ -1,0 +1,148 @@
+"""``steelyard plan`` and ``steelyard explain`` as a user meets them."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from steelyard.plan.file import read_plan
+from tests.cli.conftest import Run, user_error
+
+JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
+SMALL = ("llama3.2-1b", *JOB)
+
+
+def test_plan_is_written_and_reads_back(run: Run, tmp_path: Path) -> None:
+    result = run("plan", *SMALL, "-o", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.prediction is not None
+    assert all(stage.total_bytes <= plan.prediction.budget_bytes for stage in plan.prediction.stages)
+
+
+def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(run: Run) -> None:
+    output = run("plan", *SMALL).output
+    for expected in ("a step", "tokens/s/device", "MFU", "left of the budget", "optimal for the cost tables"):
+        assert expected in output
+
+
+def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
+    result = run("plan", *SMALL, "--json", "-o", tmp_path / "plan.json")
+    assert json.loads(result.output) == json.loads((tmp_path / "plan.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "mistral-7b", "pythia-1.4b"])
+def test_any_known_family_is_planned_from_its_config_file(run: Run, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text((resources.files("steelyard.model") / "configs" / f"{name}.json").read_text())
+    result = run("plan", path, *JOB)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_whole_process_plans_without_gpu_and_without_torch_once_traced(run: Run, tmp_path: Path) -> None:
+    run("plan", *SMALL)
+    script = (
+        "import sys\nfrom steelyard.cli.app import app\n"
+        f"app({['plan', *map(str, SMALL)]!r}, standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_nothing_fits_exits_1_and_names_the_miss_in_bytes(run: Run) -> None:
+    result = run("plan", "llama3-8b", *JOB, "--memory", "6GiB")
+    assert result.exit_code == 1
+    assert "nearest miss" in result.stderr
+    assert "bytes) more" in result.stderr
+
+
+def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: Run) -> None:
+    miss = json.loads(run("plan", "llama3-8b", *JOB, "--memory", "6GiB", "--json").output)
+    needed = miss["budget_bytes"] + int(miss["nearest_miss"].split("(")[1].split(" bytes")[0])
+    assert run("plan", "llama3-8b", *JOB, "--memory", f"{needed + 2}B").exit_code == 0
+    assert run("plan", "llama3-8b", *JOB, "--memory", f"{needed - 1024}B").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "suggestion"),
+    [
+        (("lama3-8b", *JOB), "model", "llama3-8b"),
+        (("llama3-8b", "--cluster", "1x8xa10080", "--seq-len", 8, "--global-batch", 8), "device", "a100"),
+        (("llama3-8b", "--cluster", "8a100", "--seq-len", 8, "--global-batch", 8), "cluster", "1x8x"),
+        (("llama3-8b", *JOB, "--memory", "lots"), "memory", "20GiB"),
+        (("llama3-8b", *JOB, "--precision", "fp8"), "--precision", "bf16"),
+        (("llama3-8b", *JOB, "--profile", "no-such.json"), "profile", "path"),
+        (("llama3-8b", *JOB, "--stages", 3), "num_stages", "1, 2, 4, 8"),
+        (("llama3-8b", *JOB, "--microbatches", 5), "num_microbatches", "1, 2, 4"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[object, ...], field: str, suggestion: str) -> None:
+    error = user_error(run("plan", *arguments))
+    assert error.exit_code == 2
+    assert field in error.field
+    assert suggestion in str(error)
+
+
+def test_a_mistake_is_printed_without_a_traceback() -> None:
+    arguments = [sys.executable, "-c", "from steelyard.cli import main; main()", "plan", "lama3-8b", *map(str, JOB)]
+    finished = subprocess.run(arguments, capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("error: model: found 'lama3-8b'")
+    assert "Traceback" not in finished.stderr
+
+
+def test_an_unknown_option_exits_2_and_names_the_nearest(run: Run) -> None:
+    result = run("plan", "llama3-8b", "--clster", "1x8xa100-80gb")
+    assert result.exit_code == 2
+    assert "--cluster" in result.output
+
+
+def test_explain_shows_the_plan_that_was_found(run: Run, tmp_path: Path) -> None:
+    run("plan", *SMALL, "-o", tmp_path / "plan.json")
+    result = run("explain", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    assert "What lost" in result.output
+
+
+def test_explain_prices_a_plan_written_by_hand(run: Run, tmp_path: Path) -> None:
+    by_hand = {
+        "version": 1,
+        "model": {"name": "llama3.2-1b"},
+        "cluster": "1x8xa100-80gb",
+        "seq_len": 2048,
+        "global_batch": 32,
+        "num_microbatches": 4,
+        "precision": "bf16",
+        "stages": [{"ranks": [0, 7], "runs": [{"layers": [0, 17], "parallel": "fsdp4-tp2", "sp": True}]}],
+    }
+    (tmp_path / "hand.json").write_text(json.dumps(by_hand))
+    result = run("explain", tmp_path / "hand.json", "-o", tmp_path / "priced.json")
+    assert result.exit_code == 0, result.output
+    prediction = read_plan(tmp_path / "priced.json").prediction
+    assert prediction is not None
+    assert prediction.certificate == "priced as given, not searched"
+
+
+def test_a_searched_plan_is_no_slower_than_one_by_hand_for_the_same_job(run: Run, tmp_path: Path) -> None:
+    run("plan", *SMALL, "-o", tmp_path / "best.json")
+    best = read_plan(tmp_path / "best.json")
+    by_hand = best.model_dump(mode="json", exclude_none=True, exclude={"prediction"})
+    by_hand |= {"num_microbatches": 2, "schedule": "1f1b"}
+    by_hand["stages"] = [{"ranks": [0, 7], "runs": [{"layers": [0, 17], "parallel": "fsdp8"}]}]
+    (tmp_path / "hand.json").write_text(json.dumps(by_hand))
+    run("explain", tmp_path / "hand.json", "-o", tmp_path / "priced.json")
+    priced = read_plan(tmp_path / "priced.json").prediction
+    assert priced is not None
+    assert best.prediction is not None
+    assert best.prediction.step_time_s <= priced.step_time_s
+
+
+def test_models_and_devices_are_listed_with_sources(run: Run) -> None:
+    assert "llama3-8b" in run("models").output
+    devices = json.loads(run("devices", "--json").output)
+    assert all(device["source"] for device in devices)

@@ -1,0 +1,57 @@
+"""First weights: equal for every plan, and for both copies of a tied matrix."""
+
+import torch
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.modules.build import build_meta_model, build_model, layer_modules, materialize_layer, untie_embedding
+from tests.runtime.models import CONFIGS
+
+
+def tiny(name: str) -> ModelChain:
+    return chain_from_config({**CONFIGS[name], "num_hidden_layers": 1}, name=name)
+
+
+def test_a_layer_made_alone_has_the_weights_that_it_has_in_the_whole_model() -> None:
+    chain = tiny("llama")
+    whole = build_model(chain, seed=3)
+    alone = build_meta_model(chain)
+    modules = layer_modules(alone, chain, 1)
+    materialize_layer(alone, modules, 1, seed=3, device=torch.device("cpu"))
+    for path, module in modules.items():
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, whole.get_submodule(path).get_parameter(name))
+
+
+def test_weights_differ_between_seeds_and_layers() -> None:
+    chain = chain_from_config({**CONFIGS["llama"], "num_hidden_layers": 2}, name="llama")
+    first, second = build_model(chain, seed=0), build_model(chain, seed=1)
+    weights = [model.model.layers[layer].mlp.up_proj.weight for model in (first, second) for layer in (0, 1)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+
+
+def test_a_tied_head_made_alone_starts_as_the_embedding() -> None:
+    chain = tiny("llama-tied")
+    whole = build_model(chain, seed=3)
+    assert whole.lm_head.weight is whole.model.embed_tokens.weight
+    alone = build_meta_model(chain)
+    untie_embedding(alone)
+    last = chain.num_layers - 1
+    materialize_layer(alone, layer_modules(alone, chain, last), last, seed=3, device=torch.device("cpu"))
+    assert torch.equal(alone.lm_head.weight, whole.lm_head.weight)
+    assert alone.model.embed_tokens.weight.is_meta
+
+
+def test_untying_keeps_loaded_weights_in_a_copy_of_their_own() -> None:
+    model = build_model(tiny("llama-tied"), seed=3)
+    untie_embedding(model)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_weights_that_are_loaded_stay() -> None:
+    chain = tiny("llama")
+    model = build_model(chain, seed=3)
+    before = model.model.embed_tokens.weight.clone()
+    materialize_layer(model, layer_modules(model, chain, 0), 0, seed=4, device=torch.device("cpu"))
+    assert torch.equal(model.model.embed_tokens.weight, before)

@@ -1,0 +1,74 @@
+"""Legality: each rule of what a strategy may do to a layer, with its reason in words."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.plan.legality import illegal_reason
+from steelyard.plan.strategy import parse_strategy
+from steelyard.search import SpaceOptions, enumerate_strategies
+
+BLOCK = LayerKind(
+    name="block",
+    role=LayerRole.BLOCK,
+    tp_divides=(("attention heads", 8), ("key-value heads", 4), ("feed-forward width", 12)),
+)
+HEAD = LayerKind(name="head", role=LayerRole.HEAD, tp_divides=(("vocabulary", 99),))
+STRATEGIES = [
+    s for count in (1, 2, 3, 4, 6, 8, 12) for s in enumerate_strategies(count, SpaceOptions(aligned_only=False))
+]
+
+
+def reason(text, kind=BLOCK, *, samples=8, seq_len=64):
+    return illegal_reason(kind, parse_strategy(text), microbatch_samples=samples, seq_len=seq_len)
+
+
+@pytest.mark.parametrize("text", ["single", "dp8", "fsdp4-tp2", "tp4+sp", "tp2-dp4 remat=full"])
+def test_a_strategy_that_divides_everything_is_legal(text):
+    assert reason(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dp3", "data degree 3 (dp3) does not divide the 8 samples of a microbatch"),
+        ("fsdp16", "data degree 16 (fsdp16) does not divide the 8 samples of a microbatch"),
+        ("tp3", "tp 3 does not divide the 8 attention heads"),
+        ("tp8", "tp 8 does not divide the 4 key-value heads"),
+    ],
+)
+def test_an_illegal_degree_is_named_with_what_it_should_divide(text, expected):
+    assert reason(text) == expected
+
+
+def test_the_feed_forward_width_must_be_divided():
+    narrow = LayerKind(name="block", role=LayerRole.BLOCK, tp_divides=(("feed-forward width", 13),))
+    assert reason("tp2", narrow) == "tp 2 does not divide the 13 feed-forward width entries"
+
+
+def test_the_vocabulary_must_be_divided():
+    assert reason("tp2", HEAD) == "tp 2 does not divide the 99 vocabulary entries"
+
+
+def test_sp_must_divide_the_sequence():
+    assert reason("tp4+sp", seq_len=66) == "sp over 4 ranks does not divide the sequence length 66"
+
+
+def test_the_sequence_is_free_without_sp():
+    assert reason("tp4", seq_len=66) is None
+
+
+def test_levels_must_be_runs_of_the_mesh():
+    assert reason("dp2-tp3", HEAD, samples=2) == "the levels of dp2-tp3 are not runs of the stage mesh"
+
+
+@given(st.sampled_from(STRATEGIES), st.integers(1, 24), st.integers(1, 24))
+def test_nothing_is_ever_rounded(strategy, samples, seq_len):
+    whole = (
+        samples % strategy.data_degree == 0
+        and all(size % strategy.tp == 0 for _, size in BLOCK.tp_divides)
+        and (not strategy.sp or seq_len % strategy.tp == 0)
+        and strategy.is_aligned
+    )
+    assert (illegal_reason(BLOCK, strategy, microbatch_samples=samples, seq_len=seq_len) is None) == whole

@@ -1,0 +1,237 @@
+"""Strategies: their text, the axes that they take, the layouts that they leave, and their contradictions."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.strategy import (
+    DATA_KINDS,
+    Level,
+    Parallelism,
+    Remat,
+    Strategy,
+    mesh_axes,
+    parse_parallel,
+    parse_strategy,
+)
+from steelyard.search import SpaceOptions, enumerate_strategies
+
+ALL_KINDS = tuple(Parallelism)
+EVERYTHING = SpaceOptions(zero_stages=(3, 2), aligned_only=False)
+COUNTS = (1, 2, 3, 4, 6, 7, 8, 12, 16, 30)
+STRATEGIES = tuple(strategy for count in COUNTS for strategy in enumerate_strategies(count, EVERYTHING))
+ALIGNED = tuple(strategy for strategy in STRATEGIES if strategy.is_aligned)
+
+every_strategy = st.sampled_from(STRATEGIES)
+aligned_strategy = st.sampled_from(ALIGNED)
+
+
+@pytest.mark.parametrize("num_devices", COUNTS)
+def test_every_strategy_reads_back_from_its_text(num_devices):
+    for strategy in enumerate_strategies(num_devices, EVERYTHING):
+        assert parse_strategy(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize("num_devices", COUNTS)
+def test_no_two_strategies_print_alike(num_devices):
+    strategies = enumerate_strategies(num_devices, EVERYTHING)
+    assert len({str(strategy) for strategy in strategies}) == len(strategies)
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("single", Strategy()),
+        ("dp2", Strategy(levels=(Level(kind=Parallelism.DP, degree=2),))),
+        ("single remat=full", Strategy(remat=Remat.FULL)),
+        (
+            "fsdp4-tp2+sp zero2 remat=selective",
+            Strategy(
+                levels=(Level(kind=Parallelism.FSDP, degree=4), Level(kind=Parallelism.TP, degree=2)),
+                sp=True,
+                zero=2,
+                remat=Remat.SELECTIVE,
+            ),
+        ),
+    ],
+)
+def test_a_text_is_one_strategy(text, strategy):
+    assert parse_strategy(text) == strategy
+    assert str(strategy) == text
+
+
+def test_remat_none_may_be_written():
+    assert parse_strategy("dp2 remat=none") == parse_strategy("dp2")
+
+
+@given(every_strategy)
+def test_degrees_multiply_to_the_devices(strategy):
+    assert strategy.dp * strategy.fsdp * strategy.tp == strategy.num_devices
+    assert strategy.data_degree * strategy.tp == strategy.num_devices
+
+
+@given(every_strategy)
+def test_one_of_dp_and_fsdp_is_unused(strategy):
+    assert strategy.data_degree == max(strategy.dp, strategy.fsdp)
+
+
+@given(st.integers(1, 100_000))
+def test_mesh_axes_multiply_to_the_devices(num_devices):
+    assert math.prod(mesh_axes(num_devices)) == num_devices
+
+
+@given(st.integers(1, 100_000))
+def test_mesh_axes_are_primes_largest_first(num_devices):
+    axes = mesh_axes(num_devices)
+    assert list(axes) == sorted(axes, reverse=True)
+    assert all(size > 1 and all(size % divisor for divisor in range(2, math.isqrt(size) + 1)) for size in axes)
+
+
+@pytest.mark.parametrize(("num_devices", "axes"), [(1, ()), (7, (7,)), (8, (2, 2, 2)), (12, (3, 2, 2))])
+def test_mesh_axes_of_small_counts(num_devices, axes):
+    assert mesh_axes(num_devices) == axes
+
+
+def test_mesh_axes_of_a_large_prime_are_found_at_once():
+    assert mesh_axes(2_147_483_647) == (2_147_483_647,)
+
+
+@given(aligned_strategy)
+def test_all_kinds_together_take_every_axis_in_order(strategy):
+    assert strategy.axes_of(*ALL_KINDS) == tuple(range(len(mesh_axes(strategy.num_devices))))
+
+
+@given(aligned_strategy)
+def test_no_axis_belongs_to_two_kinds(strategy):
+    taken = [axis for kind in ALL_KINDS for axis in strategy.axes_of(kind)]
+    assert len(set(taken)) == len(taken)
+
+
+@given(aligned_strategy, st.sampled_from(ALL_KINDS))
+def test_the_axes_of_a_kind_multiply_to_its_degree(strategy, kind):
+    sizes = mesh_axes(strategy.num_devices)
+    assert math.prod(sizes[axis] for axis in strategy.axes_of(kind)) == strategy.degree(kind)
+
+
+@given(aligned_strategy, st.sampled_from(ALL_KINDS))
+def test_the_axes_of_a_kind_are_neighbours(strategy, kind):
+    axes = strategy.axes_of(kind)
+    assert axes == tuple(range(axes[0], axes[0] + len(axes))) if axes else strategy.degree(kind) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "dp", "tp"),
+    [("dp4-tp2", (0, 1), (2,)), ("tp2-dp4", (1, 2), (0,)), ("dp8", (0, 1, 2), ()), ("single", (), ())],
+)
+def test_the_outermost_level_takes_the_first_axes(text, dp, tp):
+    strategy = parse_strategy(text)
+    assert (strategy.axes_of(Parallelism.DP), strategy.axes_of(Parallelism.TP)) == (dp, tp)
+
+
+@pytest.mark.parametrize("text", ["dp2-tp6", "tp2-fsdp3", "dp4-tp3", "fsdp2-tp3+sp", "dp10-tp3"])
+def test_a_level_that_cuts_through_an_axis_is_not_aligned(text):
+    strategy = parse_strategy(text)
+    assert not strategy.is_aligned
+    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*runs of the stage mesh"):
+        strategy.axes_of(Parallelism.TP)
+
+
+@pytest.mark.parametrize("text", ["dp3-tp2", "tp3-fsdp4", "dp6-tp2", "dp12", "tp5-dp6", "single"])
+def test_a_level_of_whole_axes_is_aligned(text):
+    assert parse_strategy(text).is_aligned
+
+
+@given(st.sampled_from([s for s in STRATEGIES if s.num_devices in (1, 2, 4, 8, 16)]))
+def test_powers_of_two_are_always_aligned(strategy):
+    assert strategy.is_aligned
+
+
+@given(every_strategy)
+def test_a_layout_divides_samples_as_the_strategy_does(strategy):
+    assert strategy.layout.batch_degree == strategy.data_degree
+
+
+@given(every_strategy)
+def test_a_layout_divides_the_sequence_only_under_sp(strategy):
+    assert strategy.layout.sequence_degree == (strategy.tp if strategy.sp else 1)
+
+
+@given(every_strategy, st.sampled_from(Remat))
+def test_remat_does_not_change_the_layout(strategy, remat):
+    other = Strategy(levels=strategy.levels, sp=strategy.sp, zero=strategy.zero, remat=remat)
+    assert other.layout == strategy.layout
+
+
+@given(every_strategy)
+def test_dp_and_fsdp_leave_the_same_layout(strategy):
+    swap = {Parallelism.DP: Parallelism.FSDP, Parallelism.FSDP: Parallelism.DP, Parallelism.TP: Parallelism.TP}
+    levels = tuple(Level(kind=swap[level.kind], degree=level.degree) for level in strategy.levels)
+    assert Strategy(levels=levels, sp=strategy.sp).layout == strategy.layout
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("dp2-tp2", "tp2-dp2"), ("tp2", "tp2+sp"), ("dp4", "dp2-tp2"), ("tp4", "dp4")]
+)
+def test_unlike_placements_are_unlike_layouts(one, other):
+    assert parse_strategy(one).layout != parse_strategy(other).layout
+
+
+def test_data_kinds_are_dp_and_fsdp():
+    assert set(DATA_KINDS) == {Parallelism.DP, Parallelism.FSDP}
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "found", "expected"),
+    [
+        ("dp2-dp2", "parallel", "dp2-dp2", "each kind of parallelism on one level only"),
+        ("tp2-dp2-tp2", "parallel", "tp2-dp2-tp2", "each kind of parallelism on one level only"),
+        ("dp2-fsdp2", "parallel", "dp2-fsdp2", "dp or fsdp in one layer, not both"),
+        ("fsdp2-tp2-dp2", "parallel", "fsdp2-tp2-dp2", "dp or fsdp in one layer, not both"),
+        ("dp1", "parallel", "dp1", "a degree of 2 or more"),
+        ("dp2-tp0", "parallel", "tp0", "a degree of 2 or more"),
+        ("dp2+sp", "sp", "sp with dp2", "sp only together with tp"),
+        ("single+sp", "sp", "sp with single", "sp only together with tp"),
+        ("dp2 zero2", "zero", "zero 2 with dp2", "zero 2 only together with fsdp"),
+        ("tp2+sp zero2", "zero", "zero 2 with tp2", "zero 2 only together with fsdp"),
+    ],
+)
+def test_a_contradiction_names_the_field(text, field, found, expected):
+    with pytest.raises(InvalidPlanError) as caught:
+        parse_strategy(text)
+    assert (caught.value.field, caught.value.found, caught.value.expected) == (field, found, expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "dp", "2", "DP2", "pp2", "dp2-", "-dp2", "dp2tp2", "dp-2", "dp2.5", "dp2_tp2", "dp²"]
+)
+def test_levels_that_cannot_be_read_show_the_form(text):
+    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*fsdp4-tp2 with kinds dp, fsdp, tp, or single"):
+        parse_parallel(text)
+
+
+def test_an_unknown_kind_is_named():
+    with pytest.raises(InvalidPlanError, match="correct the level 'cp2'"):
+        parse_parallel("dp2-cp2")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "   ", "dp2  cp2", "dp2+cp", "dp2+", "tp2+sp+sp", "dp2 remat=some", "dp2 zero3", "dp" + "9" * 5000]
+)
+def test_a_text_that_is_no_strategy_is_an_error(text):
+    with pytest.raises(InvalidPlanError, match=r"^(parallel|strategy): found "):
+        parse_strategy(text)
+
+
+@given(
+    st.text(max_size=30) | st.from_regex(r"(dp|fsdp|tp|single|-|\+sp|[0-9]| |zero2|remat=|full){1,8}", fullmatch=True)
+)
+def test_any_text_is_a_strategy_or_an_error_that_says_why(text):
+    try:
+        strategy = parse_strategy(text)
+    except InvalidPlanError as error:
+        assert error.field in {"parallel", "strategy", "sp", "zero"}
+    else:
+        assert parse_strategy(str(strategy)) == strategy

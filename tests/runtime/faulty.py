@@ -1,0 +1,35 @@
+"""A process of a run that goes wrong on purpose: ``-m tests.runtime.faulty FAULT FOLDER``."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from steelyard.runtime.process import run_rank
+from steelyard.runtime.process_group import process_group
+
+
+def work() -> None:
+    fault, folder = sys.argv[1], Path(sys.argv[2])
+    (folder / f"{os.getpid()}.pid").touch()
+    with process_group(timeout_s=300):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            misbehave(fault)
+        dist.all_reduce(torch.ones(1))
+
+
+def misbehave(fault: str) -> None:
+    if fault == "raise":
+        raise ValueError("the planted error")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    run_rank(work)

@@ -1,0 +1,44 @@
+"""Which of several failures is shown."""
+
+from pathlib import Path
+
+from steelyard.runtime.failure import Failure, read_exit_codes, read_failures, write_exit_codes, write_failure
+from steelyard.runtime.launch import describe, first_failure
+
+LOST_PEER = "Connection closed by peer [127.0.0.1]:30000"
+
+
+def failure(rank: int, time_s: float, message: str = "a mistake") -> Failure:
+    return Failure(rank=rank, exit_code=1, time_s=time_s, kind="ValueError", message=message, traceback="Trace\n")
+
+
+def test_failures_and_exit_codes_survive_the_folder(tmp_path: Path) -> None:
+    late, early = failure(0, 2.0), failure(1, 1.0)
+    write_failure(late, tmp_path)
+    write_failure(early, tmp_path)
+    write_exit_codes({0: 1, 1: -9}, tmp_path)
+    assert read_failures(tmp_path) == [early, late]
+    assert read_exit_codes(tmp_path) == {0: 1, 1: -9}
+
+
+def test_the_earliest_failure_is_the_first() -> None:
+    assert first_failure([failure(0, 2.0), failure(1, 1.0)], {0: 1, 1: 1}) == failure(1, 1.0)
+
+
+def test_a_killed_rank_comes_before_those_that_lost_it() -> None:
+    found = first_failure([failure(0, 2.0, LOST_PEER)], {0: 1, 1: -9})
+    assert found is not None
+    assert describe(found) == "rank 1 was ended by SIGKILL (often: the machine ran out of memory)"
+
+
+def test_a_rank_that_was_ended_after_a_failure_is_not_the_first() -> None:
+    assert first_failure([failure(0, 2.0)], {0: 1, 1: -15}) == failure(0, 2.0)
+
+
+def test_a_lost_peer_is_shown_where_nothing_better_is_known() -> None:
+    assert first_failure([failure(0, 2.0, LOST_PEER)], {0: 1}) == failure(0, 2.0, LOST_PEER)
+    assert first_failure([], {}) is None
+
+
+def test_a_failure_is_described_with_rank_kind_message_and_traceback() -> None:
+    assert describe(failure(3, 1.0)) == "rank 3 failed: ValueError: a mistake\nTrace"

@@ -1,0 +1,21 @@
+"""Options of a run: limits, and the way through the command line."""
+
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import UserError
+from steelyard.runtime.options import TrainOptions, options_from
+
+
+def test_options_survive_the_command_line() -> None:
+    options = TrainOptions(steps=7, lr=1e-5, seed=3, record=Path("r.json"))
+    assert options_from(options.arguments()) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("steps", 0), ("lr", -1.0), ("lr", float("nan")), ("warmup_steps", -1), ("max_data_bytes", 0)]
+)
+def test_an_option_out_of_range_is_named(name: str, value: float) -> None:
+    with pytest.raises(UserError, match="--" + name.replace("_", "-")):
+        TrainOptions(**{name: value})

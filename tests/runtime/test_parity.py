@@ -1,0 +1,70 @@
+"""Any plan trains as one process does: losses, gradients, norms and weights of eight processes against one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.cases import CASES
+
+pytestmark = pytest.mark.processes
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+HANG_LIMIT_S = 400
+PLANS = [name for name in CASES if not name.startswith("control") and name != "bf16"]
+FAULTS = [name for name, case in CASES.items() if case.fault is not None]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    result = tmp_path_factory.mktemp("parity") / "result.json"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.runtime.worker", str(result)]
+    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
+    assert finished.returncode == 0, finished.stderr[-8000:]
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
+    assert len(found["losses"]) == CASES[name].num_steps
+    assert found["same_loss_on_all_ranks"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["gradient_error"] < GRADIENT_TOLERANCE, results[name]["gradient_tensor"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_gradient_norms_before_clipping_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["norms"] == pytest.approx(results[name]["expected_norms"], rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_weights_after_the_last_step_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["weight_error"] < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].fault is None])
+def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_comparison(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results["control: no fault"]["gradient_error"] < GRADIENT_TOLERANCE
+    assert results[name]["gradient_error"] > 100 * GRADIENT_TOLERANCE
+
+
+def test_losses_in_bf16_are_near_fp32(results: dict[str, dict[str, Any]]) -> None:
+    found = results["bf16"]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=5e-3)
+    assert found["losses"] != pytest.approx(found["expected_losses"], rel=1e-7)
+    assert found["norms"] == pytest.approx(found["expected_norms"], rel=5e-2)

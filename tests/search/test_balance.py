@@ -1,0 +1,95 @@
+"""Even, memory-balanced and bi-objective partitions: what they promise, and that exact is never worse."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from steelyard.search import partition_exact
+from steelyard.search.balance import (
+    Partition,
+    even_boundaries,
+    memory_balanced_boundaries,
+    partition_by,
+    time_balanced_boundaries,
+)
+from tests.oracles import exhaustive
+from tests.problems.random_tables import random_budget, random_tables
+from tests.problems.transformer import LLAMA3_8B, decoder_tables
+
+
+@pytest.mark.parametrize("method", ["bmw", "even", "memory-balanced"])
+def test_exact_is_never_worse(method: Partition) -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng, max_plans=200)
+        budget = random_budget(rng, list(exhaustive.all_plans(tables)))
+        exact, other = partition_exact(tables, budget).solution, partition_by(method, tables, budget).result.solution
+        if other is not None:
+            assert exact is not None, seed
+            assert other.peak_bytes <= budget
+            assert exact.step_s <= other.step_s * (1 + 1e-12), seed
+
+
+def test_strategies_are_exact_for_the_even_cuts() -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng, max_plans=200)
+        budget = random_budget(rng, list(exhaustive.all_plans(tables)))
+        plans = list(exhaustive.plans_with(tables, even_boundaries(tables)))
+        expected = exhaustive.fastest(plans, budget)
+        found = partition_by("even", tables, budget).result.solution
+        if expected is None:
+            assert found is None, seed
+        else:
+            assert found is not None, seed
+            assert found.step_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+def test_even_stages_differ_by_at_most_one_layer() -> None:
+    tables = decoder_tables(LLAMA3_8B, num_devices=8, num_stages=8, num_microbatches=64, global_batch=64)
+    sizes = np.diff(even_boundaries(tables))
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_memory_balanced_cuts_fit_into_the_least_budget_of_all() -> None:
+    for seed in range(60):
+        tables = random_tables(np.random.default_rng(seed), max_plans=200)
+        plans = list(exhaustive.all_plans(tables))
+        if plans:
+            chosen = list(exhaustive.plans_with(tables, memory_balanced_boundaries(tables)))
+            assert exhaustive.least_budget(chosen) == exhaustive.least_budget(plans), seed
+
+
+def test_time_balanced_cuts_have_the_fastest_slowest_stage() -> None:
+    for seed in range(60):
+        tables = random_tables(np.random.default_rng(seed), max_plans=200)
+        if not tables.legal[list(tables.layers)].any(axis=1).all():
+            continue
+        fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
+
+        def slowest(boundaries: tuple[int, ...], fastest: np.ndarray = fastest, transfer_s: float = tables.transfer_s):
+            spans = itertools.pairwise(boundaries)
+            return max(fastest[a:b].sum() + (transfer_s if a else 0) for a, b in spans)
+
+        every = exhaustive.all_boundaries(len(tables.layers), tables.num_stages)
+        assert slowest(time_balanced_boundaries(tables)) == pytest.approx(min(map(slowest, every))), seed
+
+
+def test_the_bi_objective_adjustment_logs_moves_that_obey_its_conditions() -> None:
+    tables = decoder_tables(LLAMA3_8B, num_devices=8, num_stages=4, num_microbatches=32, global_batch=64)
+    budget = 36 * 10**9
+    found = partition_by("bmw", tables, budget)
+    assert found.start is not None
+    assert found.result.solution is not None
+    assert found.result.solution.step_s <= found.start.step_s
+    assert found.moves
+    for move in found.moves:
+        assert abs(move.from_stage - move.to_stage) == 1
+        if move.accepted:
+            assert move.solution is not None
+            assert move.solution.peak_bytes <= budget
+            assert 0 <= move.solution.time_balance <= 0.75
+            assert 0 <= move.solution.memory_balance <= 0.75
+        else:
+            assert move.reason[:3] in {"(a)", "(b)", "(c)"}
