@@ -194,38 +194,39 @@ def test_a_missing_size_is_named(key):
 
 
 @pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
-@pytest.mark.parametrize("value", ["64", 64.0, True, 0, -8, [64], {}, float("nan")])
+@pytest.mark.parametrize("value", ["64", 64.0, True, 0, -8, [64], {}])
 def test_a_size_that_is_no_whole_number_above_zero_is_named(key, value):
     with pytest.raises(InvalidModelError, match=f"^{key}: found .*\n.*whole number of 1 or more"):
         chain_from_config(changed(**{key: value}), name="tiny")
 
 
 def test_heads_that_do_not_divide_the_hidden_size_are_named():
-    with pytest.raises(InvalidModelError, match="^num_attention_heads: found 7\n.*divisor of hidden_size 64"):
+    with pytest.raises(InvalidModelError, match=r"^num_attention_heads: found 7\n.*divisor of hidden_size 64"):
         chain_from_config(changed(num_attention_heads=7, num_key_value_heads=7), name="tiny")
 
 
 def test_key_value_heads_that_do_not_divide_the_heads_are_named():
-    with pytest.raises(InvalidModelError, match="^num_key_value_heads: found 3\n.*divisor of num_attention_heads 8"):
+    with pytest.raises(InvalidModelError, match=r"^num_key_value_heads: found 3\n.*divisor of num_attention_heads 8"):
         chain_from_config(changed(num_key_value_heads=3), name="tiny")
 
 
 @pytest.mark.parametrize("value", ["false", 0, 1])
 def test_a_switch_that_is_neither_true_nor_false_is_named(value):
-    with pytest.raises(InvalidModelError, match="^tie_word_embeddings: .*\n.*true or false"):
+    with pytest.raises(InvalidModelError, match=r"^tie_word_embeddings: .*\n.*true or false"):
         chain_from_config(changed(tie_word_embeddings=value), name="tiny")
 
 
-def test_a_value_that_json_cannot_hold_is_named():
-    with pytest.raises(InvalidModelError, match="set is not JSON serializable"):
-        chain_from_config(changed(extra={1, 2}), name="tiny")
+@pytest.mark.parametrize("value", [{1, 2}, float("nan"), float("inf"), object()])
+def test_a_value_that_json_cannot_hold_is_an_error(value):
+    with pytest.raises(InvalidModelError, match=r"^config: found .*\n.*values that JSON can hold"):
+        chain_from_config(changed(extra=value), name="tiny")
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", '"llama"'])
 def test_a_config_that_is_no_object_is_an_error(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(InvalidModelError, match="^config: found .*\n.*a JSON object"):
+    with pytest.raises(InvalidModelError, match=r"^config: found .*\n.*a JSON object"):
         load_model(path)
 
 

@@ -225,13 +225,13 @@ def test_a_text_that_is_no_strategy_is_an_error(text):
         parse_strategy(text)
 
 
-@given(
-    st.text(max_size=30) | st.from_regex(r"(dp|fsdp|tp|single|-|\+sp|[0-9]| |zero2|remat=|full){1,8}", fullmatch=True)
-)
-def test_any_text_is_a_strategy_or_an_error_that_says_why(text):
+TOKENS = ["dp", "fsdp", "tp", "single", "cp", "-", "+sp", "+", "0", "1", "2", "4", " ", "zero2", "remat=", "full", "é"]
+
+
+@given(st.lists(st.sampled_from(TOKENS), max_size=8).map("".join))
+def test_any_text_is_a_strategy_or_one_invalid_plan_error(text):
     try:
         strategy = parse_strategy(text)
-    except InvalidPlanError as error:
-        assert error.field in {"parallel", "strategy", "sp", "zero"}
-    else:
-        assert parse_strategy(str(strategy)) == strategy
+    except InvalidPlanError:
+        return
+    assert parse_strategy(str(strategy)) == strategy

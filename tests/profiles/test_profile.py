@@ -263,7 +263,7 @@ def test_a_mistake_in_a_profile_names_its_place(path, value, message):
 
 @pytest.mark.parametrize("content", [[], None, 3, "profile"])
 def test_a_profile_that_is_no_object_is_an_error(content):
-    with pytest.raises(InvalidProfileError, match="^file: found .*\n.*an object"):
+    with pytest.raises(InvalidProfileError, match=r"^file: found .*\n.*an object"):
         read(content)
 
 

@@ -15,13 +15,21 @@ class Case:
     fault: str | None = None
 
 
-_CONTROL = make_plan("llama-tied", "fsdp8, dp8, tp2-fsdp4, dp4-tp2")
+_CONTROL = make_plan("llama-tied", "fsdp8, dp8, tp2-fsdp4, dp4-tp2", global_batch=16, num_microbatches=2)
+
+
+def _brief(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32") -> Case:
+    """Two steps of two microbatches."""
+    plan = make_plan(config, *stages, num_microbatches=2, global_batch=16, schedule=schedule, precision=precision)
+    return Case(plan=plan, num_steps=2)
+
 
 CASES: dict[str, Case] = {
     "one stage, every kind of layer": Case(
         plan=make_plan(
             "llama",
             "fsdp8, dp8, fsdp4-tp2+sp, tp2-fsdp4, dp4-tp2 remat=full, fsdp2-tp4+sp remat=full, tp8, fsdp8 zero2",
+            num_microbatches=2,
         )
     ),
     "one stage, other orders": Case(
@@ -55,24 +63,20 @@ CASES: dict[str, Case] = {
     "four stages, gpipe": Case(
         plan=make_plan("llama", "dp2, fsdp2 remat=full, tp2", "dp2, tp2+sp", "tp2", "fsdp2, dp2", schedule="gpipe")
     ),
-    "qwen2, one stage": Case(plan=make_plan("qwen2", "dp8, fsdp4-tp2+sp, tp4-dp2, fsdp8")),
-    "qwen2, two stages": Case(plan=make_plan("qwen2", "dp4, tp2-fsdp2", "fsdp4 remat=full, tp4+sp")),
-    "qwen3, one stage": Case(plan=make_plan("qwen3", "tp8, fsdp4-tp2+sp, tp4-dp2 remat=full, fsdp8")),
-    "qwen3, two stages": Case(plan=make_plan("qwen3", "fsdp4, tp2-fsdp2+sp", "dp2-tp2, tp4")),
-    "mistral with a sliding window, one stage": Case(plan=make_plan("mistral", "fsdp8, dp4-tp2, tp4-fsdp2+sp, dp8")),
-    "mistral with a sliding window, two stages": Case(
-        plan=make_plan("mistral", "fsdp4, fsdp4 remat=full", "tp4+sp, dp4")
-    ),
-    "gpt_neox, one stage": Case(plan=make_plan("gpt_neox", "tp2-fsdp4, fsdp4-tp2+sp remat=full, tp4-dp2, fsdp8")),
-    "gpt_neox, two stages": Case(plan=make_plan("gpt_neox", "dp4, tp2-dp2", "tp4+sp, fsdp2-tp2")),
+    "qwen2, one stage": _brief("qwen2", "dp8, fsdp4-tp2+sp, tp4-dp2, fsdp8"),
+    "qwen2, two stages": _brief("qwen2", "dp4, tp2-fsdp2", "fsdp4 remat=full, tp4+sp"),
+    "qwen3, one stage": _brief("qwen3", "tp8, fsdp4-tp2+sp, tp4-dp2 remat=full, fsdp8"),
+    "qwen3, two stages": _brief("qwen3", "fsdp4, tp2-fsdp2+sp", "dp2-tp2, tp4"),
+    "mistral with a sliding window, one stage": _brief("mistral", "fsdp8, dp4-tp2, tp4-fsdp2+sp, dp8"),
+    "mistral with a sliding window, two stages": _brief("mistral", "fsdp4, fsdp4 remat=full", "tp4+sp, dp4"),
+    "gpt_neox, one stage": _brief("gpt_neox", "tp2-fsdp4, fsdp4-tp2+sp remat=full, tp4-dp2, fsdp8"),
+    "gpt_neox, two stages": _brief("gpt_neox", "dp4, tp2-dp2", "tp4+sp, fsdp2-tp2"),
     "tied, one stage": Case(plan=make_plan("llama-tied", "fsdp8, dp8, fsdp4-tp2, tp2-dp4+sp")),
-    "tied, one stage, both orders": Case(plan=make_plan("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp")),
+    "tied, one stage, both orders": _brief("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp"),
     "tied, two stages": Case(plan=make_plan("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2")),
     "tied, four stages": Case(plan=make_plan("llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe")),
-    "tied, four stages, tensor parallel": Case(plan=make_plan("llama-tied", "tp2+sp", "dp2", "tp2", "dp2")),
-    "bf16": Case(
-        plan=make_plan("llama", "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2", "dp4, tp4+sp, fsdp4, tp4", precision="bf16")
-    ),
+    "tied, four stages, tensor parallel": _brief("llama-tied", "tp2+sp", "dp2", "tp2", "dp2", schedule="gpipe"),
+    "bf16": _brief("llama", "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2", "dp4, tp4+sp, fsdp4, tp4", precision="bf16"),
     "control: no fault": Case(plan=_CONTROL, num_steps=1),
     "control: gradients of a replicated layer not summed": Case(plan=_CONTROL, num_steps=1, fault="no dp sum"),
     "control: gradients averaged": Case(plan=_CONTROL, num_steps=1, fault="mean"),

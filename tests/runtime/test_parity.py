@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.runtime.worker", str(result)]
     finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
-    assert finished.returncode == 0, finished.stderr[-8000:]
+    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
     return json.loads(result.read_text())
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from steelyard.cost.communication import send_recv_s
-from steelyard.cost.layer import LayerCost, layer_cost
+from steelyard.cost.layer import LayerCost, layer_cost, pipeline_buffer_bytes
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
@@ -73,18 +73,9 @@ def transfer_s(setting: Setting) -> float:
 
 
 def overhead_bytes(setting: Setting) -> int:
-    """Bytes of a device that no layer accounts for: process context, and what the pipeline keeps beside activations.
-
-    Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
-    layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
-    of the microbatches in flight. All are taken to be divided over all ranks of the stage.
-    """
+    """Bytes of a device that no layer accounts for: process context, and what the pipeline keeps beside activations."""
     context = 0 if setting.job.cluster.device.needs_profile else CUDA_CONTEXT_BYTES
-    count, stages = setting.num_microbatches, setting.num_stages
-    if stages == 1:
-        return context
-    kept = count if setting.schedule == "gpipe" or stages > 2 else min(count, stages)
-    return context + (count + kept) * setting.activation_bytes // setting.devices_per_stage
+    return context + pipeline_buffer_bytes(setting)
 
 
 def usable_bytes(job: Job) -> int:

@@ -47,8 +47,16 @@ class Path:
 def collective_s(kind: CollectiveKind, tensor_bytes: float, group: Group, cluster: Cluster, profile: Profile) -> float:
     """Seconds of one collective; 0 for a group of one rank.
 
-    Raises `InvalidProfileError` where the cluster's rates are unknown and the profile did not measure this collective.
+    Raises `InvalidProfileError` for a kind that has no cost here (`send_recv_s` prices transfers), and where the
+    cluster's rates are unknown and the profile did not measure this collective.
     """
+    if kind not in _PASSES:
+        raise InvalidProfileError(
+            field="collectives",
+            found=kind,
+            expected="one of " + ", ".join(_PASSES),
+            hint="this collective has no cost yet",
+        )
     if group.size == 1 or tensor_bytes == 0:
         return 0.0
     measured = profile.collective(kind, group.size, strided=group.stride > 1)
@@ -62,7 +70,7 @@ def collective_s(kind: CollectiveKind, tensor_bytes: float, group: Group, cluste
             hint="run steelyard profile with as many processes as the plan has",
         )
     path = _path(group, cluster)
-    passes = _PASSES.get(kind, 1)
+    passes = _PASSES[kind]
     hops = group.size - 1
     return passes * (hops * path.latency_s + hops / group.size * tensor_bytes / path.bytes_per_s)
 

@@ -9,14 +9,15 @@ and once a step: gradient all-reduce of replicated layers behind one backward pa
 communication has no stream of its own (CPU processes), exposed is $d$.
 
 Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of a parameter in compute. They describe
-FSDP2 as `steelyard.runtime` uses it, with `fully_shard` for fsdp and `replicate` where $f = 1$ (dp, tp alone, one device):
+FSDP2 as `steelyard.runtime` uses it, with `fully_shard` for fsdp and `replicate` where $f = 1$ (dp, tp
+alone, one device), all layers of a stage sharing one communication context:
 
 | term         | bytes        | lives                                                      |
 |--------------|--------------|------------------------------------------------------------|
 | parameters   | 4 N / f      | always (fp32 master)                                       |
-| gradients    | 4 N / f      | from the first backward to the optimizer step; with f = 1 added up before they are reduced |
+| gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | optimizer    | 8 N / f      | always (two AdamW moments)                                 |
-| gathered     | q N          | f = 1 and ZeRO-2: the copy that a layer computes with, from its forward to its backward |
+| gathered     | q N          | f = 1 and ZeRO-2: the copy that computes, from forward to backward |
 | activations  | traced       | per microbatch in flight; the layer's input alone under full remat |
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
@@ -215,9 +216,44 @@ def _transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, 
         working += max(0.0, layer.saved_bytes.at(samples) - input_bytes)
     copy = 0 if _keeps_copy(strategy) else compute * params
     buffer = compute * params if strategy.fsdp > 1 else 0
-    made_in_place = strategy.fsdp == 1 and compute == MASTER_BYTES
-    gradients = 0 if made_in_place else compute * params
+    gradients = _new_gradient_bytes(layer, strategy, setting)
     forward = copy + buffer + layer.forward_transient_bytes.at(samples)
     backward = copy + (buffer if copy else 0) + working + gradients + MASTER_BYTES * params
     reduction = 2 * MASTER_BYTES * params + input_bytes if strategy.fsdp == 1 else 0
-    return int(max(forward, backward, reduction))
+    return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
+
+
+def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """Gradients that one backward pass makes beside those that are kept between microbatches.
+
+    A replicated layer in fp32 keeps the very gradients that autograd makes; from the second microbatch on they are
+    added to the first, which autograd does out of place for the DTensors of tp.
+    """
+    made = setting.job.compute_bytes * layer.num_params
+    if strategy.fsdp > 1 or setting.job.compute_bytes < MASTER_BYTES:
+        return made
+    if setting.num_microbatches == 1:
+        return 0
+    return 2 * made if strategy.tp > 1 else made
+
+
+def _replicated_buffer_bytes(strategy: Strategy, setting: Setting) -> int:
+    """What the pipeline's buffers take beyond `pipeline_buffer_bytes` where all ranks of tp without sp have a copy.
+
+    Counted with the working set, so that a stage has it once, whichever of its layers lie at a cut.
+    """
+    return 0 if strategy.sp else (strategy.tp - 1) * pipeline_buffer_bytes(setting)
+
+
+def pipeline_buffer_bytes(setting: Setting) -> int:
+    """Bytes that the pipeline keeps beside activations, where they are divided over all ranks of a stage.
+
+    Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
+    layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
+    of the microbatches in flight.
+    """
+    count, stages = setting.num_microbatches, setting.num_stages
+    if stages == 1:
+        return 0
+    kept = count if setting.schedule == "gpipe" or stages > 2 else min(count, stages)
+    return (count + kept) * setting.activation_bytes // setting.devices_per_stage

@@ -2,8 +2,12 @@ r"""Plays a pipeline schedule event by event and yields the step time and the ti
 
 Each stage does its forward and backward passes in the schedule's order, one at a time; a pass starts when the stage is
 free and its input has arrived. After its last backward a stage does its once-a-step work (gradient reduction,
-optimizer). For equal stages without transfers this equals the closed form $\sum_i t_i + (m-1)\max_i t_i$; for unequal
-ones it is never less.
+optimizer).
+
+Without transfers and with backward passes that take the same multiple of the forward pass on every stage, GPipe takes
+exactly $\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes that on equal stages and up to a fifth less on unequal ones, since
+the last passes of a fast stage hide behind those of a slow one before it. Never is a step shorter than the first pass
+of every stage before one, all passes of that stage, and the last pass of every stage before it.
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, arXiv 2104.04473, section 2.2).
 Not modelled: a send that slows the sender's computation down.

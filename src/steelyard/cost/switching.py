@@ -1,12 +1,14 @@
 r"""What it costs to hand an activation from a layer in one layout to the next layer in another.
 
 The stage mesh has small axes; on each, the activation is divided by samples (B), by sequence (S) or replicated (R).
-Going from one layout to another, axes are undone from the innermost outwards, as DTensor does: a divided axis that
-must change, or that lies inside one of the same dim that must change, is gathered (its local part grows), or, from B
-to S and back, exchanged all-to-all. Making a replicated axis divided is a slice and free. The gradient goes the other
-way. Bytes are exact for this procedure; seconds follow from the collectives' costs.
+The steps are those that DTensor's redistribution takes. First, from the innermost axis outwards, each axis changes to
+what is wanted, or to R where the axes outside it that divide the same dim differ from the wanted ones; then, from the
+outermost inwards, what is still different changes. A step from a divided axis to R is an all-gather over that axis,
+one between B and S an all-to-all (gloo has none: an all-gather and a slice), one from R a slice and free. The gradient
+goes the other way.
 
-Not modelled: overlap with compute; the smarter orders that DTensor may find.
+Source: ``DTensorRedistributePlanner.generate_greedy_transform_infos`` of torch 2.13. Not modelled: overlap with
+compute; neighbouring all-gathers that DTensor merges into one where another layer's group spans just these axes.
 """
 
 from functools import lru_cache
@@ -24,7 +26,7 @@ Placement = str
 
 
 def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
-    """[S, S] seconds from the first strategy's layout to the second's: a microbatch's activation there, gradient back."""
+    """[S, S] seconds between two strategies' layouts: a microbatch's activation there and its gradient back."""
     layouts = [strategy.layout for strategy in strategies]
     distinct = list(dict.fromkeys(layouts))
     index = np.array([distinct.index(layout) for layout in layouts])
@@ -39,9 +41,12 @@ def _switch_s(before: Layout, after: Layout, setting: Setting) -> float:
     back = moves(placements(after, sizes), placements(before, sizes), sizes)
     job = setting.job
     total = 0.0
-    for kind, axis, fraction in (*there, *back):
+    for step in (*there, *back):
+        kind, axis, fraction = step
         stride = int(np.prod(sizes[axis + 1 :], dtype=int))
         group = Group(size=sizes[axis], stride=stride, span=setting.devices_per_stage)
+        if kind == "all_to_all" and job.cluster.device.needs_profile:
+            kind, fraction = "all_gather", fraction * sizes[axis]
         total += collective_s(kind, fraction * setting.activation_bytes, group, job.cluster, job.profile)
     return total
 
@@ -61,24 +66,31 @@ def placements(layout: Layout, sizes: tuple[int, ...]) -> Placement:
 def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[tuple[CollectiveKind, int, float], ...]:
     """Collectives that redistribute: kind, axis, and the tensor's bytes as a fraction of the whole activation."""
     current = list(before)
-    local = 1.0
-    for axis, letter in enumerate(current):
-        local /= sizes[axis] if letter != "R" else 1
     found: list[tuple[CollectiveKind, int, float]] = []
     for axis in reversed(range(len(sizes))):
-        letter = current[axis]
-        if letter == "R" or (letter == after[axis] and not _inside_change(current, after, axis)):
-            continue
-        if after[axis] not in ("R", letter):
-            found.append(("all_to_all", axis, local))
-            current[axis] = after[axis]
-            continue
-        local *= sizes[axis]
-        found.append(("all_gather", axis, local))
-        current[axis] = "R"
+        wanted = "R" if _is_nested_otherwise(current, after, axis) else after[axis]
+        found += _change(current, axis, wanted, sizes)
+    for axis in range(len(sizes)):
+        found += _change(current, axis, after[axis], sizes)
     return tuple(found)
 
 
-def _inside_change(current: list[str], after: Placement, axis: int) -> bool:
-    """Whether an outer axis that divides the same dim is about to change."""
-    return any(current[outer] == current[axis] and current[outer] != after[outer] for outer in range(axis))
+def _change(
+    current: list[str], axis: int, wanted: Placement, sizes: tuple[int, ...]
+) -> list[tuple[CollectiveKind, int, float]]:
+    """Changes one axis of ``current`` in place; the collective that it takes, if any."""
+    before, current[axis] = current[axis], wanted
+    if before in ("R", wanted):
+        return []
+    local = 1.0
+    for place, letter in enumerate(current):
+        local /= sizes[place] if letter != "R" and place != axis else 1
+    if wanted == "R":
+        return [("all_gather", axis, local)]
+    return [("all_to_all", axis, local / sizes[axis])]
+
+
+def _is_nested_otherwise(current: list[str], after: Placement, axis: int) -> bool:
+    """Whether the wanted dim of an axis is divided by other axes outside it now than in the end."""
+    dim = after[axis]
+    return dim != "R" and any((current[outer] == dim) != (after[outer] == dim) for outer in range(axis))

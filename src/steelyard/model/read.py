@@ -92,7 +92,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Raises `InvalidModelError` if a value of the config has no form in JSON.
     """
     try:
-        canonical = json.dumps(dict(config), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidModelError(
             field="config",

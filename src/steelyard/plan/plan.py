@@ -114,14 +114,14 @@ class Alternative(PlanPart):
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
-    step_time_s: float
-    tokens_per_s_per_device: float
-    mfu: float | None = None
+    step_time_s: float = Field(ge=0)
+    tokens_per_s_per_device: float = Field(ge=0)
+    mfu: float | None = Field(default=None, ge=0)
     """Model FLOP utilisation; absent where the device's peak is not known."""
-    budget_bytes: int
+    budget_bytes: int = Field(ge=0)
     stages: tuple[StagePrediction, ...]
     certificate: str
-    lower_bound_s: float
+    lower_bound_s: float = Field(ge=0)
     profile: dict[str, str]
     """The identity of the profile that the costs came from."""
     alternatives: tuple[Alternative, ...] = ()
@@ -153,6 +153,7 @@ class Plan(PlanPart):
         _check_ranks(self)
         _check_coverage(self, chain)
         _check_strategies(self, chain)
+        _check_prediction(self)
         return self
 
     def chain(self) -> ModelChain:
@@ -279,6 +280,16 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                         expected=f"a strategy that the layer allows: {reason}",
                         hint="change the degree, num_microbatches or global_batch",
                     )
+
+
+def _check_prediction(plan: Plan) -> None:
+    if plan.prediction is not None and len(plan.prediction.stages) != len(plan.stages):
+        raise InvalidPlanError(
+            field="prediction.stages",
+            found=f"{len(plan.prediction.stages)} stages",
+            expected=f"one prediction for each of the {len(plan.stages)} stages of the plan",
+            hint="remove the prediction, which belongs to another plan",
+        )
 
 
 def _valid_strategy(run: LayerRun, where: str) -> Strategy:

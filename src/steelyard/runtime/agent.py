@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
@@ -18,8 +19,7 @@ from steelyard.runtime.parent import watch_parent
 
 def main() -> None:
     """Runs torchrun; ends with code 1 if a process failed."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for name in list(logging.Logger.manager.loggerDict):
+    for name in logging.Logger.manager.loggerDict:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -30,6 +30,8 @@ def main() -> None:
         if folder is not None:
             write_exit_codes({rank: failure.exitcode for rank, failure in error.failures.items()}, folder)
         sys.exit(1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 if __name__ == "__main__":

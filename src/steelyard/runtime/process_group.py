@@ -6,6 +6,7 @@ otherwise), so that several processes on one machine do not fight over its cores
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +35,7 @@ def process_group(timeout_s: float) -> Iterator[None]:
 def init_process_group(timeout_s: float) -> None:
     """Joins the processes that torchrun started."""
     _check_environment()
+    quiet_notices()
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         _check_gpus()
@@ -43,17 +45,23 @@ def init_process_group(timeout_s: float) -> None:
         return
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    quiet_gloo()
     dist.init_process_group("gloo", timeout=timeout)
 
 
-def quiet_gloo() -> None:
-    """Leaves out PyTorch's notice that gloo redistributes by all-gather: nothing that a user could change."""
-    logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_not_about_all_to_all)
+def quiet_notices() -> None:
+    """Leaves out notices of PyTorch that a user cannot act on.
+
+    DTensor tells how it redistributes (by all-gather on gloo, or axis by axis); FSDP warns of a layer that returns a
+    view, which would matter if the next layer changed it in place, and none does.
+    """
+    for name in ("_collective_utils", "_redistribute"):
+        logging.getLogger(f"torch.distributed.tensor.{name}").addFilter(_is_not_about_redistribution)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
 
 
-def _is_not_about_all_to_all(entry: logging.LogRecord) -> bool:
-    return "alltoall" not in entry.getMessage()
+def _is_not_about_redistribution(entry: logging.LogRecord) -> bool:
+    message = entry.getMessage()
+    return "alltoall" not in message and "While redistributing" not in message
 
 
 def world_size() -> int:

@@ -6,17 +6,50 @@ Legend of shape suffixes: B samples of this rank in a microbatch, S sequence len
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement
 from transformers import PreTrainedModel
 
+from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_rotary, layer_modules, materialize_layer, untie_embedding
 from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Strategy
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.sharding import activation_dtype, shard_layer
+
+
+class LayerLoop(nn.Module):
+    """The layers of a stage in order, each fed in the placement that it wants.
+
+    FSDP's root: its layers then share streams, so that the parameters of the next layer are gathered while one
+    computes. It is a module of its own because `torch.distributed.pipelining` would otherwise take over when the
+    gradients of the stage are reduced.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, ChainLayer],
+        *,
+        placements: list[tuple[Placement, ...]],
+        incoming: tuple[Placement, ...],
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self._placements = placements
+        self._incoming = incoming
+        self._mesh = mesh
+
+    def forward(self, inputs: Tensor, context: LayerContext) -> Tensor:
+        """The output of the last layer."""
+        hidden, current = inputs, self._incoming
+        for layer, wanted in zip(self.layers.values(), self._placements, strict=True):
+            if wanted != current:
+                hidden, current = redistribute(hidden, self._mesh, current, wanted), wanted
+            hidden = layer(hidden, context)
+        return hidden
 
 
 class StageModule(nn.Module):
@@ -29,37 +62,32 @@ class StageModule(nn.Module):
 
     def __init__(
         self,
-        layers: list[ChainLayer],
+        loop: LayerLoop,
         *,
-        first_layer: int,
-        placements: list[tuple[Placement, ...]],
-        incoming: tuple[Placement, ...],
-        mesh: DeviceMesh,
+        reduce_late: list[FSDPModule],
         side: SideInputBuilder,
         seq_len: int,
         dtype: torch.dtype,
         num_tokens: int,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(first_layer + index): layer for index, layer in enumerate(layers)})
+        self.loop = loop
         self.side = side
-        self._placements = placements
-        self._incoming = incoming
-        self._mesh = mesh
+        self._reduce_late = reduce_late
         self._seq_len = seq_len
         self.dtype = dtype
         self._num_tokens = num_tokens
-        self._reduce_late: list[FSDPModule] = []
         self._backwards_to_go = 0
 
-    def reduce_late(self, layers: list[FSDPModule]) -> None:
-        """Names the layers that reduce their gradients once a step."""
-        self._reduce_late = layers
+    @property
+    def layers(self) -> nn.ModuleDict:
+        """The layers by their number in the chain."""
+        return self.loop.layers
 
     def begin_step(self, num_microbatches: int) -> None:
         """Prepares for the backward passes of one step."""
         self._backwards_to_go = num_microbatches
-        self._set_late_reduction(num_microbatches == 1)
+        self._set_last_backward(num_microbatches == 1)
 
     def forward(self, inputs: Tensor, labels_BS: Tensor | None = None) -> Tensor:  # noqa: N803
         """The hidden state for the next stage, or on the last stage this rank's share of the loss of a microbatch."""
@@ -68,23 +96,20 @@ class StageModule(nn.Module):
             labels_BS=labels_BS,
             num_tokens=self._num_tokens,
         )
-        hidden, current = inputs, self._incoming
-        for layer, wanted in zip(self.layers.values(), self._placements, strict=True):
-            if wanted != current:
-                hidden, current = redistribute(hidden, self._mesh, current, wanted), wanted
-            hidden = layer(hidden, context)
-        if hidden.requires_grad:
-            hidden.register_hook(self._backward_begins)
-        return hidden
+        output = self.loop(inputs, context)
+        if output.requires_grad:
+            output.register_hook(self._backward_begins)
+        return output
 
     def _backward_begins(self, _grad: Tensor) -> None:
         self._backwards_to_go -= 1
         if self._backwards_to_go == 0:
-            self._set_late_reduction(True)
+            self._set_last_backward(True)
 
-    def _set_late_reduction(self, enabled: bool) -> None:
+    def _set_last_backward(self, is_last: bool) -> None:
         for layer in self._reduce_late:
-            layer.set_requires_gradient_sync(enabled)
+            layer.set_requires_gradient_sync(is_last)
+        self.loop.set_is_last_backward(is_last)
 
 
 def redistribute(
@@ -100,36 +125,46 @@ def build_stage(
     """This rank's stage of the plan: its layers made one by one, each sharded before the next takes memory."""
     stage_plan = plan.stages[mesh.stage_index]
     strategies = stage_plan.strategies
+    _check_remat(plan)
     if chain.tied_embeddings:
         untie_embedding(model)
-    layers: list[ChainLayer] = []
-    late: list[FSDPModule] = []
-    attention_types: set[str] = set()
-    for layer_index, strategy in enumerate(strategies, start=stage_plan.first_layer):
-        modules = layer_modules(model, chain, layer_index)
-        materialize_layer(model, modules, layer_index, seed=seed, device=device)
-        layer = build_layer(model, chain, layer_index, strategy.remat)
-        if isinstance(layer, BlockLayer):
-            attention_types.add(layer.attention_type)
-        role = chain.kind_of(layer_index).role
+    layers: dict[str, ChainLayer] = {}
+    reduce_late: list[FSDPModule] = []
+    for index, strategy in enumerate(strategies, start=stage_plan.first_layer):
+        materialize_layer(model, layer_modules(model, chain, index), index, seed=seed, device=device)
+        layer = build_layer(model, chain, index, strategy.remat)
+        role = chain.kind_of(index).role
         sharded = shard_layer(layer, model, chain, role, strategy, mesh, plan.precision)
         if strategy.fsdp == 1:
-            late.append(sharded)
-        layers.append(layer)
+            reduce_late.append(sharded)
+        layers[str(index)] = layer
     before = plan.strategies[stage_plan.first_layer - 1] if stage_plan.first_layer else strategies[0]
-    stage = StageModule(
+    loop = LayerLoop(
         layers,
-        first_layer=stage_plan.first_layer,
         placements=[mesh.activation_placements(strategy) for strategy in strategies],
         incoming=mesh.activation_placements(before),
         mesh=mesh.stage,
+    )
+    fully_shard(loop, mesh=mesh.data(strategies[0]), reshard_after_forward=True)
+    attention_types = {layer.attention_type for layer in layers.values() if isinstance(layer, BlockLayer)}
+    return StageModule(
+        loop,
+        reduce_late=reduce_late,
         side=SideInputBuilder(model, build_rotary(model, chain, device), attention_types),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),
         num_tokens=plan.global_batch * plan.seq_len,
     )
-    stage.reduce_late(late)
-    return stage
+
+
+def _check_remat(plan: Plan) -> None:
+    if Remat.SELECTIVE in {strategy.remat for strategy in plan.strategies}:
+        raise InvalidPlanError(
+            field="stages.runs.remat",
+            found=Remat.SELECTIVE.value,
+            expected=f"{Remat.NONE.value} or {Remat.FULL.value}, which the runtime can carry out",
+            hint="plan without selective remat",
+        )
 
 
 def local_hidden_shape(plan: Plan, chain: ModelChain, strategy: Strategy) -> tuple[int, int, int]:

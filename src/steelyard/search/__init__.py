@@ -7,35 +7,57 @@
 | `layers`    | one strategy per layer of a run: the dynamic program on frontiers             |
 | `memory`    | least memory: what fits, and the nearest miss                                 |
 | `bounds`    | lower bounds of stage times, by prices of memory                              |
+| `runs`      | which runs of layers a stage may hold, and their exact least times            |
+| `joining`   | joining runs, stage after stage, into the fastest pipeline                    |
 | `partition` | cuts and strategies together, provably fastest for one pipeline setting       |
+| `balance`   | other ways to cut: even, memory-balanced, Galvatron-BMW                       |
 | `evaluate`  | time and bytes of a given choice, from the definition                         |
 | `solve`     | the search over all pipeline settings, with reasons and proof                 |
+| `tradeoff`  | time against memory, and time against devices                                 |
+| `problem`   | cost tables as versioned files                                                |
 """
 
+from steelyard.search.balance import BalancedResult, Move, Partition, partition_by
 from steelyard.search.evaluate import Solution, StageCost, evaluate
 from steelyard.search.frontier import Frontier, frontier, product, reduce, union
 from steelyard.search.memory import NearestMiss, nearest_miss
 from steelyard.search.partition import SettingResult, partition_exact
+from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.solve import SearchResult, SettingOutcome, search
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies
+from steelyard.search.tradeoff import DeviceOption, TradeOff, device_frontier, fewest_devices, memory_frontier
 
 __all__ = [
+    "BalancedResult",
+    "DeviceOption",
     "Frontier",
+    "Move",
     "NearestMiss",
+    "Partition",
+    "Problem",
     "SearchResult",
     "SettingOutcome",
     "SettingResult",
     "Solution",
     "SpaceOptions",
     "StageCost",
+    "TradeOff",
+    "device_frontier",
     "enumerate_levels",
     "enumerate_strategies",
     "evaluate",
+    "fewest_devices",
     "frontier",
+    "load_problem",
+    "memory_frontier",
     "nearest_miss",
+    "parse_problem",
+    "partition_by",
     "partition_exact",
     "product",
     "reduce",
+    "save_problem",
     "search",
+    "solve_problem",
     "union",
 ]

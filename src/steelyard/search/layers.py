@@ -26,6 +26,7 @@ Source: Miao et al. 2022, Eq. 1; Wang et al. 2023, section 4.1 (forward memory a
 Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -171,6 +172,10 @@ def option_table(tables: CostTables) -> OptionTable:
     return OptionTable(tables=tables, group=group, num_groups=num_groups, may_beat=may_beat)
 
 
+class TimeIsUpError(Exception):
+    """The deadline passed inside a search; callers turn it into a result with a gap."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pruning:
     """When a state of the dynamic program may be dropped.
@@ -184,6 +189,8 @@ class Pruning:
     limit_s: float
     prices: FloatArray
     width: int | None = None
+    deadline: float | None = None
+    """`time.monotonic` value after which `TimeIsUpError` is raised"""
 
 
 def chain_frontier(
@@ -199,6 +206,8 @@ def chain_frontier(
     states = _start(entries, floor)
     per_layer = []
     for position, kind in enumerate(kinds):
+        if pruning and pruning.deadline is not None and time.monotonic() > pruning.deadline:
+            raise TimeIsUpError
         states = _extend(states, costs.options[kind], costs.num_groups, guide, position + 1)
         per_layer.append(states)
     return ChainFrontier(per_layer=tuple(per_layer))

@@ -20,7 +20,6 @@ Not modelled: what `CostTables` leaves out; the schedule's exact time comes from
 """
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +30,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import ROUNDING
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.joining import join_runs
-from steelyard.search.layers import Pruning, chain_frontier
+from steelyard.search.layers import Pruning, TimeIsUpError, chain_frontier
 from steelyard.search.memory import (
     NearestMiss,
     furthest_boundaries,
@@ -119,9 +118,17 @@ def settle(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: float | No
     """The fastest plan of a feasible setting, or the proof that it is slower than the cutoff."""
     if prospect.lower_bound_s > cutoff_s:
         return SettingResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
+    return _search_upwards(prospect.setting, _first_or_fallback(prospect), prospect.lower_bound_s, cutoff_s, deadline)
+
+
+def sketch(prospect: Prospect) -> SettingResult:
+    """A good plan of a setting that is beaten already; no attempt is made to prove it best."""
+    return SettingResult(status="beaten", solution=_first_or_fallback(prospect), lower_bound_s=prospect.lower_bound_s)
+
+
+def _first_or_fallback(prospect: Prospect) -> Solution:
     first = first_plan(prospect.setting, prospect.filled) or prospect.fallback
-    best = min(first, prospect.fallback, key=lambda plan: plan.step_s)
-    return _search_upwards(prospect.setting, best, prospect.lower_bound_s, cutoff_s, deadline)
+    return min(first, prospect.fallback, key=lambda plan: plan.step_s)
 
 
 def quick_bound_s(tables: CostTables) -> float:
@@ -176,10 +183,11 @@ def _search_upwards(
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up."""
     aim = FIRST_AIM
     while lower <= cutoff_s and lower < best.step_s:
-        if deadline is not None and time.monotonic() > deadline:
-            return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
         target = min(lower + aim * (lower or best.step_s), cutoff_s, best.step_s)
-        found = plan_within(setting, target, boundaries)
+        try:
+            found = plan_within(setting, target, boundaries, deadline)
+        except TimeIsUpError:
+            return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
         if found is not None:
             return SettingResult(status="optimal", solution=found, lower_bound_s=found.step_s)
         if target >= best.step_s:
@@ -191,13 +199,18 @@ def _search_upwards(
     return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
 
 
-def plan_within(setting: Setting, target_s: float, boundaries: Sequence[int] | None = None) -> Solution | None:
-    """The fastest plan with a step time of at most the target, or None; with these boundaries if given."""
+def plan_within(
+    setting: Setting, target_s: float, boundaries: Sequence[int] | None = None, deadline: float | None = None
+) -> Solution | None:
+    """The fastest plan with a step time of at most the target, or None; with these boundaries if given.
+
+    Raises `TimeIsUpError` after the deadline.
+    """
     aim = target_s * (1 + ROUNDING)
     stages = possible_runs(setting, aim) if boundaries is None else runs_between(setting, boundaries)
     if stages is None:
         return None
-    solve_runs(setting, stages, aim)
+    solve_runs(setting, stages, aim, deadline)
     return join_runs(setting, stages, aim)
 
 

@@ -178,8 +178,11 @@ def time_limits(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> 
     return limits
 
 
-def solve_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> None:
-    """Solve every run that a plan within the aim may hold, those with least room first; fills in ``stages``."""
+def solve_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float, deadline: float | None = None) -> None:
+    """Solve every run that a plan within the aim may hold, those with least room first; fills in ``stages``.
+
+    Raises `TimeIsUpError` after the deadline.
+    """
     while True:
         limits = time_limits(setting, stages, aim_s)
         rooms = [_relative_room(runs, limit) for runs, limit in zip(stages, limits, strict=True)]
@@ -187,7 +190,7 @@ def solve_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> N
         if np.isinf(least):
             return
         for stage, (runs, limit, room) in enumerate(zip(stages, limits, rooms, strict=True)):
-            _solve_stage(setting, stage, runs, limit, room <= max(2 * least, 0.01))
+            _solve_stage(setting, stage, runs, limit, room <= max(2 * least, 0.01), deadline)
 
 
 def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
@@ -198,7 +201,14 @@ def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
     return room
 
 
-def _solve_stage(setting: Setting, stage: int, runs: StageRuns, limit: FloatArray, chosen: NDArray[np.bool_]) -> None:
+def _solve_stage(
+    setting: Setting,
+    stage: int,
+    runs: StageRuns,
+    limit: FloatArray,
+    chosen: NDArray[np.bool_],
+    deadline: float | None,
+) -> None:
     """Solve the chosen runs, and with each all unsolved runs of the same layers."""
     kinds = np.array(setting.tables.layers, dtype=np.int32)
     places: dict[bytes, list[tuple[int, int]]] = {}
@@ -210,7 +220,7 @@ def _solve_stage(setting: Setting, stage: int, runs: StageRuns, limit: FloatArra
             continue
         row, column = equal[0]
         span = (int(runs.starts[row]), int(runs.ends[column]))
-        best = best_runs(setting, stage, key, span, max(float(limit[place]) for place in equal))
+        best = best_runs(setting, stage, key, span, max(float(limit[place]) for place in equal), deadline)
         for place in equal:
             runs.solved[place] = True
             runs.bound_s[place] = best.seconds.min(initial=np.inf)
@@ -218,7 +228,9 @@ def _solve_stage(setting: Setting, stage: int, runs: StageRuns, limit: FloatArra
                 runs.found.append((int(runs.starts[place[0]]), int(runs.ends[place[1]]), best))
 
 
-def best_runs(setting: Setting, stage: int, key: bytes, span: tuple[int, int], limit_s: float) -> BestRuns:
+def best_runs(
+    setting: Setting, stage: int, key: bytes, span: tuple[int, int], limit_s: float, deadline: float | None = None
+) -> BestRuns:
     """Least times up to the limit of one run (``key`` names its layers), remembered for later targets."""
     tables, bounds = setting.tables, setting.bounds[stage]
     signature = (tables.in_flight(stage), stage == 0, key)
@@ -230,6 +242,7 @@ def best_runs(setting: Setting, stage: int, key: bytes, span: tuple[int, int], l
         budget_bytes=setting.room_bytes,
         limit_s=limit_s * (1 + ROUNDING) - bounds.transfer_s,
         prices=bounds.good_prices(*span),
+        deadline=deadline,
     )
     entries = np.arange(groups) if stage else None
     chain = chain_frontier(bounds.costs, tables.layers[slice(*span)], entries=entries, pruning=pruning)

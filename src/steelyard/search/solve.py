@@ -20,7 +20,7 @@ from steelyard.errors import InvalidProblemError
 from steelyard.search.balance import Partition, partition_by
 from steelyard.search.evaluate import Solution
 from steelyard.search.memory import NearestMiss
-from steelyard.search.partition import Prospect, SettingResult, assess, quick_bound_s, settle
+from steelyard.search.partition import Prospect, SettingResult, assess, quick_bound_s, settle, sketch
 from steelyard.units import format_bytes, format_seconds
 
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
@@ -92,14 +92,16 @@ def search(
     tables: Iterable[CostTables],
     budget_bytes: int,
     *,
-    num_exact: int = 3,
+    num_exact: int = 1,
+    num_alternatives: int = 4,
     samples: Sequence[int] | None = None,
     time_limit_s: float | None = None,
     partition: Partition = "exact",
 ) -> SearchResult:
     """The fastest plan over these settings within the budget per device.
 
-    The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten. With
+    The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten. The
+    most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its setting. With
     another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven.
     Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
     """
@@ -115,14 +117,19 @@ def search(
     if partition != "exact":
         results = [partition_by(partition, each, budget_bytes).result for each in given]
         return _summary(given, weights, results, budget_bytes)
-    results = _solve_in_order(given, weights, budget_bytes, max(1, num_exact), deadline)
+    results = _solve_in_order(given, weights, budget_bytes, (max(1, num_exact), num_alternatives), deadline)
     return _summary(given, weights, results, budget_bytes)
 
 
 def _solve_in_order(
-    tables: Sequence[CostTables], samples: Sequence[int], budget_bytes: int, num_exact: int, deadline: float | None
+    tables: Sequence[CostTables],
+    samples: Sequence[int],
+    budget_bytes: int,
+    wanted: tuple[int, int],
+    deadline: float | None,
 ) -> list[SettingResult]:
     """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it."""
+    num_exact, num_alternatives = wanted
     results: dict[int, SettingResult] = {}
     best: list[float] = []
     waiting: list[tuple[float, int, Prospect | None]] = [
@@ -133,21 +140,23 @@ def _solve_in_order(
     while waiting:
         bound, index, prospect = heapq.heappop(waiting)
         cutoff = -best[0] if len(best) == num_exact else np.inf
-        if bound > cutoff:
+        if bound > cutoff and num_alternatives <= 0:
             results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
-            continue
-        if prospect is None:
+        elif prospect is None:
             assessed = assess(tables[index], budget_bytes)
             if isinstance(assessed, SettingResult):
                 results[index] = assessed
             else:
                 heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
-            continue
-        result = results[index] = settle(prospect, cutoff_s=cutoff * samples[index], deadline=deadline)
-        if result.solution is not None:
-            heapq.heappush(best, -result.solution.step_s / samples[index])
-            if len(best) > num_exact:
-                heapq.heappop(best)
+        elif bound > cutoff:
+            results[index] = sketch(prospect)
+            num_alternatives -= 1
+        else:
+            result = results[index] = settle(prospect, cutoff_s=cutoff * samples[index], deadline=deadline)
+            if result.solution is not None:
+                heapq.heappush(best, -result.solution.step_s / samples[index])
+                if len(best) > num_exact:
+                    heapq.heappop(best)
     return [results[index] for index in range(len(tables))]
 
 
@@ -202,9 +211,9 @@ def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s
     """One sentence on why a setting won, lost or does not fit."""
     if result.status == "infeasible":
         return _why_infeasible(tables, result, budget_bytes)
-    if result.status == "beaten":
+    if result.status == "beaten" and result.solution is None:
         return f"left unsolved: no plan of it takes less than {format_seconds(result.lower_bound_s)} a step"
-    unproven = "" if result.status == "optimal" else f", not proven best (gap {result.gap:.1%})"
+    unproven = "" if result.status == "optimal" else f", not proven best of its setting (gap {result.gap:.1%})"
     if score_s <= fastest_s:
         return "fastest" + unproven
     slower = f"{score_s / fastest_s - 1:.2%} slower than the fastest" if fastest_s > 0 else "slower than the fastest"

@@ -1,0 +1,161 @@
+"""A small model, a made-up profile of it and jobs on known clusters, that the tests of costs share; no torch."""
+
+from typing import Any
+
+from steelyard.cost.setting import Job, Setting
+from steelyard.hardware import Cluster, parse_cluster
+from steelyard.hardware.values import Device, Link
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.plan.plan import Plan, Precision, Schedule, fold_runs
+from steelyard.plan.strategy import parse_strategy
+from steelyard.profiles.profile import Affine, CollectiveCount, LayerProfile, Profile, ProfileIdentity, Work
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+PARAMS = {"embedding": 16384, "block": 41088, "head": 16448}
+SEQ_LEN = 32
+
+
+def chain(**changes: Any) -> ModelChain:
+    return chain_from_config(CONFIG | changes, name="small")
+
+
+def cluster(
+    num_nodes: int = 1,
+    devices_per_node: int = 8,
+    *,
+    intra_bytes_per_s: float = 100e9,
+    inter_bytes_per_s: float = 10e9,
+    latency_s: float = 1e-6,
+) -> Cluster:
+    """Round numbers: 100 TFLOP/s, 1 TB/s of memory."""
+    device = Device(
+        name="round",
+        memory_bytes=80 * 2**30,
+        peak_flop_per_s={"bf16": 100e12, "fp32": 10e12},
+        memory_bytes_per_s=1e12,
+        source="test",
+    )
+    intra = Link(name="intra", bytes_per_s=intra_bytes_per_s, latency_s=latency_s, source="test")
+    inter = Link(name="inter", bytes_per_s=inter_bytes_per_s, latency_s=10 * latency_s, source="test")
+    return Cluster(
+        name="round",
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        device=device,
+        intra_link=intra,
+        inter_link=inter if num_nodes > 1 else None,
+    )
+
+
+def profile(model: ModelChain, precision: Precision = "bf16") -> Profile:
+    """A profile with plausible numbers for tp 1, 2, 4 and 8, exactly divided."""
+    layers = []
+    for kind in model.kinds:
+        for tp in (1, 2, 4, 8):
+            for sp in (False, True) if tp > 1 else (False,):
+                layers.append(_layer(kind.name, tp, sp))
+    identity = ProfileIdentity(
+        method="traced",
+        model_name=model.name,
+        config_hash=model.config_hash,
+        seq_len=SEQ_LEN,
+        precision=precision,
+        device="any",
+        num_devices=1,
+        torch="0",
+        transformers="0",
+        created="2026-01-01",
+    )
+    return Profile(identity=identity, layers=tuple(layers))
+
+
+def _layer(kind: str, tp: int, sp: bool) -> LayerProfile:
+    hidden_bytes = 2 * SEQ_LEN * CONFIG["hidden_size"]
+    params = PARAMS[kind] // tp
+    work = Work(
+        matmul_flop=Affine(per_sample=2e9 / tp),
+        attention_flop=Affine(per_sample=1e8 / tp),
+        matmul_bytes=Affine(per_sample=1e6),
+        memory_bytes=Affine(per_sample=1e6 / tp),
+        num_kernels=20,
+    )
+    reduce = CollectiveCount(kind="all_reduce", count=2, tensor_bytes=Affine(per_sample=2.0 * hidden_bytes))
+    gather = CollectiveCount(kind="all_gather", count=2, tensor_bytes=Affine(per_sample=2.0 * hidden_bytes))
+    scatter = CollectiveCount(kind="reduce_scatter", count=2, tensor_bytes=Affine(per_sample=2.0 * hidden_bytes))
+    collectives = () if tp == 1 else (gather, scatter) if sp else (reduce,)
+    return LayerProfile(
+        kind=kind,
+        tp=tp,
+        sp=sp,
+        num_params=params,
+        forward=work,
+        backward=work,
+        forward_collectives=collectives,
+        backward_collectives=collectives,
+        saved_bytes=Affine(constant=64, per_sample=10.0 * hidden_bytes / tp),
+        input_bytes=Affine(per_sample=hidden_bytes / (tp if sp else 1)),
+        forward_transient_bytes=Affine(per_sample=2.0 * hidden_bytes / tp),
+        backward_transient_bytes=Affine(per_sample=4.0 * hidden_bytes / tp),
+    )
+
+
+def job(
+    machines: Cluster | None = None, *, global_batch: int = 64, precision: Precision = "bf16", **changes: Any
+) -> Job:
+    model = chain(**changes)
+    return Job(
+        chain=model,
+        profile=profile(model, precision),
+        cluster=machines or cluster(),
+        seq_len=SEQ_LEN,
+        global_batch=global_batch,
+        precision=precision,
+        budget_bytes=80 * 2**30,
+    )
+
+
+def unprofiled_job() -> Job:
+    """A job on processes of one host, whose rates only a profile knows."""
+    return job(parse_cluster("1x4xcpu").with_memory(2**30))
+
+
+def setting(
+    of: Job | None = None, *, num_stages: int = 1, num_microbatches: int = 1, schedule: Schedule = "1f1b"
+) -> Setting:
+    return Setting(job=of or job(), num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
+
+
+def plan(of: Job, *stages: str, num_microbatches: int, schedule: Schedule = "1f1b") -> Plan:
+    """A plan of the job whose stages are strategies separated by commas, one per layer."""
+    size = of.cluster.num_devices // len(stages)
+    parts, first_layer = [], 0
+    for index, stage in enumerate(stages):
+        strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
+        runs = [run.model_dump(mode="json") for run in fold_runs(first_layer, strategies)]
+        parts.append({"ranks": [index * size, (index + 1) * size - 1], "runs": runs})
+        first_layer += len(strategies)
+    return Plan.model_validate(
+        {
+            "model": {"name": "small", "config": dict(of.chain.config)},
+            "cluster": of.cluster.name,
+            "seq_len": of.seq_len,
+            "global_batch": of.global_batch,
+            "num_microbatches": num_microbatches,
+            "precision": of.precision,
+            "schedule": schedule,
+            "stages": parts,
+        }
+    )

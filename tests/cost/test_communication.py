@@ -1,0 +1,111 @@
+"""Seconds of collectives against numbers worked out by hand, and the laws they obey."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.cost.communication import Group, collective_s, send_recv_s
+from steelyard.errors import InvalidProfileError
+from steelyard.profiles.profile import CollectiveKind, CollectiveProfile
+from tests.cost.examples import cluster, job, unprofiled_job
+
+KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+kinds = st.sampled_from(KINDS)
+groups = st.sampled_from(
+    [Group(size=n, stride=stride, span=16) for n in (2, 4, 8, 16) for stride in (1, 2, 4) if n * stride <= 16]
+)
+num_bytes = st.integers(0, 2**40)
+
+
+def _seconds(kind: CollectiveKind, size: float, group: Group, **rates: float) -> float:
+    machines = cluster(2, 8, **rates)
+    return collective_s(kind, size, group, machines, job(machines).profile)
+
+
+def test_all_gather_inside_a_node_takes_the_rings_time() -> None:
+    group = Group(size=4, stride=1, span=4)
+    assert _seconds("all_gather", 1e9, group) == pytest.approx(3 * 1e-6 + 3 / 4 * 1e9 / 100e9)
+
+
+def test_all_reduce_takes_two_passes() -> None:
+    group = Group(size=4, stride=1, span=4)
+    assert _seconds("all_reduce", 1e9, group) == pytest.approx(2 * (3 * 1e-6 + 3 / 4 * 1e9 / 100e9))
+
+
+def test_a_group_that_fills_two_nodes_uses_every_outward_link() -> None:
+    group = Group(size=16, stride=1, span=16)  # 8 ranks in each node: 8 links of 10 GB/s
+    assert _seconds("all_gather", 1e9, group) == pytest.approx(15 * 1e-5 + 15 / 16 * 1e9 / 80e9)
+
+
+def test_a_strided_group_uses_as_many_outward_links_as_it_has_ranks_in_a_node() -> None:
+    group = Group(size=4, stride=4, span=16)  # ranks 0, 4 | 8, 12
+    assert _seconds("all_gather", 1e9, group) == pytest.approx(3 * 1e-5 + 3 / 4 * 1e9 / 20e9)
+
+
+def test_a_group_of_one_rank_per_node_uses_one_outward_link() -> None:
+    group = Group(size=2, stride=8, span=16)
+    assert _seconds("all_gather", 1e9, group) == pytest.approx(1e-5 + 1 / 2 * 1e9 / 10e9)
+
+
+def test_a_strided_group_inside_a_node_uses_the_inner_link() -> None:
+    group = Group(size=4, stride=2, span=8)
+    assert _seconds("all_gather", 1e9, group) == pytest.approx(3e-6 + 3 / 4 * 1e9 / 100e9)
+
+
+def test_a_rank_that_hands_to_its_neighbour_in_the_node_uses_the_inner_link() -> None:
+    machines = cluster(2, 8)
+    profile = job(machines).profile
+    assert send_recv_s(1e9, distance=4, cluster=machines, profile=profile) == pytest.approx(1e-6 + 1e9 / 100e9)
+
+
+def test_a_rank_that_hands_to_another_node_uses_the_outer_link() -> None:
+    machines = cluster(2, 8)
+    profile = job(machines).profile
+    assert send_recv_s(1e9, distance=8, cluster=machines, profile=profile) == pytest.approx(1e-5 + 1e9 / 10e9)
+
+
+def test_a_measurement_takes_the_place_of_the_formula() -> None:
+    measured = CollectiveProfile(
+        kind="all_gather", group_size=4, strided=False, latency_s=0.5, bytes_per_s=2.0, max_relative_error=0.0
+    )
+    machines = cluster()
+    profile = job(machines).profile.model_copy(update={"collectives": (measured,)})
+    assert collective_s("all_gather", 10, Group(size=4, stride=1, span=8), machines, profile) == 0.5 + 10 / 2.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collective_of_unknown_rate_is_an_error(kind: CollectiveKind) -> None:
+    unprofiled = unprofiled_job()
+    with pytest.raises(InvalidProfileError, match=f"no {kind} over 4 ranks"):
+        collective_s(kind, 1.0, Group(size=4, stride=1, span=4), unprofiled.cluster, unprofiled.profile)
+
+
+def test_a_transfer_of_unknown_rate_is_an_error() -> None:
+    unprofiled = unprofiled_job()
+    with pytest.raises(InvalidProfileError, match="no send_recv"):
+        send_recv_s(1.0, distance=2, cluster=unprofiled.cluster, profile=unprofiled.profile)
+
+
+def test_a_collective_of_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(InvalidProfileError, match="broadcast"):
+        _seconds("broadcast", 1.0, Group(size=4, stride=1, span=4))  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_rank_communicates_nothing() -> None:
+    assert _seconds("all_reduce", 1e9, Group(size=1, stride=1, span=8)) == 0
+
+
+@given(kinds, groups, num_bytes, num_bytes)
+def test_more_bytes_are_never_cheaper(kind: CollectiveKind, group: Group, one: int, other: int) -> None:
+    fewer, more = sorted((one, other))
+    assert _seconds(kind, fewer, group) <= _seconds(kind, more, group)
+
+
+@given(kinds, groups, num_bytes, st.floats(1e6, 1e12), st.floats(1, 100))
+def test_a_faster_link_is_never_slower(
+    kind: CollectiveKind, group: Group, size: int, bytes_per_s: float, factor: float
+) -> None:
+    slow = _seconds(kind, size, group, inter_bytes_per_s=bytes_per_s)
+    assert _seconds(kind, size, group, inter_bytes_per_s=bytes_per_s * factor) <= slow
+    slow = _seconds(kind, size, group, intra_bytes_per_s=bytes_per_s)
+    assert _seconds(kind, size, group, intra_bytes_per_s=bytes_per_s * factor) <= slow

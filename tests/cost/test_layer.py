@@ -1,0 +1,227 @@
+"""Time and memory of a layer: the constants, each term, and the laws."""
+
+from dataclasses import replace
+from math import isclose
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.cost.build import ALLOCATOR_SLACK, CUDA_CONTEXT_BYTES, overhead_bytes, usable_bytes
+from steelyard.cost.communication import Group, collective_s
+from steelyard.cost.compute import DEFAULT_EFFICIENCY, optimizer_s
+from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, level_group
+from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
+from steelyard.errors import InvalidProfileError
+from steelyard.plan.strategy import Parallelism, parse_strategy
+from tests.cost.examples import PARAMS, SEQ_LEN, cluster, job, setting, unprofiled_job
+
+BLOCK = PARAMS["block"]
+STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
+texts = st.sampled_from([text + remat for text in STRATEGIES for remat in ("", " remat=full")])
+seconds = st.floats(0, 1e3)
+kappas = st.floats(1, 2)
+
+
+def block(text: str, where: Setting | None = None) -> LayerCost:
+    where = where or setting()
+    return layer_cost(where.job.chain.kinds[1], parse_strategy(text), where)
+
+
+# constants
+
+
+def test_one_parameter_takes_sixteen_bytes_of_states_and_a_copy_to_compute_with() -> None:
+    assert sum(block("dp8").static_bytes.values()) == (16 + 2) * BLOCK
+
+
+def test_fsdp_divides_all_states_and_keeps_no_copy() -> None:
+    assert block("fsdp8").static_bytes == {
+        "parameters": 4 * BLOCK // 8,
+        "gradients": 4 * BLOCK // 8,
+        "optimizer": 8 * BLOCK // 8,
+    }
+
+
+def test_zero_2_keeps_a_copy_of_the_whole_layer_between_forward_and_backward() -> None:
+    extra = sum(block("fsdp8 zero2").static_bytes.values()) - sum(block("fsdp8").static_bytes.values())
+    assert extra == 2 * BLOCK
+
+
+def test_bytes_of_the_precisions() -> None:
+    assert (COMPUTE_BYTES["bf16"], COMPUTE_BYTES["fp32"], MASTER_BYTES) == (2, 4, 4)
+
+
+def test_the_context_is_one_gibibyte_and_the_slack_a_fraction() -> None:
+    assert CUDA_CONTEXT_BYTES == 2**30
+    assert 0 < ALLOCATOR_SLACK < 0.25
+
+
+def test_efficiencies_are_fractions() -> None:
+    for name in ("matmul", "attention", "memory"):
+        assert 0 < getattr(DEFAULT_EFFICIENCY, name) < 1
+
+
+def test_the_optimizer_reads_16_and_writes_12_bytes_of_a_parameter() -> None:
+    assert optimizer_s(1e9, job()) == pytest.approx(28e9 / (0.8 * 1e12))
+
+
+def test_processes_of_one_host_have_no_context_and_no_slack() -> None:
+    unprofiled = unprofiled_job()
+    assert overhead_bytes(setting(unprofiled)) == 0
+    assert usable_bytes(unprofiled) == unprofiled.budget_bytes
+
+
+# time
+
+
+def test_compute_time_is_work_over_the_reached_rates() -> None:
+    samples, rate = 8, DEFAULT_EFFICIENCY
+    expected = samples * (2e9 / (rate.matmul * 100e12) + 1e8 / (rate.attention * 100e12) + 1e6 / (rate.memory * 1e12))
+    assert block("dp8").forward_s["compute"] == pytest.approx(expected)
+
+
+def test_tp_pays_its_two_all_reduces_in_each_direction() -> None:
+    where = setting(job(global_batch=8))
+    tensor_bytes = 8 * SEQ_LEN * 64 * 2
+    once = collective_s(
+        "all_reduce", tensor_bytes, Group(size=8, stride=1, span=8), where.job.cluster, where.job.profile
+    )
+    cost = block("tp8", where)
+    assert cost.forward_s["tp"] == pytest.approx(2 * once)
+    assert cost.backward_s["tp"] == pytest.approx(2 * once)
+
+
+def test_dp_reduces_once_a_step_whatever_the_number_of_microbatches() -> None:
+    few, many = (block("dp8", setting(num_microbatches=count)) for count in (1, 8))
+    assert "dp" not in many.forward_s | many.backward_s
+    assert many.once_s["dp"] > 0
+    assert many.once_s.keys() == few.once_s.keys()
+
+
+def test_fsdp_gathers_in_forward_and_again_in_backward_with_a_reduce_scatter() -> None:
+    where = setting()
+    cost = block("fsdp8", where)
+    group = Group(size=8, stride=1, span=8)
+    gather = collective_s("all_gather", 2 * BLOCK, group, where.job.cluster, where.job.profile)
+    scatter = collective_s("reduce_scatter", 4 * BLOCK, group, where.job.cluster, where.job.profile)
+    kappa = where.job.profile.overlap_slowdown
+    assert cost.forward_s["fsdp"] == pytest.approx(exposed_s(cost.forward_s["compute"], gather, kappa))
+    assert cost.backward_s["fsdp"] == pytest.approx(exposed_s(cost.backward_s["compute"], gather + scatter, kappa))
+
+
+def test_zero_2_does_not_gather_again() -> None:
+    assert block("fsdp8 zero2").backward_s["fsdp"] < block("fsdp8").backward_s["fsdp"]
+
+
+def test_full_remat_runs_the_forward_pass_and_its_collectives_again() -> None:
+    cost = block("tp8 remat=full")
+    assert cost.backward_s["remat"] == cost.forward_s["compute"] + cost.forward_s["tp"]
+
+
+def test_a_tied_model_pays_for_the_exchange_of_its_gradients_in_embedding_and_head() -> None:
+    where = setting(job(tie_word_embeddings=True), num_stages=2, num_microbatches=2)
+    costs = [layer_cost(kind, parse_strategy("fsdp4"), where) for kind in where.job.chain.kinds]
+    assert ["tied" in cost.once_s for cost in costs] == [True, False, True]
+    untied = setting(job(), num_stages=2, num_microbatches=2)
+    assert "tied" not in layer_cost(untied.job.chain.kinds[0], parse_strategy("fsdp4"), untied).once_s
+
+
+def test_a_tied_head_takes_the_memory_of_an_untied_one() -> None:
+    tied, untied = (setting(job(tie_word_embeddings=tie)) for tie in (True, False))
+    costs = [layer_cost(where.job.chain.kinds[2], parse_strategy("fsdp8"), where) for where in (tied, untied)]
+    assert costs[0].static_bytes == costs[1].static_bytes
+    assert costs[0].transient_bytes == costs[1].transient_bytes
+
+
+def test_a_degree_that_the_profile_lacks_is_an_error() -> None:
+    where = setting()
+    only_whole = where.job.profile.model_copy(update={"layers": where.job.profile.layers[:1]})
+    with pytest.raises(InvalidProfileError, match="no entry for tp 8"):
+        block("tp8", setting(replace(where.job, profile=only_whole)))
+
+
+def test_the_groups_of_a_level_are_as_strided_as_the_levels_inside_it() -> None:
+    strategy = parse_strategy("fsdp4-tp2")
+    assert level_group(strategy, setting(), Parallelism.FSDP) == Group(size=4, stride=2, span=8)
+    assert level_group(strategy, setting(), Parallelism.TP) == Group(size=2, stride=1, span=8)
+
+
+@given(seconds, seconds)
+def test_without_slowdown_the_shorter_of_two_hides_behind_the_longer(compute_s: float, communication_s: float) -> None:
+    total = compute_s + exposed_s(compute_s, communication_s, 1.0)
+    assert isclose(total, max(compute_s, communication_s), abs_tol=1e-9)
+
+
+@given(seconds, seconds, kappas)
+def test_overlap_takes_at_least_the_longer_and_at_most_both_slowed_down(c: float, d: float, kappa: float) -> None:
+    exposed = exposed_s(c, d, kappa)
+    assert max(c, d) - 1e-9 <= c + exposed <= c + d + 1e-9
+    assert exposed >= -1e-9
+
+
+@given(texts, st.floats(1, 100))
+def test_a_faster_link_never_slows_a_layer_down(text: str, factor: float) -> None:
+    slow = block(text, setting(job(cluster(intra_bytes_per_s=1e9))))
+    fast = block(text, setting(job(cluster(intra_bytes_per_s=1e9 * factor))))
+    assert fast.microbatch_s <= slow.microbatch_s * (1 + 1e-12)
+    assert sum(fast.once_s.values()) <= sum(slow.once_s.values()) * (1 + 1e-12)
+
+
+# memory
+
+
+def test_full_remat_keeps_the_input_alone() -> None:
+    where = setting()
+    samples = 64 // 8
+    assert block("dp8 remat=full", where).activation_bytes == samples * SEQ_LEN * 64 * 2
+    assert block("dp8", where).activation_bytes == 64 + 10 * samples * SEQ_LEN * 64 * 2
+
+
+def test_what_full_remat_recomputes_is_in_the_working_set() -> None:
+    kept, recomputed = block("fsdp8"), block("fsdp8 remat=full")
+    difference = recomputed.transient_bytes - kept.transient_bytes
+    assert difference == kept.activation_bytes - recomputed.activation_bytes
+
+
+def test_the_working_set_of_fsdp_holds_two_copies_the_gradients_and_a_reduction_buffer() -> None:
+    where = setting(job(global_batch=8))
+    activations = 4 * 2 * SEQ_LEN * 64
+    assert block("fsdp8", where).transient_bytes == (2 + 2 + 2 + 4) * BLOCK + activations
+
+
+def test_the_working_set_of_dp_is_at_least_two_copies_of_its_gradients() -> None:
+    assert block("dp8", setting(job(global_batch=8))).transient_bytes >= 8 * BLOCK
+
+
+def test_tensor_parallel_ranks_without_sp_have_copies_of_the_pipelines_buffers() -> None:
+    where = setting(num_stages=2, num_microbatches=4)
+    buffers = overhead_bytes(where) - CUDA_CONTEXT_BYTES
+    single = setting(job(cluster(1, 4), global_batch=64), num_microbatches=4)
+    assert block("tp4", where).transient_bytes - block("tp4", single).transient_bytes == 3 * buffers
+
+
+def test_two_stages_have_a_buffer_per_microbatch_and_the_outputs_in_flight() -> None:
+    where = setting(num_stages=2, num_microbatches=4)
+    assert overhead_bytes(where) - CUDA_CONTEXT_BYTES == (4 + 2) * where.activation_bytes // 4
+
+
+def test_more_stages_have_two_buffers_per_microbatch() -> None:
+    where = setting(num_stages=4, num_microbatches=4)
+    assert overhead_bytes(where) - CUDA_CONTEXT_BYTES == 8 * where.activation_bytes // 2
+
+
+@given(texts, st.sampled_from([1, 2, 4, 8]), st.sampled_from(["fp32", "bf16"]))
+def test_no_term_of_memory_is_negative(text: str, num_microbatches: int, precision: str) -> None:
+    cost = block(text, setting(job(precision=precision), num_microbatches=num_microbatches))
+    assert all(value > 0 for value in cost.static_bytes.values())
+    assert cost.activation_bytes > 0
+    assert cost.transient_bytes > 0
+
+
+@given(texts)
+def test_more_samples_never_take_less_memory_or_time(text: str) -> None:
+    small, large = (block(text, setting(num_microbatches=count)) for count in (8, 2))
+    assert large.activation_bytes >= small.activation_bytes
+    assert large.transient_bytes >= small.transient_bytes
+    assert large.microbatch_s >= small.microbatch_s

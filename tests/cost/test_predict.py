@@ -1,0 +1,113 @@
+"""A plan's prediction against the tables that the search works on, and against known answers."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.build import build_tables, slack_fraction
+from steelyard.cost.predict import model_flop_utilisation, predict
+from steelyard.cost.setting import Job
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.plan import Plan
+from steelyard.profiles.profile import Affine
+from steelyard.search.evaluate import Solution, evaluate
+from tests.cost.examples import SEQ_LEN, cluster, job, plan, setting
+
+ONE_STAGE = ("fsdp8, dp8, fsdp4-tp2+sp, tp8, dp2-tp4 remat=full, fsdp8 zero2",)
+TWO_STAGES = ("fsdp4, dp4, tp4", "tp2-fsdp2+sp, fsdp4 remat=full, dp4")
+FOUR_STAGES = ("fsdp2, dp2", "tp2", "tp2+sp remat=full", "dp2, fsdp2")
+
+
+def by_tables(of: Job, candidate: Plan) -> Solution:
+    """The same choice, priced from cost tables as the search does it."""
+    where = setting(
+        of,
+        num_stages=len(candidate.stages),
+        num_microbatches=candidate.num_microbatches,
+        schedule=candidate.schedule,
+    )
+    strategies = tuple(dict.fromkeys(candidate.strategies))
+    boundaries = [stage.first_layer for stage in candidate.stages] + [of.chain.num_layers]
+    return evaluate(build_tables(where, strategies), boundaries, [strategies.index(s) for s in candidate.strategies])
+
+
+@pytest.mark.parametrize("stages", [ONE_STAGE, TWO_STAGES, FOUR_STAGES], ids=["one", "two", "four"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_reported_terms_add_up_to_what_the_search_minimised(stages: tuple[str, ...], schedule: str) -> None:
+    of = job()
+    candidate = plan(of, *stages, num_microbatches=4, schedule=schedule)
+    found, expected = predict(candidate, of), by_tables(of, candidate)
+    for mine, theirs in zip(found.stages, expected.stages, strict=True):
+        assert mine.total_time_s == pytest.approx(theirs.time_s, rel=1e-12)
+        assert mine.time_s.get("switch", 0.0) == pytest.approx(theirs.switch_s, rel=1e-12)
+        assert mine.time_s.get("pipeline", 0.0) == pytest.approx(theirs.transfer_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("stages", [ONE_STAGE, TWO_STAGES, FOUR_STAGES], ids=["one", "two", "four"])
+def test_the_reported_bytes_are_those_that_the_search_bounded_and_the_slack(stages: tuple[str, ...]) -> None:
+    of = job()
+    candidate = plan(of, *stages, num_microbatches=4)
+    for mine, theirs in zip(predict(candidate, of).stages, by_tables(of, candidate).stages, strict=True):
+        assert mine.memory_bytes["activations"] == theirs.activation_bytes
+        assert mine.memory_bytes["working set"] == theirs.transient_bytes
+        assert mine.memory_bytes["context and buffers"] == theirs.overhead_bytes
+        assert mine.total_bytes == theirs.total_bytes + int(slack_fraction(of) * theirs.total_bytes)
+
+
+def test_one_stage_takes_the_step_time_that_the_search_minimised() -> None:
+    of = job()
+    candidate = plan(of, *ONE_STAGE, num_microbatches=4)
+    assert predict(candidate, of).timeline.step_time_s == pytest.approx(by_tables(of, candidate).step_s, rel=1e-12)
+
+
+def test_a_plan_for_another_batch_is_an_error() -> None:
+    candidate = plan(job(), *ONE_STAGE, num_microbatches=4)
+    with pytest.raises(InvalidPlanError, match="global_batch"):
+        predict(candidate, job(global_batch=32))
+
+
+def test_a_plan_that_fills_more_than_the_budget_does_not_fit() -> None:
+    of = job()
+    candidate = plan(of, *ONE_STAGE, num_microbatches=4)
+    total = predict(candidate, of).stages[0].total_bytes
+    assert predict(candidate, replace(of, budget_bytes=total)).fits
+    assert not predict(candidate, replace(of, budget_bytes=total - 1)).fits
+
+
+def test_more_samples_in_flight_hold_more_activations() -> None:
+    of = job()
+    stages = TWO_STAGES
+    one_f_one_b, gpipe = (
+        predict(plan(of, *stages, num_microbatches=4, schedule=schedule), of) for schedule in ("1f1b", "gpipe")
+    )
+    assert gpipe.stages[1].memory_bytes["activations"] == 4 * one_f_one_b.stages[1].memory_bytes["activations"]
+    assert gpipe.stages[0].memory_bytes["activations"] == 2 * one_f_one_b.stages[0].memory_bytes["activations"]
+
+
+def test_mfu_counts_six_flop_per_parameter_and_twelve_per_layer_hidden_and_length() -> None:
+    of = job()
+    params, hidden, num_layers = 1e6, 64, 4
+    # forward of a token: 2 per parameter, and causal attention 2·s·h (half of 4·s·h)
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "forward": layer.forward.model_copy(
+                    update={
+                        "matmul_flop": Affine(per_sample=2 * params * SEQ_LEN),
+                        "attention_flop": Affine(per_sample=2.0 * hidden * SEQ_LEN**2 if layer.kind == "block" else 0),
+                    }
+                )
+            }
+        )
+        for layer in of.profile.layers
+    )
+    of = replace(of, profile=of.profile.model_copy(update={"layers": layers}))
+    per_token = 6 * params * of.chain.num_layers + 12 * num_layers * hidden * SEQ_LEN
+    assert model_flop_utilisation(of, 1e6) == pytest.approx(per_token * 1e6 / 100e12)
+
+
+def test_more_devices_take_a_faster_step() -> None:
+    eight, four = job(cluster(1, 8)), job(cluster(1, 4))
+    slow = predict(plan(four, ", ".join(["fsdp4"] * 6), num_microbatches=1), four)
+    fast = predict(plan(eight, ", ".join(["fsdp8"] * 6), num_microbatches=1), eight)
+    assert fast.timeline.step_time_s < slow.timeline.step_time_s

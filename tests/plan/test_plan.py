@@ -1,0 +1,254 @@
+"""Plans: what a valid one says about itself, and every contradiction as one error that names its place."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plan.examples import CONFIG, CONTENT, PREDICTION, changed, one_stage, read
+from steelyard.errors import InvalidModelError, InvalidPlanError
+from steelyard.model.read import chain_from_config, config_hash, load_model
+from steelyard.plan.plan import fold_runs
+from steelyard.search import enumerate_strategies
+
+LAYERS_OF = ["stages", 0, "runs", 0, "layers"]
+
+
+def test_the_example_has_a_strategy_for_every_layer():
+    assert [str(strategy) for strategy in read(CONTENT).strategies] == [
+        "dp2",
+        "dp2",
+        "fsdp2",
+        "tp2+sp remat=full",
+        "tp2+sp remat=full",
+        "fsdp2 zero2",
+    ]
+
+
+def test_a_plan_counts_its_devices_and_samples():
+    plan = read(CONTENT)
+    assert (plan.num_devices, plan.microbatch_samples) == (4, 4)
+
+
+def test_stages_know_their_layers():
+    assert [(stage.first_layer, stage.last_layer) for stage in read(CONTENT).stages] == [(0, 2), (3, 5)]
+
+
+def test_predictions_of_a_stage_add_up():
+    prediction = read(CONTENT).prediction
+    assert prediction is not None
+    assert [stage.total_bytes for stage in prediction.stages] == [30, 30]
+    assert [stage.total_time_s for stage in prediction.stages] == [0.25, 0.625]
+
+
+def test_the_chain_of_a_plan_is_that_of_its_config():
+    assert read(CONTENT).chain() == chain_from_config(CONFIG, name="tiny")
+
+
+def test_a_plan_without_a_config_means_the_packaged_model():
+    runs = [{"layers": [0, 9], "parallel": "dp2"}]
+    stages = [{"ranks": [0, 1], "runs": runs}]
+    plan = read({**CONTENT, "model": {"name": "llama-demo"}, "stages": stages, "prediction": None})
+    assert plan.chain() == load_model("llama-demo")
+
+
+def test_a_minimal_plan_takes_the_defaults():
+    plan = read(
+        {
+            "model": {"name": "tiny", "config": CONFIG},
+            "cluster": "1x1xcpu",
+            "seq_len": 8,
+            "global_batch": 1,
+            "num_microbatches": 1,
+            "precision": "fp32",
+            "stages": [{"ranks": [0, 0], "runs": [{"layers": [0, 5], "parallel": "single"}]}],
+        }
+    )
+    assert (plan.version, plan.schedule, plan.prediction) == (1, "1f1b", None)
+    assert {str(strategy) for strategy in plan.strategies} == {"single"}
+
+
+def test_the_right_hash_is_accepted():
+    assert read(changed((["model", "config_hash"], config_hash(CONFIG)))).model.config_hash == config_hash(CONFIG)
+
+
+def test_gpipe_may_have_fewer_microbatches_than_stages():
+    content = changed((["num_microbatches"], 1), (["schedule"], "gpipe"))
+    assert read(content).num_microbatches == 1
+
+
+@given(st.integers(0, 20), st.lists(st.sampled_from(enumerate_strategies(4)), min_size=1, max_size=12))
+def test_folded_runs_give_the_strategies_back(first_layer, strategies):
+    runs = fold_runs(first_layer, tuple(strategies))
+    assert [run.strategy for run in runs for _ in range(run.layers[0], run.layers[1] + 1)] == strategies
+
+
+@given(st.integers(0, 20), st.lists(st.sampled_from(enumerate_strategies(2)[:3]), min_size=1, max_size=12))
+def test_folded_runs_follow_each_other_and_neighbours_differ(first_layer, strategies):
+    runs = fold_runs(first_layer, tuple(strategies))
+    assert runs[0].layers[0] == first_layer
+    for run, following in pairwise(runs):
+        assert following.layers[0] == run.layers[1] + 1
+        assert following.strategy != run.strategy
+
+
+@pytest.mark.parametrize(
+    ("layers", "place"),
+    [
+        ([[0, 2], [4, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[4, 5\]\n.*go on from layer 3"),
+        ([[0, 3], [3, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 5\]\n.*go on from layer 4"),
+        ([[0, 2], [3, 6]], r"stages\[1\]\.runs\[0\]\.layers: found \[3, 6\]\n.*within 0 to 5 \(tiny has 6 layers"),
+        ([[0, 2], [3, 4]], r"stages: found layers 0 to 4\n.*layers 0 to 5"),
+        ([[3, 5], [0, 2]], r"stages\[0\]\.runs\[0\]\.layers: found \[3, 5\]\n.*go on from layer 0"),
+        ([[1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[1, 2\]\n.*go on from layer 0"),
+        ([[0, 5], [6, 6]], r"stages\[1\]\.runs\[0\]\.layers: found \[6, 6\]\n.*within 0 to 5"),
+        ([[0, 5], [6, 5]], r"stages\[1\]\.runs\[0\]\.layers: found \[6, 5\]\n"),
+        ([[-1, 2], [3, 5]], r"stages\[0\]\.runs\[0\]\.layers: found \[-1, 2\]\n"),
+    ],
+    ids=["gap", "overlap", "too many", "too few", "order", "no embedding", "too many stages", "empty run", "negative"],
+)
+def test_stages_that_do_not_cover_the_layers_are_named(layers, place):
+    stages = [
+        {"ranks": [2 * index, 2 * index + 1], "runs": [{"layers": span, "parallel": "dp2"}]}
+        for index, span in enumerate(layers)
+    ]
+    with pytest.raises(InvalidPlanError, match=f"^{place}"):
+        read({**CONTENT, "stages": stages})
+
+
+def test_runs_of_one_stage_that_leave_a_gap_are_named():
+    with pytest.raises(InvalidPlanError, match=r"^stages\[0\]\.runs\[1\]\.layers: found \[2, 2\]\n.*from layer 1"):
+        read(changed((LAYERS_OF, [0, 0])))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        ([[1, 2], [3, 4]], r"stages\[0\]\.ranks: found \[1, 2\]\n.*\[0, 1\]: consecutive ranks"),
+        ([[0, 1], [3, 4]], r"stages\[1\]\.ranks: found \[3, 4\]\n.*\[2, 3\]: consecutive ranks"),
+        ([[0, 1], [1, 2]], r"stages\[1\]\.ranks: found \[1, 2\]\n.*\[2, 3\]"),
+        ([[2, 3], [0, 1]], r"stages\[0\]\.ranks: found \[2, 3\]\n.*\[0, 1\]"),
+        ([[0, 1], [2, 5]], r"stages\[1\]\.ranks: found \[2, 5\]\n.*as many as the first stage"),
+        ([[0, 3], [4, 5]], r"stages\[1\]\.ranks: found \[4, 5\]\n.*\[4, 7\]"),
+        ([[0, -1], [0, -1]], r"stages\[0\]\.ranks: found \[0, -1\]\n.*\[0, 0\]"),
+        ([[1, 0], [2, 3]], r"stages\[0\]\.ranks: found \[1, 0\]\n.*\[0, 0\]"),
+    ],
+    ids=["first", "gap", "overlap", "order", "larger", "smaller", "none", "backwards"],
+)
+def test_wrong_ranks_and_unequal_stages_are_named(ranks, place):
+    with pytest.raises(InvalidPlanError, match=f"^{place}"):
+        read(changed((["stages", 0, "ranks"], ranks[0]), (["stages", 1, "ranks"], ranks[1])))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "config", "reason"),
+    [
+        ("tp16", {}, "found tp16 for the embedding layers|tp 16 does not divide the 8 attention heads"),
+        ("tp3", {}, "tp 3 does not divide the 8 attention heads"),
+        ("tp8", {}, "tp 8 does not divide the 4 key-value heads"),
+        ("tp4", {"intermediate_size": 98}, "tp 4 does not divide the 98 feed-forward width entries"),
+        ("tp4", {"vocab_size": 98}, "tp 4 does not divide the 98 vocabulary entries"),
+    ],
+    ids=["heads", "heads by three", "key-value heads", "width", "vocabulary"],
+)
+def test_a_tensor_parallel_degree_that_does_not_divide_is_named(parallel, config, reason):
+    content = one_stage(parallel, devices=int(parallel[2:]), model={"name": "tiny", "config": {**CONFIG, **config}})
+    with pytest.raises(InvalidPlanError, match=rf"^stages\[0\]\.runs\[0\]\.parallel: .*\n.*{reason}"):
+        read(content)
+
+
+@pytest.mark.parametrize("parallel", ["dp8", "fsdp8", "dp3"])
+def test_a_microbatch_that_the_data_degree_does_not_divide_is_named(parallel):
+    reason = f"data degree {parallel[-1]} .* does not divide the 4 samples of a microbatch"
+    with pytest.raises(InvalidPlanError, match=rf"^stages\[0\]\.runs\[0\]\.parallel: found {parallel} .*\n.*{reason}"):
+        read(one_stage(parallel, devices=int(parallel[-1])))
+
+
+def test_sp_that_does_not_divide_the_sequence_is_named():
+    with pytest.raises(InvalidPlanError, match=r"^stages\[1\]\.runs\[0\].*\n.*does not divide the sequence length 63"):
+        read(changed((["seq_len"], 63)))
+
+
+def test_levels_across_the_mesh_are_named():
+    config = {**CONFIG, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
+    content = one_stage("dp2-tp3", devices=6, model={"name": "tiny", "config": config})
+    with pytest.raises(InvalidPlanError, match=r"^stages\[0\]\.runs\[0\]\.parallel: .*\n.*not runs of the stage mesh"):
+        read(content)
+
+
+@pytest.mark.parametrize("parallel", ["single", "dp4", "dp2-tp2"])
+def test_degrees_that_do_not_span_the_stage_are_named(parallel):
+    place = rf"stages\[0\]\.runs\[1\]\.parallel: found {parallel}, which spans . devices\n.*the 2 devices of the stage"
+    with pytest.raises(InvalidPlanError, match=f"^{place}"):
+        read(changed((["stages", 0, "runs", 1, "parallel"], parallel)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_microbatches": 3}, "num_microbatches: found 3\n.*a divisor of the global batch of 16 samples"),
+        ({"num_microbatches": 32}, "num_microbatches: found 32\n.*a divisor of the global batch of 16 samples"),
+        ({"num_microbatches": 1}, "num_microbatches: found 1 for 2 stages\n.*at least as many microbatches as stages"),
+    ],
+    ids=["no divisor", "more than samples", "fewer than stages under 1f1b"],
+)
+def test_wrong_microbatches_are_named(changes, message):
+    with pytest.raises(InvalidPlanError, match=f"^{message}"):
+        read({**CONTENT, **changes})
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"parallel": "dp2", "sp": True}, r"sp: found sp with dp2\n.*sp only together with tp"),
+        ({"parallel": "dp2", "zero": 2}, r"zero: found zero 2 with dp2\n.*zero 2 only together with fsdp"),
+        ({"parallel": "dp2-fsdp2"}, r"parallel: found dp2-fsdp2\n.*dp or fsdp in one layer, not both"),
+        ({"parallel": "tp2-tp2"}, r"parallel: found tp2-tp2\n.*each kind of parallelism on one level only"),
+        ({"parallel": "dp1"}, r"parallel: found dp1\n.*a degree of 2 or more"),
+        ({"parallel": "pp2"}, r"parallel: found 'pp2'\n.*kinds dp, fsdp, tp, or single"),
+        ({"parallel": ""}, r"parallel: found ''\n.*kinds dp, fsdp, tp, or single"),
+        ({"parallel": "dp2", "remat": "some"}, r"remat: found 'some'\n.*'none', 'selective' or 'full'"),
+        ({"parallel": "dp2", "remat": None}, r"remat: found None\n.*'none', 'selective' or 'full'"),
+        ({"parallel": "fsdp2", "zero": 1}, r"zero: found 1\n.*2 or 3"),
+        ({"parallel": "fsdp2", "zero": "2"}, r"zero: found '2'\n.*2 or 3"),
+        ({"parallel": "tp2", "sp": 1}, r"sp: found 1\n.*a valid boolean"),
+        ({"parallel": 2}, r"parallel: found 2\n.*a valid string"),
+    ],
+)
+def test_a_contradiction_in_a_run_is_named_with_its_place(run, message):
+    with pytest.raises(InvalidPlanError, match=rf"^stages\[0\]\.runs\[1\]\.{message}"):
+        read(changed((["stages", 0, "runs", 1], {"layers": [2, 2], **run})))
+
+
+def test_a_config_that_was_changed_after_planning_is_named():
+    content = changed((["model", "config_hash"], config_hash(CONFIG)), (["model", "config", "hidden_size"], 128))
+    with pytest.raises(
+        InvalidPlanError, match=r"(?s)^model\.config_hash: found .*hash of the config in this file.*plan again"
+    ):
+        read(content)
+
+
+def test_the_hash_of_another_packaged_model_is_named():
+    model = {"name": "llama-demo", "config_hash": load_model("llama3-8b").config_hash}
+    with pytest.raises(InvalidPlanError, match=r"^model\.config_hash: .*\n.*hash of the config of the packaged model"):
+        read({**CONTENT, "model": model})
+
+
+@pytest.mark.parametrize("num_stages", [0, 1, 3])
+def test_a_prediction_for_another_number_of_stages_is_named(num_stages):
+    content = changed((["prediction", "stages"], [PREDICTION["stages"][0]] * num_stages))
+    with pytest.raises(
+        InvalidPlanError, match=rf"^prediction\.stages: found {num_stages} stages\n.*each of the 2 stages"
+    ):
+        read(content)
+
+
+def test_an_unknown_model_names_the_nearest_one():
+    with pytest.raises(InvalidModelError, match=r"(?s)^model: found 'llama-dem'.*did you mean .*llama-demo"):
+        read({**CONTENT, "model": {"name": "llama-dem"}})
+
+
+def test_a_config_of_an_unknown_family_is_named():
+    with pytest.raises(InvalidModelError, match=r"^model_type: found 'bert'"):
+        read(changed((["model", "config", "model_type"], "bert")))

@@ -1,0 +1,68 @@
+"""The cache of traces: no torch on the second call, and a damaged file costs time and nothing else."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steelyard.tracer import cache
+from steelyard.tracer.cache import cached_trace
+from tests.tracer.examples import SEQ_LEN, llama
+
+
+def _trace(folder: Path, **changes):
+    arguments = {"seq_len": SEQ_LEN, "precision": "bf16", "tp_degrees": (1,)} | changes
+    return cached_trace(llama(), folder=folder, **arguments)
+
+
+def test_a_second_call_reads_the_file_without_importing_torch(tmp_path: Path) -> None:
+    first = _trace(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from steelyard.tracer.cache import cached_trace;"
+        "from tests.tracer.examples import SEQ_LEN, llama;"
+        f"folder = Path({str(tmp_path)!r});"
+        "found = cached_trace(llama(), seq_len=SEQ_LEN, precision='bf16', tp_degrees=(1,), folder=folder);"
+        "assert 'torch' not in sys.modules; print(found.identity.created)"
+    )
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert fresh.stderr == ""
+    assert fresh.stdout.strip() == first.identity.created
+
+
+def test_a_cached_trace_equals_the_first(tmp_path: Path) -> None:
+    assert _trace(tmp_path) == _trace(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"version": 1}', '{"version": 99}'])
+def test_a_damaged_file_is_traced_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    first = _trace(tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(damage)
+    with caplog.at_level(logging.WARNING):
+        again = _trace(tmp_path)
+    assert again.layers == first.layers
+    assert "traced again" in caplog.text
+    assert _trace(tmp_path) == again
+
+
+@pytest.mark.parametrize("change", [{"seq_len": 16}, {"precision": "fp32"}, {"tp_degrees": (1, 2)}])
+def test_whatever_enters_a_trace_is_part_of_its_key(tmp_path: Path, change: dict) -> None:
+    _trace(tmp_path)
+    _trace(tmp_path, **change)
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_a_new_version_of_the_tracer_traces_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _trace(tmp_path)
+    monkeypatch.setattr(cache, "TRACER_VERSION", cache.TRACER_VERSION + 1)
+    _trace(tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert _trace(blocked / "below").layers
+    assert "not kept" in caplog.text
