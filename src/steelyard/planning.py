@@ -21,7 +21,16 @@ from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Alternative, Plan, PlanModel, Precision, Prediction, Schedule, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.profiles.profile import Profile
-from steelyard.search import NearestMiss, SearchResult, SettingOutcome, SpaceOptions, enumerate_strategies, search
+from steelyard.search import (
+    NearestMiss,
+    Partition,
+    Problem,
+    SearchResult,
+    SettingOutcome,
+    SpaceOptions,
+    enumerate_strategies,
+    search,
+)
 from steelyard.search.tidy import group_equal_strategies
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes, parse_bytes
@@ -38,6 +47,7 @@ class PlanOptions:
     num_stages: int | None = None
     num_microbatches: int | None = None
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.FULL)
+    partition: Partition = "exact"
     time_limit_s: float | None = None
 
 
@@ -138,8 +148,13 @@ def make_job(
 def plan_job(job: Job, options: PlanOptions) -> PlanningResult:
     """Searches every pipeline setting of a job and turns the best into a plan."""
     settings = pipeline_settings(job, options)
-    tables = [build_tables(setting, stage_strategies(job, setting.devices_per_stage, options)) for setting in settings]
-    found = search(tables, usable_bytes(job), num_exact=NUM_RESCORED, time_limit_s=options.time_limit_s)
+    found = search(
+        make_problem(job, options).settings,
+        usable_bytes(job),
+        num_alternatives=NUM_RESCORED - 1,
+        partition=options.partition,
+        time_limit_s=options.time_limit_s,
+    )
     if found.best is None:
         miss = found.nearest_miss
         return PlanningResult(
@@ -151,6 +166,20 @@ def plan_job(job: Job, options: PlanOptions) -> PlanningResult:
     prediction = _prediction(job, found, candidates, costs, best)
     plan = candidates[best].model_copy(update={"prediction": prediction})
     return PlanningResult(job=job, search=found, plan=plan, cost=costs[best], miss=None, miss_text="")
+
+
+def make_problem(job: Job, options: PlanOptions) -> Problem:
+    """The cost tables of every pipeline setting of a job, as `search` takes them and a problem file holds them."""
+    tables = tuple(
+        build_tables(setting, stage_strategies(job, setting.devices_per_stage, options))
+        for setting in pipeline_settings(job, options)
+    )
+    return Problem(
+        name=f"{job.chain.name} on {job.cluster.name}",
+        budget_bytes=usable_bytes(job),
+        settings=tables,
+        samples=(job.global_batch,) * len(tables),
+    )
 
 
 def price_plan(

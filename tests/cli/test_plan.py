@@ -146,3 +146,30 @@ def test_models_and_devices_are_listed_with_sources(run: Run) -> None:
     assert "llama3-8b" in run("models").output
     devices = json.loads(run("devices", "--json").output)
     assert all(device["source"] for device in devices)
+
+
+def test_a_saved_problem_is_solved_to_the_same_step_time_without_model_and_torch(run: Run, tmp_path: Path) -> None:
+    run("plan", *SMALL, "--save-problem", tmp_path / "problem.json", "-o", tmp_path / "plan.json")
+    solved = json.loads(run("solve", tmp_path / "problem.json", "--json").output)
+    prediction = read_plan(tmp_path / "plan.json").prediction
+    assert prediction is not None
+    assert solved["status"] == "optimal"
+    assert solved["step_s"] == pytest.approx(prediction.step_time_s)
+
+
+def test_an_unsolvable_problem_exits_1_with_the_missing_bytes(run: Run, tmp_path: Path) -> None:
+    run("plan", *SMALL, "--save-problem", tmp_path / "problem.json")
+    result = run("solve", tmp_path / "problem.json", "--memory", "2GiB")
+    assert result.exit_code == 1
+    assert "bytes) short" in result.output
+
+
+@pytest.mark.parametrize("partition", ["bmw", "memory-balanced", "even"])
+def test_exact_is_no_slower_than_another_partition(run: Run, tmp_path: Path, partition: str) -> None:
+    times = {}
+    for name in ("exact", partition):
+        run("plan", *SMALL, "--stages", 4, "--partition", name, "-o", tmp_path / f"{name}.json")
+        prediction = read_plan(tmp_path / f"{name}.json").prediction
+        assert prediction is not None
+        times[name] = prediction.step_time_s
+    assert times["exact"] <= times[partition] * 1.02  # the search ranks by the closed form, the report by the simulator

@@ -126,10 +126,7 @@ def test_tp_divides_the_matrices_and_keeps_the_norms_whole(tp: int, kind: str) -
 @kinds
 @sequence_parallel
 def test_a_trace_is_affine_in_the_samples(family: str, kind: str, sp: bool) -> None:
-    """The line through 1 and 8 samples meets a third size: exactly, or from above where it is of a maximum.
-
-    Bytes moved may be half a percent off under sp: a single sample is scattered over its sequence without a copy.
-    """
+    """The line through 2 and 8 samples meets a third size: exactly, or from above where it is of a maximum."""
     chain = FAMILIES[family]
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(2) as mesh:
@@ -143,7 +140,7 @@ def test_a_trace_is_affine_in_the_samples(family: str, kind: str, sp: bool) -> N
         for name in ("matmul_flop", "attention_flop"):
             assert getattr(work, name).at(5) == pytest.approx(getattr(counts, name))
         for name in ("matmul_bytes", "memory_bytes"):
-            assert getattr(work, name).at(5) == pytest.approx(getattr(counts, name), rel=0.005 if sp else 1e-9)
+            assert getattr(work, name).at(5) == pytest.approx(getattr(counts, name))
     assert line.forward_transient_bytes.at(5) >= seen.forward_transient_bytes
     assert line.backward_transient_bytes.at(5) >= seen.backward_transient_bytes
 
@@ -232,8 +229,8 @@ def test_saved_bytes_of_a_llama_block_are_what_autograd_must_keep() -> None:
 
 def test_saved_bytes_of_a_gpt_neox_block_are_what_autograd_must_keep() -> None:
     """Per token in bf16: input 2h; each of two norms its result 2h and two statistics; the fused projection 6h, of
-    which value is a view; rotated query and key 2h each; attention's result 2h and its log-sum-exp 4a, and the result again
-    with the heads side by side 2h; FFN 2f, activated 2f.
+    which value is a view; rotated query and key 2h each; attention's result 2h and its log-sum-exp 4a, and the result
+    again with the heads side by side 2h; FFN 2f, activated 2f.
     """
     h, f, a = HIDDEN, FFN, HEADS
     per_token = 2 * h + 2 * (2 * h) + (6 * h + 2 * 2 * h + 2 * 2 * h + 4 * a) + 2 * 2 * f

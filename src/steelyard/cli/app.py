@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from steelyard.cli import demo, explain, models, plan, profile, train
+from steelyard.cli import demo, explain, models, plan, profile, solve, train
 from steelyard.errors import UserError
 from steelyard.runtime.launch import RankFailedError
 
@@ -18,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command("plan")(plan.plan)
+app.command("solve")(solve.solve)
 app.command("explain")(explain.explain)
 app.command("profile")(profile.profile)
 app.command("train")(train.train)

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -18,11 +18,12 @@ from steelyard.cli.options import (
     SeqLen,
     print_json,
 )
-from steelyard.errors import UserError
+from steelyard.errors import UserError, nearest
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Precision
-from steelyard.planning import PlanningResult, PlanOptions, make_job, plan_job
+from steelyard.planning import PlanningResult, PlanOptions, make_job, make_problem, plan_job
 from steelyard.report.plan_table import plan_view
+from steelyard.search import Partition, save_problem
 from steelyard.units import format_bytes
 
 
@@ -40,6 +41,16 @@ def plan(
     microbatches: Annotated[
         int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1)
     ] = None,
+    partition: Annotated[
+        str,
+        typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even."),
+    ] = "exact",
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0)
+    ] = None,
+    problem: Annotated[
+        Path | None, typer.Option("--save-problem", help="Write the cost tables for `steelyard solve`.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
@@ -52,7 +63,15 @@ def plan(
         memory=memory,
         profile=profile,
     )
-    options = PlanOptions(max_tp=max_tp, num_stages=stages, num_microbatches=microbatches)
+    options = PlanOptions(
+        max_tp=max_tp,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        partition=check_choice("--partition", partition, Partition),
+        time_limit_s=time_limit,
+    )
+    if problem is not None:
+        save_problem(problem, make_problem(job, options))
     result = plan_job(job, options)
     if result.plan is None:
         _print_nothing_fits(result, as_json)
@@ -70,11 +89,17 @@ def plan(
 
 def check_precision(text: str) -> Precision:
     """The precision that a user named; raises `UserError` for another one."""
-    if text not in get_args(Precision):
+    return check_choice("--precision", text, Precision)
+
+
+def check_choice(option: str, text: str, choices: Any) -> Any:
+    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
+    known = get_args(choices)
+    if text not in known:
         raise UserError(
-            field="--precision", found=repr(text), expected=" or ".join(get_args(Precision)), hint="choose one of them"
+            field=option, found=repr(text), expected="one of " + ", ".join(known), hint=nearest(text, known)
         )
-    return cast(Precision, text)
+    return text
 
 
 def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:

@@ -226,11 +226,14 @@ def _transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, 
 def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """Gradients that one backward pass makes beside those that are kept between microbatches.
 
-    A replicated layer in fp32 keeps the very gradients that autograd makes; from the second microbatch on they are
-    added to the first, which autograd does out of place for the DTensors of tp.
+    A sharded layer reduces them to a shard that is then added to the kept one. A replicated layer in fp32 keeps the
+    very gradients that autograd makes; from the second microbatch on they are added to the first, which autograd does
+    out of place for the DTensors of tp.
     """
     made = setting.job.compute_bytes * layer.num_params
-    if strategy.fsdp > 1 or setting.job.compute_bytes < MASTER_BYTES:
+    if strategy.fsdp > 1:
+        return made + (0 if setting.num_microbatches == 1 else MASTER_BYTES * layer.num_params // strategy.fsdp)
+    if setting.job.compute_bytes < MASTER_BYTES:
         return made
     if setting.num_microbatches == 1:
         return 0

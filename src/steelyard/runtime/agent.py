@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from steelyard.runtime.failure import failures_folder, write_exit_codes
-from steelyard.runtime.parent import watch_parent
+from steelyard.runtime.parent import end_process, watch_parent
 
 
 def main() -> None:
@@ -23,15 +23,20 @@ def main() -> None:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    end_process(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
     try:
-        run(parse_args(sys.argv[1:]))
+        run(parse_args(arguments))
     except ChildFailedError as error:
         folder = failures_folder()
         if folder is not None:
             write_exit_codes({rank: failure.exitcode for rank, failure in error.failures.items()}, folder)
-        sys.exit(1)
+        return 1
     except SignalException as error:
-        sys.exit(128 + error.sigval)
+        return 128 + error.sigval
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from steelyard.plan.file import read_plan
 from steelyard.runtime.data import check_data_path
 from steelyard.runtime.failure import Failure, failures_folder, write_failure
 from steelyard.runtime.options import TrainOptions, add_train_options
-from steelyard.runtime.parent import watch_parent
+from steelyard.runtime.parent import end_process, watch_parent
 from steelyard.runtime.process_group import check_world_size, process_group, world_size
 
 FAILED = 1
@@ -32,12 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_rank(work: Callable[[], None]) -> None:
     """Runs ``work`` as one rank, reports how it failed, and ends the process."""
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    exit_code = 0
     try:
         work()
     except Exception as error:
         exit_code = error.exit_code if isinstance(error, UserError) else FAILED
         _report(Failure.of(error, rank=int(os.environ.get("RANK", "0")), exit_code=exit_code))
-        _exit(exit_code)
+    end_process(exit_code)
 
 
 def _train(namespace: argparse.Namespace) -> None:
@@ -67,12 +69,17 @@ def _report(failure: Failure) -> None:
         write_failure(failure, folder)
     elif dist.is_initialized():
         print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)
-    elif os.environ.get("LOCAL_RANK", "0") == "0":
+    elif _speaks_first():
         print(failure.message, file=sys.stderr)
 
 
-def _exit(exit_code: int) -> None:
-    """Ends the process at once: what waits for other ranks (threads of collectives) must not hold it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+def _speaks_first() -> bool:
+    """Whether no other process that this torchrun started has reported a mistake that all of them see."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return True
+    try:
+        (Path(error_file).parents[1] / "reported").touch(exist_ok=False)
+    except OSError:
+        return False
+    return True

@@ -125,7 +125,6 @@ def build_stage(
     """This rank's stage of the plan: its layers made one by one, each sharded before the next takes memory."""
     stage_plan = plan.stages[mesh.stage_index]
     strategies = stage_plan.strategies
-    _check_remat(plan)
     if chain.tied_embeddings:
         untie_embedding(model)
     layers: dict[str, ChainLayer] = {}
@@ -157,7 +156,15 @@ def build_stage(
     )
 
 
-def _check_remat(plan: Plan) -> None:
+def local_hidden_shape(plan: Plan, chain: ModelChain, strategy: Strategy) -> tuple[int, int, int]:
+    """Shape [B, s, H] of one rank's hidden state after a layer of this strategy, for one microbatch."""
+    samples = plan.microbatch_samples // strategy.data_degree
+    sequence = plan.seq_len // strategy.tp if strategy.sp else plan.seq_len
+    return samples, sequence, chain.hidden_size
+
+
+def check_remat(plan: Plan) -> None:
+    """Raises `InvalidPlanError` for a kind of remat that the runtime cannot carry out."""
     if Remat.SELECTIVE in {strategy.remat for strategy in plan.strategies}:
         raise InvalidPlanError(
             field="stages.runs.remat",
@@ -165,10 +172,3 @@ def _check_remat(plan: Plan) -> None:
             expected=f"{Remat.NONE.value} or {Remat.FULL.value}, which the runtime can carry out",
             hint="plan without selective remat",
         )
-
-
-def local_hidden_shape(plan: Plan, chain: ModelChain, strategy: Strategy) -> tuple[int, int, int]:
-    """Shape [B, s, H] of one rank's hidden state after a layer of this strategy, for one microbatch."""
-    samples = plan.microbatch_samples // strategy.data_degree
-    sequence = plan.seq_len // strategy.tp if strategy.sp else plan.seq_len
-    return samples, sequence, chain.hidden_size

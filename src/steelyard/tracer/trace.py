@@ -28,8 +28,8 @@ from steelyard.profiles.profile import (
 from steelyard.tracer.counting import OpCounts
 from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observe
 
-_SIZES = (1, 8)
-"""Samples per rank at which a layer is traced."""
+_SIZES = (2, 8)
+"""Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
 
 
 def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: Iterable[int]) -> Profile:

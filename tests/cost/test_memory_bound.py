@@ -1,0 +1,79 @@
+"""Predicted bytes against the live tensor storages of the real runtime, in one process."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+
+from steelyard.cost.build import CUDA_CONTEXT_BYTES
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
+from steelyard.plan.plan import Plan, Precision
+from steelyard.runtime.memory import LiveStorages
+from steelyard.runtime.parallel_model import parallelize_plan
+from steelyard.tracer.trace import trace
+from tests.cost.examples import chain, cluster, plan
+from tests.cost.examples import job as made_up_job
+
+LARGER = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 512}
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _job(precision: Precision) -> Job:
+    model = chain(**LARGER)
+    traced = trace(model, seq_len=32, precision=precision, tp_degrees=(1,))
+    made_up = made_up_job(cluster(1, 1), precision=precision, **LARGER)
+    return Job(**{**vars(made_up), "profile": traced})
+
+
+def _measured_bytes(candidate: Plan) -> int:
+    model = parallelize_plan(candidate)
+    optimizers = model.make_optimizers(lambda parameters: AdamW(parameters, lr=1e-3))
+
+    def step() -> None:
+        model.train_step(lambda samples: torch.zeros((len(samples), candidate.seq_len + 1), dtype=torch.long))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    gc.collect()
+    states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
+    held = [tensor for values in states for tensor in values if isinstance(tensor, Tensor)]
+    with LiveStorages([*model.parameters(), *model.stage.buffers(), *held]) as meter:
+        step()
+    return meter.peak_bytes
+
+
+_CASES = [
+    (precision, remat, num_microbatches)
+    for precision in ("fp32", "bf16")
+    for remat in ("none", "full")
+    for num_microbatches in (2, 8)
+]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize(("precision", "remat", "num_microbatches"), _CASES)
+def test_predicted_bytes_are_an_upper_bound_and_close(
+    precision: Precision, remat: str, num_microbatches: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    of = _job(precision)
+    strategy = "single" if remat == "none" else "single remat=full"
+    candidate = plan(of, ", ".join([strategy] * of.chain.num_layers), num_microbatches=num_microbatches)
+    terms = dict(predict(candidate, of).stages[0].memory_bytes)
+    predicted = sum(terms.values()) - terms["allocator slack"] - CUDA_CONTEXT_BYTES
+    request.getfixturevalue("one_process")
+    measured = _measured_bytes(candidate)
+    assert 1.0 <= predicted / measured <= 1.2, f"{predicted / measured:.3f}"

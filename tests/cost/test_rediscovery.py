@@ -1,0 +1,66 @@
+"""Known answers from known inputs: what is planned for a model of a billion parameters as its memory shrinks."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.model.read import load_model
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Remat, Strategy, parse_strategy
+from steelyard.planning import PlanOptions, make_job, plan_job
+from steelyard.tracer.trace import trace
+from steelyard.units import GIB
+
+MODEL, SEQ_LEN = "llama3.2-1b", 1024
+OPTIONS = PlanOptions(num_stages=1, num_microbatches=8)
+"""Eight microbatches: sharded parameters are gathered in each, replicated gradients are reduced once."""
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    profile = trace(load_model(MODEL), seq_len=SEQ_LEN, precision="bf16", tp_degrees=(1, 2, 4, 8))
+    return make_job(
+        MODEL, "1x8xa100-80gb", global_batch=64, seq_len=SEQ_LEN, precision="bf16", memory=None, profile=profile
+    )
+
+
+def planned(job: Job, memory_gib: float) -> Plan:
+    found = plan_job(replace(job, budget_bytes=int(memory_gib * GIB)), OPTIONS).plan
+    assert found is not None
+    return found
+
+
+def blocks(plan: Plan) -> tuple[Strategy, ...]:
+    return plan.strategies[1:-1]
+
+
+def test_roomy_memory_gives_plain_data_parallel(job: Job) -> None:
+    assert set(blocks(planned(job, 70))) == {parse_strategy("dp8")}
+
+
+def test_less_memory_shards_the_states_of_every_block(job: Job) -> None:
+    assert all(strategy.fsdp > 1 and strategy.remat is Remat.NONE for strategy in blocks(planned(job, 9)))
+
+
+def test_still_less_memory_recomputes_activations(job: Job) -> None:
+    assert any(strategy.remat is Remat.FULL for strategy in blocks(planned(job, 7)))
+
+
+def test_far_too_little_memory_gives_the_bytes_that_are_missing(job: Job) -> None:
+    result = plan_job(replace(job, budget_bytes=2 * GIB), OPTIONS)
+    assert result.plan is None
+    assert "more: the nearest plan has" in result.miss_text
+
+
+def test_more_memory_never_costs_time(job: Job) -> None:
+    found = [planned(job, memory).prediction for memory in (7, 8, 9, 12, 16, 20, 21, 24, 40, 80)]
+    times = [prediction.step_time_s for prediction in found if prediction is not None]
+    assert times == sorted(times, reverse=True)
+
+
+def test_what_is_planned_fits_its_own_upper_bound(job: Job) -> None:
+    for memory in (7, 12, 40):
+        prediction = planned(job, memory).prediction
+        assert prediction is not None
+        assert max(stage.total_bytes for stage in prediction.stages) <= memory * GIB
