@@ -25,6 +25,7 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     assert plan.prediction is not None
     assert plan.prediction.profile["method"] == "measured"
     assert tuple(str(strategy) for strategy in plan.strategies) == record.strategies
+    assert len(set(plan.strategies)) >= 2, "one strategy everywhere"
     assert record.steps[-1].loss < record.steps[0].loss
     for rank in record.ranks:
         assert rank.peak_bytes <= plan.prediction.stages[rank.stage].total_bytes

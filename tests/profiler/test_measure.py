@@ -2,6 +2,7 @@
 
 import pytest
 
+from steelyard.processes.start import RankFailedError
 from steelyard.profiler import launch
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.merge import merge_profiles
@@ -56,6 +57,6 @@ def test_it_survives_json_and_merging_with_itself(profile):
 
 def test_a_failing_process_ends_the_launch_and_shows_its_error(monkeypatch, capfd):
     monkeypatch.setattr(launch, "_MODULE", "steelyard.profiler.missing")
-    with pytest.raises(RuntimeError, match="exit code"):
+    with pytest.raises(RankFailedError, match="exit code"):
         launch_profiler(tiny_chain(), empty_trace(), num_processes=2, samples=[1])
     assert "steelyard.profiler.missing" in capfd.readouterr().err

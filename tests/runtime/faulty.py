@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steelyard.runtime.process import run_rank
-from steelyard.runtime.process_group import process_group
+from steelyard.processes.group import process_group
+from steelyard.processes.rank import run_rank
 
 
 def work() -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.runtime.process_group import check_world_size, world_size
+from steelyard.processes.group import world_size
+from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.stage import check_remat
 from tests.runtime.models import CONFIGS, make_plan
 

@@ -15,8 +15,9 @@ import pytest
 from steelyard.errors import InvalidDataError, UserError
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
+from steelyard.processes.start import RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
-from steelyard.runtime.launch import RankFailedError, launch, run_processes
+from steelyard.runtime.launch import launch
 from steelyard.runtime.options import TrainOptions
 from tests.runtime.models import CONFIGS, make_plan
 
@@ -144,7 +145,7 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path) -> None:
 
 def test_no_process_stays_behind_when_the_launcher_is_killed(tmp_path: Path) -> None:
     call = f"run_processes('tests.runtime.faulty', ['sleep', {str(tmp_path)!r}], num_processes=2)"
-    launcher = subprocess.Popen([sys.executable, "-c", f"from steelyard.runtime.launch import *; {call}"])
+    launcher = subprocess.Popen([sys.executable, "-c", f"from steelyard.processes.start import *; {call}"])
     limit_s = time.monotonic() + HANG_LIMIT_S
     while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < limit_s:
         time.sleep(0.1)

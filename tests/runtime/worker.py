@@ -30,10 +30,10 @@ from torch.nn import functional
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
+from steelyard.processes.group import quiet_notices
 from steelyard.runtime import parallel_model, sharding
 from steelyard.runtime.applied import gather_strategies, observe_layers
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
-from steelyard.runtime.process_group import quiet_notices
 from tests.runtime.cases import CASES, Case
 
 WORLD_SIZE = 8

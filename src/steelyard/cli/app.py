@@ -7,7 +7,7 @@ import typer
 
 from steelyard.cli import demo, explain, models, plan, profile, solve, train
 from steelyard.errors import UserError
-from steelyard.runtime.launch import RankFailedError
+from steelyard.processes.start import RankFailedError
 
 app = typer.Typer(
     name="steelyard",

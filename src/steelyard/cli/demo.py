@@ -20,8 +20,8 @@ MODEL = "llama-demo"
 NUM_PROCESSES = 4
 SEQ_LEN = 256
 GLOBAL_BATCH = 16
-MEMORY = "64MiB"
-"""Plain replication does not fit into this, and neither does any single strategy that is as fast as the best mix."""
+MEMORY = "44MiB"
+"""Plain replication does not fit into this, nor does any one strategy that is as fast as the best mix of several."""
 
 
 def demo(

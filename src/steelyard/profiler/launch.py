@@ -1,9 +1,6 @@
 """Starts a measurement on this host: torchrun with one process per device, and the profile that they wrote."""
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +8,7 @@ from pathlib import Path
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.file import dump_json, parse_file
+from steelyard.processes.start import run_processes
 from steelyard.profiler.measure import check_samples, check_trace, measurable_layers
 from steelyard.profiles.profile import Profile
 
@@ -24,7 +22,7 @@ def launch_profiler(
 
     ``trace`` is a traced profile of ``chain``; ``samples`` are the samples of one rank in a microbatch; ``budget_s``
     bounds the measuring, about, without the start of the processes. Progress and errors of the processes go to stderr.
-    Raises `InvalidProfileError` for wrong arguments, and `RuntimeError` if a process failed (the others are ended).
+    Raises `InvalidProfileError` for wrong arguments, and `RankFailedError` if a process failed (the others are ended).
     """
     check_trace(trace, chain, seq_len=trace.identity.seq_len, precision=trace.identity.precision)
     check_samples(samples)
@@ -33,10 +31,7 @@ def launch_profiler(
         config, traced, output = (Path(folder) / name for name in ("config.json", "traced.json", "profile.json"))
         config.write_text(json.dumps(dict(chain.config)))
         traced.write_text(dump_json(trace))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-        command += ["-m", _MODULE, "--model", str(config), "--traced", str(traced), "-o", str(output)]
-        command += ["--budget", str(budget_s), "--samples", *map(str, samples)]
-        finished = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=sys.stderr, check=False)
-        if finished.returncode:
-            raise RuntimeError(f"a profiler process failed with exit code {finished.returncode}; its error is above")
+        arguments = ["--model", str(config), "--traced", str(traced), "-o", str(output), "--budget", str(budget_s)]
+        arguments += ["--samples", *map(str, samples)]
+        run_processes(_MODULE, arguments, num_processes=num_processes)
         return parse_file(output, Profile, InvalidProfileError, what="profile")

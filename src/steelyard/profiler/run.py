@@ -4,38 +4,27 @@ The first process shows a line of progress and writes the profile.
 """
 
 import argparse
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from steelyard.errors import InvalidProfileError, UserError
+from steelyard.errors import InvalidProfileError
 from steelyard.model.read import load_model
 from steelyard.plan.file import dump_json, parse_file
+from steelyard.processes.group import process_group
+from steelyard.processes.rank import run_rank
 from steelyard.profiler.measure import measure
 from steelyard.profiles.profile import Profile
 
-_TIMEOUT = timedelta(minutes=5)
+_TIMEOUT_S = 300.0
 
 
-@record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes the profile; a mistake in the arguments ends the process with code 2."""
+    """Measures and writes the profile, and ends the process: 0 done, 1 failed, 2 a mistake of the user."""
     options = _parser().parse_args(arguments)
-    _silence_known_warnings()
-    try:
-        _measure_and_write(options)
-    except UserError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_rank(lambda: _measure_and_write(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,8 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 def _measure_and_write(options: argparse.Namespace) -> None:
     chain = load_model(options.model)
     trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
-    init_process_group()
-    try:
+    with process_group(_TIMEOUT_S):
         profile = measure(
             chain,
             seq_len=trace.identity.seq_len,
@@ -65,26 +53,6 @@ def _measure_and_write(options: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             _show("done\n")
             options.output.write_text(dump_json(profile) + "\n")
-    finally:
-        dist.destroy_process_group()
-
-
-def _silence_known_warnings() -> None:
-    """Two notes of PyTorch, once per layer or process, say nothing to a user: neither is a mistake here."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-
-
-def init_process_group() -> None:
-    """Joins the processes that torchrun started: NCCL with a GPU each, else gloo with one thread each unless told."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
-        return
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
 
 
 def _show(line: str) -> None:

@@ -12,10 +12,7 @@
 | `train`          | the training loop of one rank, and the run record                                  |
 | `memory`         | the peak of what a process's tensors hold                                          |
 | `options`        | options of a run and their command-line form                         (no torch)    |
-| `launch`         | starts torchrun on this host and shows the first error               (no torch)    |
-| `agent`          | torchrun itself, with exit codes as data                                           |
-| `process`        | the life of one process: arguments, checks, how its end is reported                |
-| `process_group`  | joining and leaving the processes of a run                                         |
-| `failure`        | how a process tells the launcher why it failed                       (no torch)    |
-| `parent`         | ends a process whose parent is gone                                  (no torch)    |
+| `launch`         | starts a training run on this host                                   (no torch)    |
+| `process`        | one process of a training run: arguments, checks, the run                          |
+| `checks`         | what must hold before a plan is run                                  (no torch)    |
 """

@@ -21,8 +21,8 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
+from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
-from steelyard.runtime.process_group import check_world_size
 from steelyard.runtime.stage import StageModule, build_stage, check_remat, local_hidden_shape
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
 
@@ -190,7 +190,7 @@ def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> Paralle
 
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
     first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
-    place. The process group must be initialised (under torchrun, by `steelyard.runtime.process_group`).
+    place. The process group must be initialised (under torchrun, by `steelyard.processes.group`).
     Raises `InvalidPlanError` if the world size or the model is not the plan's.
     """
     check_world_size(plan, dist.get_world_size())

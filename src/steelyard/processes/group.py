@@ -14,8 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from steelyard.errors import InvalidPlanError, UserError
-from steelyard.plan.plan import Plan
+from steelyard.errors import UserError
 
 
 @contextmanager
@@ -70,24 +69,13 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def check_world_size(plan: Plan, world_size: int) -> None:
-    """Raises `InvalidPlanError` unless there are as many processes as the plan has ranks."""
-    if world_size != plan.num_devices:
-        raise InvalidPlanError(
-            field="stages.ranks",
-            found=f"a plan for {plan.num_devices} processes",
-            expected=f"a plan for the {world_size} processes that were started",
-            hint=f"start {plan.num_devices} processes, or plan for {world_size} devices",
-        )
-
-
 def _check_environment() -> None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UserError(
             field="RANK",
             found="no torchrun environment",
             expected="one of the processes that torchrun starts",
-            hint="use `steelyard train plan.json --data PATH`, or torchrun --nproc-per-node N -m steelyard.train …",
+            hint="use `steelyard train` or `steelyard profile`, or torchrun --nproc-per-node N -m steelyard.train …",
         )
 
 
@@ -98,5 +86,5 @@ def _check_gpus() -> None:
             field="nproc-per-node",
             found=f"{on_host} processes on a host with {gpus} GPUs",
             expected="at most one process per GPU",
-            hint=f"plan for {gpus} devices on this host, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU",
+            hint=f"start {gpus} processes on this host, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use the CPU",
         )

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from steelyard.runtime.failure import Failure, read_exit_codes, read_failures, write_exit_codes, write_failure
-from steelyard.runtime.launch import describe, first_failure
+from steelyard.processes.failure import Failure, read_exit_codes, read_failures, write_exit_codes, write_failure
+from steelyard.processes.start import describe, first_failure
 
 LOST_PEER = "Connection closed by peer [127.0.0.1]:30000"
 

@@ -1,4 +1,4 @@
-"""torchrun, with the exit codes of failed processes as data: what `steelyard.runtime.launch` starts.
+"""torchrun, with the exit codes of failed processes as data: what `steelyard.processes.start` starts.
 
 Takes torchrun's own arguments. torchrun starts the processes, watches them, and ends all when one fails; it prints a
 wall of text about it, which is left out here because the launcher shows the first error itself.
@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from steelyard.runtime.failure import failures_folder, write_exit_codes
-from steelyard.runtime.parent import end_process, watch_parent
+from steelyard.processes.failure import failures_folder, write_exit_codes
+from steelyard.processes.parent import end_process, watch_parent
 
 
 def main() -> None:

@@ -1,0 +1,121 @@
+"""Starts the processes of a run on this host, one per rank, and waits for their end.
+
+Imports no torch: the command line that calls it starts at once.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from steelyard.errors import UserError
+from steelyard.processes.failure import FAILURES_VARIABLE, Failure, read_exit_codes, read_failures
+
+_END_S = 10.0
+"""Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
+_LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
+"""Errors that a process meets because another one is gone."""
+_NUM_SHOWN_LINES = 25
+
+
+class RankFailedError(RuntimeError):
+    """A process of the run failed; the message shows the error of the one that failed first."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, failure: Failure | None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class RankUserError(UserError):
+    """A mistake of the user that only a process of the run could see; the message is the one that it gave."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        super().__init__(field="", found="", expected="")
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def run_processes(module: str, arguments: Sequence[str], *, num_processes: int) -> None:
+    """Runs ``module`` in ``num_processes`` processes under torchrun until all have ended.
+
+    Raises `RankUserError` or `RankFailedError` with the error of the process that failed first.
+    """
+    with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "steelyard.processes.agent",
+            "--standalone",
+            f"--nproc-per-node={num_processes}",
+        ]
+        command += ["--local-ranks-filter=0", f"--shutdown-timeout={_END_S:.0f}", "--monitor-interval=0.1"]
+        command += ["--log-dir", folder, "-m", module, *arguments]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}
+        with subprocess.Popen(command, env=environment, start_new_session=True) as agent:
+            try:
+                exit_code = agent.wait()
+            except BaseException:
+                _end(agent)
+                raise
+        if exit_code:
+            _raise_first_failure(Path(folder), exit_code)
+
+
+def _end(agent: subprocess.Popen[bytes]) -> None:
+    """Ends torchrun and by it all its processes, at the latest after `_END_S` seconds and a few more."""
+    agent.send_signal(signal.SIGTERM)
+    try:
+        agent.wait(timeout=_END_S + 5)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+
+
+def _raise_first_failure(folder: Path, exit_code: int) -> None:
+    exit_codes = read_exit_codes(folder)
+    failure = first_failure(read_failures(folder), exit_codes)
+    if failure is not None and failure.exit_code == UserError.exit_code:
+        raise RankUserError(failure.message)
+    if failure is not None:
+        raise RankFailedError(describe(failure), failure)
+    raise RankFailedError(f"torchrun ended with exit code {exit_code} and no process said why; see its output", None)
+
+
+def first_failure(failures: Iterable[Failure], exit_codes: dict[int, int]) -> Failure | None:
+    """The failure that came first.
+
+    It is the earliest that a process reported, unless that one only lost a peer and a peer ended without a report
+    (killed by a signal, for example when memory ran out).
+    """
+    reported = sorted(failures, key=lambda failure: failure.time_s)
+    named = {failure.rank for failure in reported}
+    silent = [_silent(rank, code) for rank, code in sorted(exit_codes.items()) if rank not in named]
+    if reported and not (silent and _LOST_PEER.search(reported[0].message)):
+        return reported[0]
+    return silent[0] if silent else None
+
+
+def _silent(rank: int, exit_code: int) -> Failure:
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
+        message = f"was ended by {name}{hint}"
+    else:
+        message = f"ended with exit code {exit_code} and no message"
+    return Failure(rank=rank, exit_code=1, time_s=0.0, kind="", message=message, traceback="")
+
+
+def describe(failure: Failure) -> str:
+    """The failure for people: rank, kind, message, and the end of the traceback."""
+    if not failure.kind:
+        return f"rank {failure.rank} {failure.message}"
+    lines = failure.traceback.rstrip().splitlines()
+    shown = lines if len(lines) <= _NUM_SHOWN_LINES else ["…", *lines[-_NUM_SHOWN_LINES:]]
+    return "\n".join([f"rank {failure.rank} failed: {failure.kind}: {failure.message}", *shown])
