@@ -33,7 +33,7 @@ from steelyard.search import (
 )
 from steelyard.search.tidy import group_equal_strategies
 from steelyard.tracer.cache import cached_trace
-from steelyard.units import format_bytes, parse_bytes
+from steelyard.units import format_bytes, format_plural, parse_bytes
 
 NUM_RESCORED = 5
 """Settings whose best plans the simulator ranks in the end."""
@@ -359,8 +359,9 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
 
 def _describe(outcome: SettingOutcome) -> str:
     tables = outcome.tables
-    stages = "1 stage" if tables.num_stages == 1 else f"{tables.num_stages} stages"
-    return f"{stages}, {tables.num_microbatches} microbatches" + (", gpipe" if tables.schedule == "gpipe" else "")
+    stages = format_plural(tables.num_stages, "stage")
+    microbatches = format_plural(tables.num_microbatches, "microbatch", "microbatches")
+    return f"{stages}, {microbatches}" + (", gpipe" if tables.schedule == "gpipe" else "")
 
 
 def _summary(plan: Plan) -> str:
@@ -380,6 +381,6 @@ def _miss_text(job: Job, found: SearchResult, settings: list[Setting]) -> str:
     setting = settings[index]
     return (
         f"at least {format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
-        f"({needed - job.budget_bytes} bytes) more: the nearest plan has {setting.num_stages} stage(s) and "
-        f"{setting.num_microbatches} microbatch(es), and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+        f"({needed - job.budget_bytes} bytes) more: the nearest plan has {format_plural(setting.num_stages, 'stage')} and "
+        f"{format_plural(setting.num_microbatches, 'microbatch', 'microbatches')}, and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
     )

@@ -63,6 +63,11 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds:.3g} s"
 
 
+def format_plural(count: int, one: str, many: str | None = None) -> str:
+    """A count with its noun, ``1 stage`` or ``4 stages``; ``many`` where adding an s is not enough."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def format_count(count: float) -> str:
     """A large count with a decimal prefix, ``8.03 B`` for 8 030 000 000."""
     value = float(count)

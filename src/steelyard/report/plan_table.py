@@ -6,7 +6,7 @@ from rich.text import Text
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.plan import LayerRun, Plan, Prediction
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_bytes, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 MAX_STAGE_COLUMNS = 4
@@ -28,9 +28,10 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def headline(plan: Plan) -> str:
     """The decision in one sentence."""
-    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages ({plan.schedule})"
+    stages = format_plural(len(plan.stages), "stage") + (f" ({plan.schedule})" if len(plan.stages) > 1 else "")
+    microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
     text = (
-        f"{plan.model.name} on {plan.cluster}: {stages}, {plan.num_microbatches} microbatches of "
+        f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
         f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
     )
     prediction = plan.prediction
