@@ -19,7 +19,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Alternative, Plan, PlanModel, Precision, Prediction, Schedule, StagePlan, fold_runs
-from steelyard.plan.strategy import Remat, Strategy, parse_strategy
+from steelyard.plan.strategy import Remat, Strategy, ZeroStage, parse_strategy
 from steelyard.profiles.profile import Profile
 from steelyard.search import (
     NearestMiss,
@@ -47,6 +47,7 @@ class PlanOptions:
     num_stages: int | None = None
     num_microbatches: int | None = None
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.FULL)
+    zero_stages: tuple[ZeroStage, ...] = (3, 2)
     partition: Partition = "exact"
     time_limit_s: float | None = None
 
@@ -262,7 +263,12 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
 def stage_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[Strategy, ...]:
     """The leaves of the decision tree for a stage, as far as the profile has their tensor-parallel degrees."""
     degrees = {layer.tp for layer in job.profile.layers}
-    space = SpaceOptions(remats=options.remats, max_tp=options.max_tp, devices_per_node=job.cluster.devices_per_node)
+    space = SpaceOptions(
+        remats=options.remats,
+        zero_stages=options.zero_stages,
+        max_tp=options.max_tp,
+        devices_per_node=job.cluster.devices_per_node,
+    )
     return tuple(s for s in enumerate_strategies(devices_per_stage, space) if s.tp in degrees)
 
 
@@ -379,8 +385,10 @@ def _miss_text(job: Job, found: SearchResult, settings: list[Setting]) -> str:
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
     needed = math.ceil(miss.needed_bytes * job.budget_bytes / usable_bytes(job))
     setting = settings[index]
+    stages = format_plural(setting.num_stages, "stage")
+    microbatches = format_plural(setting.num_microbatches, "microbatch", "microbatches")
     return (
         f"at least {format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
-        f"({needed - job.budget_bytes} bytes) more: the nearest plan has {format_plural(setting.num_stages, 'stage')} and "
-        f"{format_plural(setting.num_microbatches, 'microbatch', 'microbatches')}, and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+        f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "
+        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
     )

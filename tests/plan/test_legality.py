@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.legality import illegal_reason
-from steelyard.plan.strategy import parse_strategy
+from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 
 BLOCK = LayerKind(
@@ -70,5 +70,12 @@ def test_nothing_is_ever_rounded(strategy, samples, seq_len):
         and all(size % strategy.tp == 0 for _, size in BLOCK.tp_divides)
         and (not strategy.sp or seq_len % strategy.tp == 0)
         and strategy.is_aligned
+        and strategy.remat is not Remat.SELECTIVE
     )
     assert (illegal_reason(BLOCK, strategy, microbatch_samples=samples, seq_len=seq_len) is None) == whole
+
+
+def test_selective_remat_is_refused_and_not_taken_for_another():
+    assert "selective" in str(
+        illegal_reason(BLOCK, parse_strategy("dp2 remat=selective"), microbatch_samples=2, seq_len=8)
+    )

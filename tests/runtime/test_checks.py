@@ -5,21 +5,15 @@ import pytest
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.processes.group import world_size
 from steelyard.runtime.checks import check_world_size
-from steelyard.runtime.stage import check_remat
 from tests.runtime.models import CONFIGS, make_plan
 
-PLAN = make_plan({**CONFIGS["llama"], "num_hidden_layers": 2}, "dp2, dp2 remat=selective, dp2, dp2", num_devices=2)
+PLAN = make_plan({**CONFIGS["llama"], "num_hidden_layers": 2}, "dp2, dp2, dp2, dp2", num_devices=2)
 
 
 def test_another_number_of_processes_is_refused() -> None:
     check_world_size(PLAN, 2)
     with pytest.raises(InvalidPlanError, match=r"stages\.ranks: found a plan for 2 processes"):
         check_world_size(PLAN, 4)
-
-
-def test_selective_remat_is_refused_and_not_replaced_by_another() -> None:
-    with pytest.raises(InvalidPlanError, match="remat: found selective"):
-        check_remat(PLAN)
 
 
 def test_a_process_outside_torchrun_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

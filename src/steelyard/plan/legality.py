@@ -4,7 +4,7 @@ One rule, one reason in words; the same function serves a plan that a user wrote
 """
 
 from steelyard.model.chain import LayerKind
-from steelyard.plan.strategy import Strategy
+from steelyard.plan.strategy import Remat, Strategy
 
 
 def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: int, seq_len: int) -> str | None:
@@ -23,6 +23,8 @@ def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: i
             return f"tp {strategy.tp} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
     if strategy.sp and seq_len % strategy.tp:
         return f"sp over {strategy.tp} ranks does not divide the sequence length {seq_len}"
+    if strategy.remat is Remat.SELECTIVE:
+        return "selective remat can neither be priced nor run yet, only none and full"
     if not strategy.is_aligned:
         return f"the levels of {strategy.parallel} are not runs of the stage mesh"
     return None

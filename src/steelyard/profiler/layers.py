@@ -22,14 +22,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import build_meta_model, build_rotary, layer_modules, materialize_layer
+from steelyard.modules.data_parallel import activation_dtype, replicate_over
 from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
@@ -101,7 +100,7 @@ def build_short_chain(
         layers=layers,
         side=SideInputBuilder(model, build_rotary(model, chain, device), attention_types),
         seq_len=seq_len,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        dtype=activation_dtype(precision),
         vocab_size=chain.vocab_size,
         hidden_size=chain.hidden_size,
         device=device,
@@ -206,11 +205,6 @@ def _build(
     layer = build_layer(model, chain, index, Remat.NONE)
     if tp > 1:
         apply_tensor_parallel(layer, model, chain, chain.kind_of(index).role, mesh["tp"], sp=sp)
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wrapped: FSDPModule = replicate(layer, mesh=mesh["one"], mp_policy=policy)
-    wrapped.set_gradient_divide_factor(1.0)
-    wrapped.set_force_sum_reduction_for_comms(True)
+    wrapped = replicate_over(layer, mesh["one"], precision)
     wrapped.set_requires_gradient_sync(False)
     return layer

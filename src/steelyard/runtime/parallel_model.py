@@ -23,7 +23,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
-from steelyard.runtime.stage import StageModule, build_stage, check_remat, local_hidden_shape
+from steelyard.runtime.stage import StageModule, build_stage, local_hidden_shape
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -194,7 +194,6 @@ def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> Paralle
     Raises `InvalidPlanError` if the world size or the model is not the plan's.
     """
     check_world_size(plan, dist.get_world_size())
-    check_remat(plan)
     chain = plan.chain()
     _check_same_model(model, chain)
     device_type = default_device_type()

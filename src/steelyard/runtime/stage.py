@@ -10,14 +10,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement
 from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_rotary, layer_modules, materialize_layer, untie_embedding
+from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.strategy import Strategy
 from steelyard.runtime.mesh import PlanMesh
-from steelyard.runtime.sharding import activation_dtype, shard_layer
+from steelyard.runtime.sharding import shard_layer
 
 
 class LayerLoop(nn.Module):
@@ -161,14 +161,3 @@ def local_hidden_shape(plan: Plan, chain: ModelChain, strategy: Strategy) -> tup
     samples = plan.microbatch_samples // strategy.data_degree
     sequence = plan.seq_len // strategy.tp if strategy.sp else plan.seq_len
     return samples, sequence, chain.hidden_size
-
-
-def check_remat(plan: Plan) -> None:
-    """Raises `InvalidPlanError` for a kind of remat that the runtime cannot carry out."""
-    if Remat.SELECTIVE in {strategy.remat for strategy in plan.strategies}:
-        raise InvalidPlanError(
-            field="stages.runs.remat",
-            found=Remat.SELECTIVE.value,
-            expected=f"{Remat.NONE.value} or {Remat.FULL.value}, which the runtime can carry out",
-            hint="plan without selective remat",
-        )

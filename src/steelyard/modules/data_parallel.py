@@ -1,0 +1,43 @@
+"""Data parallelism around one layer, through FSDP2's machinery for both kinds.
+
+`fully_shard` and `replicate` share precision, accumulation and the kind of parameter that an optimizer sees, whichever
+a plan chose. A rank's loss is already divided by the global number of tokens, so gradients are summed over ranks, not
+averaged; gloo has no scaled sum, hence the plain one.
+"""
+
+import torch
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from steelyard.modules.layers import ChainLayer
+from steelyard.plan.plan import Precision
+
+
+def shard_over(layer: ChainLayer, mesh: DeviceMesh, precision: Precision, *, reshard_after_forward: bool) -> FSDPModule:
+    """The layer with its parameters sharded over the one axis of ``mesh``, in place."""
+    policy = mixed_precision(precision)
+    return _summing(fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward))
+
+
+def replicate_over(layer: ChainLayer, mesh: DeviceMesh, precision: Precision) -> FSDPModule:
+    """The layer with its parameters replicated over the one axis of ``mesh``, in place."""
+    return _summing(replicate(layer, mesh=mesh, mp_policy=mixed_precision(precision)))
+
+
+def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    """The policy of a precision: bf16 computes in bf16 and keeps and reduces in fp32."""
+    if precision == "bf16":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def activation_dtype(precision: Precision) -> torch.dtype:
+    """Type of the hidden state between layers."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def _summing(module: FSDPModule) -> FSDPModule:
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    return module
