@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from steelyard.model.chain import ModelChain
+from steelyard.modules import data_parallel
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
-from steelyard.runtime import parallel_model, sharding
+from steelyard.runtime import parallel_model
 from steelyard.runtime.applied import gather_strategies, observe_layers
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
 from tests.runtime.cases import CASES, Case
@@ -171,14 +172,14 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    right = {"replicate": sharding.replicate, "mixed_precision": sharding.mixed_precision}
+    right = data_parallel.replicate
 
     def replicate_alone(layer: nn.Module, *, mesh: Any, mp_policy: Any) -> nn.Module:
         world = dist.device_mesh.init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("all", "one"))
-        return right["replicate"](layer, mesh=world["one"], mp_policy=mp_policy)
+        return right(layer, mesh=world["one"], mp_policy=mp_policy)
 
     patches = {
-        "no dp sum": lambda: mock.patch.object(sharding, "replicate", replicate_alone),
+        "no dp sum": lambda: mock.patch.object(data_parallel, "replicate", replicate_alone),
         "mean": lambda: mock.patch.object(
             torch.distributed.fsdp.FSDPModule,
             "set_gradient_divide_factor",

@@ -31,7 +31,7 @@ def demo(
         "demo-run"
     ),
 ) -> None:
-    """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About three minutes."""
+    """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About two minutes."""
     from steelyard.profiler.launch import launch_profiler
     from steelyard.runtime.launch import launch
     from steelyard.runtime.options import TrainOptions
