@@ -350,6 +350,8 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
         )
         alternatives.append(Alternative(description=_describe(outcome), step_time_s=step_s, reason=reason))
     status = "optimal for the cost tables" if found.status == "optimal" else f"best so far, gap {found.gap:.2%}"
+    if best > 0:
+        status = f"fastest in simulation among the search's best {len(candidates)}; in its closed form another is"
     return Prediction(
         step_time_s=best_s + job.profile.step_overhead_s,
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
