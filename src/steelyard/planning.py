@@ -342,12 +342,11 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
         index = rescored.get(outcome.index)
         if index == best:
             continue
-        step_s = costs[index].timeline.step_time_s if index is not None else None
-        reason = (
-            outcome.reason
-            if step_s is None
-            else f"{step_s / best_s - 1:.1%} slower: {_summary(candidates[index or 0])}"
-        )
+        if index is None:
+            step_s, reason = None, outcome.reason
+        else:
+            step_s = costs[index].timeline.step_time_s
+            reason = f"{step_s / best_s - 1:.1%} slower: {_summary(candidates[index])}"
         alternatives.append(Alternative(description=_describe(outcome), step_time_s=step_s, reason=reason))
     status = "optimal for the cost tables" if found.status == "optimal" else f"best so far, gap {found.gap:.2%}"
     if best > 0:

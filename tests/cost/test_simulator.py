@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.simulator import StageTimes, Timeline, closed_form_s, simulate
-from steelyard.cost.tables import Schedule
+from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
 from tests.cost.examples import cluster, job, setting
 

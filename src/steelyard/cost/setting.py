@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from steelyard.cost.tables import Schedule
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import Precision, Schedule
 from steelyard.profiles.profile import Profile
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}

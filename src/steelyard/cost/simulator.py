@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from steelyard.cost.tables import Schedule
+from steelyard.plan.plan import Schedule
 
 Pass = Literal["forward", "backward", "once"]
 

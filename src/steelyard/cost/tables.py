@@ -26,15 +26,13 @@ Not modelled: overlap of a switch with compute; stages of different device count
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.errors import InvalidProblemError
+from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Strategy
-
-Schedule = Literal["gpipe", "1f1b"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

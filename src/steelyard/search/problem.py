@@ -38,8 +38,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from steelyard.cost.tables import CostTables, Schedule
+from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError, UserError, nearest
+from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
 from steelyard.search.solve import SearchResult, search
 
