@@ -1,6 +1,7 @@
 """What must hold before a plan is run; checked by every process before it takes memory."""
 
 from steelyard.errors import InvalidPlanError
+from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Plan
 
 
@@ -13,3 +14,21 @@ def check_world_size(plan: Plan, world_size: int) -> None:
             expected=f"a plan for the {world_size} processes that were started",
             hint=f"start {plan.num_devices} processes, or plan for {world_size} devices",
         )
+
+
+def check_same_model(config: object, chain: ModelChain) -> None:
+    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model."""
+    for key, expected in (
+        ("model_type", chain.family.model_type),
+        ("hidden_size", chain.hidden_size),
+        ("num_hidden_layers", chain.num_layers - 2),
+        ("vocab_size", chain.vocab_size),
+    ):
+        found = getattr(config, key, None)
+        if found != expected:
+            raise InvalidPlanError(
+                field=f"model.config.{key}",
+                found=f"{expected!r} in the plan",
+                expected=f"{found!r}, as the model has",
+                hint="plan for this model's config, or build the model from the plan's config",
+            )

@@ -16,12 +16,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.runtime.checks import check_world_size
+from steelyard.runtime.checks import check_same_model, check_world_size
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
 from steelyard.runtime.stage import StageModule, build_stage, local_hidden_shape
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
@@ -195,7 +194,7 @@ def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> Paralle
     """
     check_world_size(plan, dist.get_world_size())
     chain = plan.chain()
-    _check_same_model(model, chain)
+    check_same_model(model.config, chain)
     device_type = default_device_type()
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     mesh = build_mesh(plan, device_type)
@@ -206,24 +205,6 @@ def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> Paralle
 def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:
     """This rank's part of the plan's own model with first weights, as `parallelize` makes it."""
     return parallelize(build_meta_model(plan.chain()), plan, seed=seed)
-
-
-def _check_same_model(model: PreTrainedModel, chain: ModelChain) -> None:
-    config = model.config
-    for key, expected in (
-        ("model_type", chain.family.model_type),
-        ("hidden_size", chain.hidden_size),
-        ("num_hidden_layers", chain.num_layers - 2),
-        ("vocab_size", chain.vocab_size),
-    ):
-        found = getattr(config, key, None)
-        if found != expected:
-            raise InvalidPlanError(
-                field=f"model.config.{key}",
-                found=f"{expected!r} in the plan",
-                expected=f"{found!r}, as the model has",
-                hint="plan for this model's config, or build the model from the plan's config",
-            )
 
 
 def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
