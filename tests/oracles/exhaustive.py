@@ -23,6 +23,9 @@ def stage_seconds_and_bytes(
         seconds += float(tables.time_s[kind, strategy])
         if layer > 0:
             seconds += float(tables.switch_s[kind, strategies[layer - 1], strategy])
+        for side in tables.side_inputs:
+            if layer in side.readers:
+                seconds += float(side.seconds[strategies[side.source], strategy])
         num_bytes += int(tables.static_bytes[kind, strategy])
         num_bytes += tables.in_flight(stage) * int(tables.activation_bytes[kind, strategy])
         transient = max(transient, int(tables.transient_bytes[kind, strategy]))

@@ -65,7 +65,7 @@ def put(content: dict[str, Any], path: str, value: object) -> None:
     ("path", "value", "message"),
     [
         ("settings.0.transfers_s", 1.0, "transfer_s"),
-        ("version", 2, "version"),
+        ("version", 3, "version"),
         ("settings", [], "settings"),
         ("settings.0.schedule", "2f2b", "1f1b"),
         ("settings.0.kinds.0.time_s.0", -1.0, "greater than or equal to 0"),

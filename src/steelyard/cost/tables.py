@@ -3,17 +3,20 @@ r"""The search problem as numbers: what each layer costs under each strategy, fo
 With $l = 1..L$ layers of kinds $k_l$, strategies $s_l$, stages $i = 1..P$ of consecutive layers and $m$ microbatches,
 the step time that the search minimises and the memory that it bounds are
 
-$$T = \sum_i t_i + (m-1)\,\max_i t_i, \qquad t_i = c_i + \sum_{l \in i} \big(t(k_l, s_l) + r(k_l, s_{l-1}, s_l)\big)$$
+$$T = \sum_i t_i + (m-1)\,\max_i t_i, \qquad
+t_i = c_i + \sum_{l \in i} \Big(t(k_l, s_l) + r(k_l, s_{l-1}, s_l) + \sum_{v:\, l \in R_v} d_v(s_{o_v}, s_l)\Big)$$
 
 $$M_i = o + \sum_{l \in i} \big(a(k_l, s_l) + n_i\, b(k_l, s_l)\big) + \max_{l \in i} u(k_l, s_l) \le M$$
 
 The first layer of the model has no $r$; the first layer of a later stage pays $r$ from the last layer of the stage
-before it, since the receiver redistributes.
+before it, since the receiver redistributes. A side input $v$ is a value that layers $R_v$ read besides the output of
+the layer before them: an encoder's output read by every decoder layer, a tied embedding's weight read by the head.
 
 | symbol | field                | unit  | meaning                                                                   |
 |--------|----------------------|-------|---------------------------------------------------------------------------|
 | $t$    | `time_s`             | s     | forward + backward of one microbatch, plus 1/m of what is done once a step |
 | $r$    | `switch_s`           | s     | redistribution of one microbatch's activation and its gradient            |
+| $d_v$  | `side_inputs`        | s     | redistribution of a side input from its source layer $o_v$ to one reader  |
 | $c_i$  | `transfer_s`         | s     | send and receive between two stages, 0 for the first stage                |
 | $a$    | `static_bytes`       | bytes | parameters, gradients, optimizer states                                   |
 | $b$    | `activation_bytes`   | bytes | saved for backward, per microbatch in flight                              |
@@ -22,9 +25,11 @@ before it, since the receiver redistributes.
 | $o$    | `overhead_bytes`     | bytes | per device, whatever the layers: context, buffers                         |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023 (Galvatron-BMW, arXiv 2307.02031), Eqs. 3–8.
-Not modelled: overlap of a switch with compute; stages of different device counts.
+Not modelled: overlap of a switch with compute; stages of different device counts; memory of side inputs beyond what
+their readers' own tables hold.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +38,18 @@ from numpy.typing import NDArray
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SideInput:
+    """A value that layers read besides the output of the layer before them; each reader redistributes it for itself."""
+
+    source: int
+    """Position in the chain of the layer that makes the value, counted from 0."""
+    readers: tuple[int, ...]
+    """Positions of the layers that read it, rising, all behind the source."""
+    seconds: NDArray[np.float64]
+    """[S, S] per microbatch and reader: strategy of the source, strategy of the reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +77,7 @@ class CostTables:
     """[K, S, S]: kind of the receiving layer, strategy of the layer before, strategy of the receiving layer."""
     transfer_s: float
     overhead_bytes: int
+    side_inputs: tuple[SideInput, ...] = ()
 
     def __post_init__(self) -> None:
         num_kinds, num_strategies = len(self.kinds), len(self.strategies)
@@ -89,9 +107,40 @@ class CostTables:
                 found=f"{self.num_stages}, {self.num_microbatches}",
                 expected="1 or more of each",
             )
+        if self.schedule == "interleaved-1f1b":
+            raise InvalidProblemError(
+                field="schedule", found=repr(self.schedule), expected="gpipe or 1f1b: stages of one chunk"
+            )
+        for index, side in enumerate(self.side_inputs):
+            _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
 
     def in_flight(self, stage: int) -> int:
         """Microbatches whose activations are alive at once on ``stage``, counted from 0."""
         if self.schedule == "gpipe":
             return self.num_microbatches
         return min(self.num_microbatches, self.num_stages - stage)
+
+
+def _check_side_input(place: str, side: SideInput, num_layers: int, num_strategies: int) -> None:
+    if not 0 <= side.source < num_layers:
+        raise InvalidProblemError(
+            field=f"{place}.source", found=str(side.source), expected=f"a layer, 0 to {num_layers - 1}"
+        )
+    positions = (side.source, *side.readers)
+    if not side.readers or positions[-1] >= num_layers or any(a >= b for a, b in itertools.pairwise(positions)):
+        raise InvalidProblemError(
+            field=f"{place}.readers",
+            found=str(side.readers[:8]),
+            expected=f"one or more rising layers behind layer {side.source}, up to {num_layers - 1}",
+        )
+    shape = (num_strategies, num_strategies)
+    if side.seconds.shape != shape:
+        raise InvalidProblemError(
+            field=f"{place}.seconds", found=f"shape {side.seconds.shape}", expected=f"shape {shape}"
+        )
+    if not np.all(np.isfinite(side.seconds)) or np.any(side.seconds < 0):
+        raise InvalidProblemError(
+            field=f"{place}.seconds",
+            found="a negative or non-finite entry",
+            expected="finite numbers of zero or more",
+        )

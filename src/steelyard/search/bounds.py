@@ -2,39 +2,44 @@ r"""Lower bounds on stage times from prices of memory, for all runs of layers at
 
 For any price $\lambda \ge 0$ of a byte, the layers $l..l'-1$ take on stage $i$ at least
 
-$$\underline t_i(l, l') = \max_\lambda \Big[\sum_{j=l}^{l'-1} h_\lambda(k_j)
-- \lambda\,\big(B - \underline u(l, l')\big)\Big], \qquad
-h_\lambda(k) = \min_s \big(t(k, s) + \lambda\, b_i(k, s)\big)$$
+$$\underline t_i(l, l') = \min_\tau \max_\lambda \Big[\sum_{j=l}^{l'-1} h_{\lambda,\tau}(k_j)
+- \lambda\,(B - \tau)\Big], \qquad
+h_{\lambda,\tau}(k) = \min_{s:\, u(k, s) \le \tau} \big(t(k, s) + \lambda\, b_i(k, s)\big)$$
 
-seconds, since a plan that fits saves nothing by paying for its bytes and being paid for the budget. Switches cost
-at least nothing and are left out. The bound grows with the run, and is a difference of prefix sums, so a matrix of
-bounds costs a few vector operations. The best price is a slope of the lower convex hull of some kind's (bytes,
-seconds) points, so only these are tried.
+seconds, since a plan that fits, and whose transient peak is $\tau$, saves nothing by paying for its bytes and being
+paid for the room that the peak leaves. Neighbouring peaks share a level as in `layers`. Switches cost at least nothing
+and are left out. The bound grows with the run, and is a difference of prefix sums. The best price is a slope of the
+lower convex hull of some kind's (bytes, seconds) points, so only these are tried.
 
 | symbol          | name           | unit  | meaning                                                      |
 |-----------------|----------------|-------|--------------------------------------------------------------|
 | $b$             | `bytes`        | bytes | `static_bytes` + microbatches in flight × `activation_bytes` |
 | $B$             | `room_bytes`   | bytes | budget less overhead                                         |
-| $\underline u$  | `floor`        | bytes | the largest over the layers of the least transient           |
+| $\tau$          | `lower`, `upper` | bytes | level of the transient peak                                |
 | $\lambda$       | `prices`       | s/B   | value of a byte                                              |
 
 Source: weak Lagrangian duality; the hull argument is Dantzig's for the continuous knapsack.
 """
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from steelyard.search import kernels
 from steelyard.search.frontier import FloatArray, IntArray, frontier
-from steelyard.search.layers import KindOptions, StageCosts
+from steelyard.search.layers import StageCosts, peak_levels
 
 ROUNDING = 1e-9
 """Relative slack on time bounds, so that float rounding never drops an optimum (sums differ by about 1e-13)."""
 
 MAX_PRICES = 64
 """More hull slopes than this are thinned out; the bounds stay valid and become a little weaker."""
+
+MAX_KINDS = 32
+"""With more kinds than this, prices are taken from so many of them, and fewer of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,72 +51,73 @@ class StageBounds:
     transfer_s: float
     prices: FloatArray
     """[A] rising, the first is 0"""
+    lower: IntArray
+    """[J] lower edges of the levels of transient peak"""
     prefix_s: FloatArray
-    """[A, L + 1] priced cost of the first layers"""
-    floor: IntArray
-    """[L] least transient of each layer"""
+    """[J, A, L + 1] priced cost of the first layers, those without an option in the level left out"""
+    missing: IntArray
+    """[J, L + 1] how many of the first layers have no option in the level"""
 
     def matrix(self, starts: IntArray, ends: IntArray) -> FloatArray:
-        """[starts, ends] lower bounds in seconds, transfer included; infinite for empty runs. Both lists are runs."""
-        bound = np.zeros((len(starts), len(ends)))
-        room = self.room_bytes - self._floors(starts, ends).astype(np.float64)
-        for price, prefix in zip(self.prices, self.prefix_s, strict=True):
-            np.maximum(bound, prefix[ends] - prefix[starts][:, None] - price * room, out=bound)
-        bound += self.transfer_s
-        bound[starts[:, None] >= ends] = np.inf
-        return bound
+        """[starts, ends] lower bounds in seconds, transfer included; infinite for empty runs."""
+        found = np.empty((len(starts), len(ends)))
+        kernels.run_bounds(self.prefix_s, self.missing, self.prices, self.lower, self.room_bytes, starts, ends, found)
+        return found + self.transfer_s
 
     def good_prices(self, start: int, end: int) -> FloatArray:
-        """Prices around the one that bounds this run best, and 0."""
-        room = self.room_bytes - float(self.floor[start:end].max())
-        best = int(np.argmax(self.prefix_s[:, end] - self.prefix_s[:, start] - self.prices * room))
-        return np.union1d(self.prices[max(best - 4, 0) : best + 5], 0.0)
+        """Prices around those that bound this run best on each level, and 0."""
+        room = (self.room_bytes - self.lower).astype(np.float64)
+        paid = self.prefix_s[:, :, end] - self.prefix_s[:, :, start] - self.prices * room[:, None]
+        around = np.argmax(paid, axis=1)[:, None] + np.arange(-2, 3)
+        return self.prices[np.union1d(np.clip(around, 0, len(self.prices) - 1), 0)]
 
     def farthest(self, start: int, limit_s: float) -> int:
         """The largest end whose bound from ``start`` stays within the limit; ``start`` if not even one layer does."""
-        num_layers = len(self.floor)
-        row = self.matrix(np.array([start]), np.arange(start + 1, num_layers + 1))[0]
-        return start + int(np.count_nonzero(row <= limit_s))
+        ends = range(start + 1, self.prefix_s.shape[2])
+        return start + bisect_right(ends, limit_s, key=lambda end: self._bound_s(start, end))
 
     def smallest_start(self, end: int, limit_s: float) -> int:
         """The smallest start whose bound to ``end`` stays within the limit; ``end`` if not even one layer does."""
-        column = self.matrix(np.arange(end), np.array([end]))[:, 0]
-        return end - int(np.count_nonzero(column <= limit_s))
+        starts = range(end - 1, -1, -1)
+        return end - bisect_right(starts, limit_s, key=lambda start: self._bound_s(start, end))
 
-    def _floors(self, starts: IntArray, ends: IntArray) -> IntArray:
-        layers = np.arange(starts[0], ends[-1])
-        reached = np.where(layers >= starts[:, None], self.floor[layers], 0)
-        running = np.maximum.accumulate(reached, axis=1)
-        return running[:, np.maximum(ends - 1 - starts[0], 0)]
+    def _bound_s(self, start: int, end: int) -> float:
+        return float(self.matrix(np.array([start]), np.array([end]))[0, 0])
 
 
 def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, transfer_s: float) -> StageBounds:
     """The bounds of a stage with these costs for runs of the model's ``layers`` (their kinds)."""
-    kinds = np.array(layers)
-    prices = _hull_slopes([costs.options[kind] for kind in sorted(set(layers))])
-    priced = np.full((len(prices), len(costs.options)), np.inf)
-    floor = np.zeros(len(costs.options), dtype=np.int64)
-    for kind in set(layers):
-        options = costs.options[kind]
-        priced[:, kind] = np.min(options.seconds + prices[:, None] * options.bytes, axis=1)
-        floor[kind] = options.transient.min()
-    prefix = np.zeros((len(prices), len(layers) + 1))
-    np.cumsum(priced[:, kinds], axis=1, out=prefix[:, 1:])
+    used = sorted(set(layers))
+    prices = _hull_slopes(costs, used)
+    real = np.arange(costs.strategy.shape[1]) < costs.count[:, None]
+    lower, upper = peak_levels(costs.transient[used][real[used]]) if real[used].any() else (np.zeros(1, np.int64),) * 2
+    prefix = np.zeros((len(lower), len(prices), len(layers) + 1))
+    missing = np.zeros((len(lower), len(layers) + 1), dtype=np.int64)
+    order = np.array(layers)
+    for level, peak in enumerate(upper):
+        allowed = real & (costs.transient <= peak)
+        none = ~allowed.any(axis=1)
+        options = np.where(allowed, costs.seconds, np.inf) + prices[:, None, None] * costs.bytes
+        paid = np.where(none, 0.0, options.min(axis=2))
+        np.cumsum(paid[:, order], axis=1, out=prefix[level, :, 1:])
+        np.cumsum(none[order], out=missing[level, 1:])
     return StageBounds(
         costs=costs,
         room_bytes=room_bytes,
         transfer_s=transfer_s,
         prices=prices,
+        lower=lower,
         prefix_s=prefix,
-        floor=floor[kinds],
+        missing=missing,
     )
 
 
-def _hull_slopes(kinds: Sequence[KindOptions]) -> FloatArray:
-    """0 and the slopes of all lower convex hulls, rising, at most `MAX_PRICES` of them."""
+def _hull_slopes(costs: StageCosts, kinds: Sequence[int]) -> FloatArray:
+    """0 and the slopes of the kinds' lower convex hulls, rising, at most `MAX_PRICES` of them."""
     slopes = {0.0}
-    for options in kinds:
-        points = frontier(options.bytes, options.seconds)
+    for kind in kinds[:: -(-len(kinds) // MAX_KINDS)]:
+        _, _, num_bytes, _, seconds = costs.options(kind)
+        points = frontier(num_bytes, seconds)
         hull: list[tuple[float, float]] = []
         for point in zip(points.bytes.tolist(), points.seconds.tolist(), strict=True):
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
@@ -119,8 +125,9 @@ def _hull_slopes(kinds: Sequence[KindOptions]) -> FloatArray:
             hull.append(point)
         slopes.update(_slope(a, b) for a, b in itertools.pairwise(hull))
     rising = np.array(sorted(slopes))
-    if len(rising) > MAX_PRICES:
-        rising = rising[np.linspace(0, len(rising) - 1, MAX_PRICES).round().astype(int)]
+    most = MAX_PRICES if len(kinds) <= MAX_KINDS else MAX_PRICES // 4
+    if len(rising) > most:
+        rising = rising[np.linspace(0, len(rising) - 1, most).round().astype(int)]
     return rising
 
 

@@ -21,6 +21,8 @@ class StageCost:
     in_flight: int
     layer_s: float
     switch_s: float
+    side_s: float
+    """redistribution of side inputs that layers of this stage read"""
     transfer_s: float
     static_bytes: int
     activation_bytes: int
@@ -30,7 +32,7 @@ class StageCost:
     @property
     def time_s(self) -> float:
         """One microbatch on this stage."""
-        return self.transfer_s + self.layer_s + self.switch_s
+        return self.transfer_s + self.layer_s + self.switch_s + self.side_s
 
     @property
     def total_bytes(self) -> int:
@@ -97,6 +99,15 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
             float(tables.switch_s[tables.layers[layer], strategies[layer - 1], strategies[layer]])
             for layer in layers
             if layer > 0
+        ),
+        side_s=sum(
+            (
+                float(side.seconds[strategies[side.source], strategies[reader]])
+                for side in tables.side_inputs
+                for reader in side.readers
+                if reader in layers
+            ),
+            start=0.0,
         ),
         transfer_s=tables.transfer_s if stage > 0 else 0.0,
         static_bytes=sum(int(tables.static_bytes[pair]) for pair in pairs),

@@ -4,23 +4,28 @@ For each place and switch class where the stages placed so far may end, the pair
 times that nothing beats are kept; they are a frontier like that of bytes and seconds. A pair is extended by every run
 that begins there, and dropped if even the least total and the least maximum of the stages still to come
 ($\underline v$, $\underline w$) leave the step time $v + \underline v + (m-1)\max(w, \underline w)$ above the aim.
+
+Of a run only the times up to a level are known. Whatever else it can do takes longer than that, so a *hopeful* run that
+takes just that long, and may be entered from any class and left in any, stands for it. The fastest pipeline with
+hopeful runs in it is a lower bound; one without is the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.tables import CostTables
-from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.frontier import FloatArray, IntArray, reduce_groups
-from steelyard.search.runs import BestRuns, Setting, StageRuns, rest_bounds
+from steelyard.search.runs import BestRuns, Setting, StageRuns, rest_bounds, time_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Joined:
-    """Unbeaten ways to place the first stages: where they end, their class, total and maximum time."""
+    """Unbeaten ways to place the first stages: where they end, their class, total and maximum time.
+
+    Class C + 1 is that of a hopeful run: whichever suits the next one.
+    """
 
     place: IntArray
     group: IntArray
@@ -32,21 +37,44 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transitions:
-    """Exact runs of one stage in one flat list, ordered by (start, entry)."""
+    """Runs of one stage in one flat list, ordered by (start, entry); ``state`` is -1 for hopeful ones."""
 
     start: IntArray
     end: IntArray
     entry: IntArray
     exit: IntArray
     seconds: FloatArray
-    source: list[tuple[BestRuns, int]]
+    state: IntArray
 
 
-def join_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> Solution | None:
-    """The fastest pipeline of solved runs with a step time within the aim, or None."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """One stage of a pipeline: first layer, end, and the state of its run, -1 if it is hopeful."""
+
+    start: int
+    end: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The fastest pipeline; a lower bound of the step time if some leg is hopeful."""
+
+    step_s: float
+    legs: tuple[Leg, ...]
+
+    @property
+    def hopeful(self) -> tuple[int, ...]:
+        """Stages of which more has to be known."""
+        return tuple(stage for stage, leg in enumerate(self.legs) if leg.state < 0)
+
+
+def join_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> Pipeline | None:
+    """The fastest pipeline with a step time within the aim, hopeful runs included, or None."""
     rest_total, rest_worst = rest_bounds(stages)
     groups = setting.bounds[0].costs.num_groups
-    transitions = [transitions_of(runs.found, groups) for runs in stages]
+    limits = time_limits(setting, stages, aim_s)
+    transitions = [transitions_of(runs, limit, groups) for runs, limit in zip(stages, limits, strict=True)]
     joined = [_nothing_placed(groups)]
     for stage, (runs, moves) in enumerate(zip(stages, transitions, strict=True)):
         before = joined[-1]
@@ -58,7 +86,7 @@ def join_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> So
         useful = np.flatnonzero(bound <= aim_s)
         parent, run, total, worst = parent[useful], run[useful], total[useful], worst[useful]
         place, group = moves.end[run], moves.exit[run]
-        kept = reduce_groups(place * (groups + 1) + group, worst, np.zeros(len(run), dtype=np.int64), total)
+        kept = reduce_groups(place * (groups + 2) + group, worst, np.zeros(len(run), dtype=np.int64), total)
         joined.append(
             Joined(
                 place=place[kept],
@@ -71,8 +99,9 @@ def join_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> So
         )
     if len(joined[-1].place) == 0:
         return None
-    best = int(np.argmin(setting.step_s(joined[-1].total, joined[-1].worst)))
-    return _recover(setting.tables, joined, transitions, best)
+    step_s = setting.step_s(joined[-1].total, joined[-1].worst)
+    best = int(np.argmin(step_s))
+    return Pipeline(step_s=float(step_s[best]), legs=tuple(_legs(joined, transitions, best))[::-1])
 
 
 def _nothing_placed(num_groups: int) -> Joined:
@@ -84,8 +113,8 @@ def _nothing_placed(num_groups: int) -> Joined:
 
 def _matches(before: Joined, moves: Transitions, num_groups: int) -> tuple[IntArray, IntArray]:
     """All pairs (index of a placement, index of a run) where the run begins where the placement ends."""
-    have = before.place * (num_groups + 1) + before.group
-    offered = moves.start * (num_groups + 1) + moves.entry
+    have = before.place * (num_groups + 2) + before.group
+    offered = moves.start * (num_groups + 2) + moves.entry
     first, last = np.searchsorted(offered, have, side="left"), np.searchsorted(offered, have, side="right")
     sizes = last - first
     parent = np.repeat(np.arange(len(have)), sizes)
@@ -93,27 +122,21 @@ def _matches(before: Joined, moves: Transitions, num_groups: int) -> tuple[IntAr
     return parent, np.arange(len(parent)) - skipped + np.repeat(first, sizes)
 
 
-def _recover(tables: CostTables, joined: Sequence[Joined], transitions: Sequence[Transitions], last: int) -> Solution:
-    boundaries, strategies = [len(tables.layers)], []
+def _legs(joined: Sequence[Joined], transitions: Sequence[Transitions], last: int) -> Iterator[Leg]:
+    """The legs of the pipeline that ends in this placement, last stage first."""
     for placed, moves in zip(reversed(joined[1:]), reversed(transitions), strict=True):
         run = int(placed.run[last])
-        best, index = moves.source[run]
-        strategies.append(best.chain.strategies(int(best.state[index])))
-        boundaries.append(int(moves.start[run]))
+        yield Leg(start=int(moves.start[run]), end=int(moves.end[run]), state=int(moves.state[run]))
         last = int(placed.parent[last])
-    return evaluate(tables, boundaries[::-1], [each for run in reversed(strategies) for each in run])
 
 
-def transitions_of(parts: Sequence[tuple[int, int, BestRuns]], num_groups: int) -> Transitions:
-    """The runs (start, end, times) of one stage as one list."""
-    sizes = [len(best.seconds) for _, _, best in parts]
-    start = np.repeat(np.array([part[0] for part in parts], dtype=np.int64), sizes)
-    end = np.repeat(np.array([part[1] for part in parts], dtype=np.int64), sizes)
-    none = np.zeros(0, dtype=np.int64)
-    entry = np.concatenate([none, *(best.entry for _, _, best in parts)])
-    leave = np.concatenate([none, *(best.exit for _, _, best in parts)])
-    seconds = np.concatenate([np.zeros(0), *(best.seconds for _, _, best in parts)])
-    source = [(best, index) for _, _, best in parts for index in range(len(best.seconds))]
+def transitions_of(runs: StageRuns, limit_s: FloatArray, num_groups: int) -> Transitions:
+    """All runs of one stage that may be within their limits: as known, and hopeful."""
+    parts = [_known(runs, place, best) for place, best in runs.found.items() if runs.bound_s[place] <= limit_s[place]]
+    parts += [_into_any(part, num_groups) for part in parts]
+    parts.append(_hopeful(runs, limit_s, num_groups))
+    start, end, entry, leave, state = np.concatenate([numbers for numbers, _ in parts], axis=1)
+    seconds = np.concatenate([seconds for _, seconds in parts])
     order = np.lexsort((leave, end, entry, start))
     return Transitions(
         start=start[order],
@@ -121,5 +144,35 @@ def transitions_of(parts: Sequence[tuple[int, int, BestRuns]], num_groups: int) 
         entry=entry[order],
         exit=leave[order],
         seconds=seconds[order],
-        source=[source[index] for index in order],
+        state=state[order],
     )
+
+
+Part = tuple[IntArray, FloatArray]
+"""[5, n] start, end, entry, exit and state, and their seconds."""
+
+
+def _known(runs: StageRuns, place: tuple[int, int], best: BestRuns) -> Part:
+    span = np.array([[runs.starts[place[0]]], [runs.ends[place[1]]]])
+    spans = np.broadcast_to(span, (2, len(best.seconds)))
+    return np.concatenate([spans, [best.entry, best.exit, best.state]]), best.seconds
+
+
+def _into_any(part: Part, num_groups: int) -> Part:
+    """The fastest of these runs for each exit, entered after a hopeful run."""
+    numbers, seconds = part
+    order = np.lexsort((seconds, numbers[3]))
+    fastest = order[np.unique(numbers[3][order], return_index=True)[1]]
+    after = numbers[:, fastest].copy()
+    after[2] = num_groups + 1
+    return after, seconds[fastest]
+
+
+def _hopeful(runs: StageRuns, limit_s: FloatArray, num_groups: int) -> Part:
+    """Runs that take their level, from each class into whichever suits."""
+    rows, columns = np.nonzero(runs.level_s <= limit_s)
+    size, classes = len(rows), num_groups + 2
+    numbers = np.empty((5, size * classes), dtype=np.int64)
+    numbers[0], numbers[1] = np.repeat(runs.starts[rows], classes), np.repeat(runs.ends[columns], classes)
+    numbers[2], numbers[3], numbers[4] = np.tile(np.arange(classes), size), num_groups + 1, -1
+    return numbers, np.repeat(runs.level_s[rows, columns], classes)

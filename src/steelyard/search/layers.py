@@ -7,19 +7,25 @@ beats in all of $M, u, t$, where
 $$M = \sum_l b(k_l, s_l), \quad u = \max_l u(k_l, s_l), \quad t = \sum_l \big(t(k_l, s_l) + r(k_l, c_{l-1}, s_l)\big)$$
 
 so forward memory adds up, the transient peak is a maximum, and a state fits if $M + u$ is within the budget. Without
-a budget one pass therefore answers every budget. With a budget $B$ and a limit $\theta$ on the stage time a state is
-dropped as soon as no completion can fit, or can be fast enough: for every price $\lambda \ge 0$ of a byte,
+a budget one pass therefore answers every budget. Before the last layer a state is also dropped for one of another class
+$c'$ that is smaller and so much faster that no next layer can make up for it, by
+$\max_s (r(k_{l+1}, c', s) - r(k_{l+1}, c, s))$ or more.
 
-$$t + H_\lambda(c) + \lambda\,(M + u - B) > \theta, \qquad
-H_\lambda(c) = \min_{s_{l+1}..s_n} \sum (t + r + \lambda b)$$
+With a budget $B$ and a limit $\theta$ on the stage time a state is dropped as soon as no completion can fit, or can be
+fast enough. For every level $\tau$ that the transient peak may end on there must not be a price $\lambda \ge 0$ with
 
-proves so (weak duality), hence dropping never loses an optimum.
+$$t + H_{\lambda,\tau}(c) + \lambda\,(M + \max(u, \tau) - B) > \theta, \qquad
+H_{\lambda,\tau}(c) = \min_{s_{l+1}..s_n:\, u(k, s) \le \tau} \sum (t + r + \lambda b)$$
+
+(weak duality), hence dropping never loses an optimum. Where there are many different peaks, neighbours share a level:
+the choice is then taken from its upper edge and the price paid for its lower one.
 
 | symbol      | name           | unit   | meaning                                                        |
 |-------------|----------------|--------|----------------------------------------------------------------|
 | $b$         | `bytes`        | bytes  | `static_bytes` + microbatches in flight × `activation_bytes`   |
 | $c$, $e$    | `group`        | –      | switch class: strategies from which every switch costs the same |
-| $H_\lambda$ | `_completions` | s      | least priced cost of the layers still to come                  |
+| $H_{\lambda,\tau}$ | `completion` | s | least priced cost of the layers still to come                  |
+| $\tau$      | `levels`       | bytes  | what the transient peak of the run may end on                  |
 | $\theta$    | `limit_s`      | s      | stage times above it are of no use to the caller               |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023, section 4.1 (forward memory and backward peak); the bound is
@@ -28,36 +34,71 @@ Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.frontier import FloatArray, IntArray, reduce_groups
+from steelyard.search import kernels
+from steelyard.search.frontier import FloatArray, IntArray
+
+MAX_LEVELS = 8
+"""Transient peaks told apart in the bounds; more are grouped, which weakens the bounds and loses nothing else."""
+
+MAX_PRICES_PER_LEVEL = 4
+"""Prices of memory tried for each level while states are extended: the best ones for the whole run, and 0."""
+
+NO_LIMIT_BYTES = 2**60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KindOptions:
-    """The strategies worth considering for one layer kind on one stage; arrays over these O options."""
+class Switches:
+    """What redistribution costs by switch class, once for every different table of the layer kinds."""
 
-    strategy: IntArray
-    """[O] index into the strategies of the tables"""
     group: IntArray
-    """[O] switch class"""
-    bytes: IntArray
-    transient: IntArray
+    """[S] switch class of each strategy as the sender"""
+    num_groups: int
+    table: IntArray
+    """[K] which of the T tables a kind has"""
     seconds: FloatArray
-    switch: FloatArray
-    """[C + 1, O] seconds from each switch class; the last row, all zeros, is for no layer before"""
+    """[T, C + 1, S] from each switch class; the last row, all zeros, is for no layer before"""
+    detour: FloatArray
+    """[T, C + 1, C + 1] at most so much more does a receiver pay from the first class than from the second"""
+    receives_less: NDArray[np.bool_]
+    """[T, S, S] whether every sender pays no more into the first strategy than into the second"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """What the layer kinds cost on a stage with a given number of microbatches in flight."""
+    """What the layer kinds cost on a stage with a given number of microbatches in flight.
 
-    num_groups: int
-    options: tuple[KindOptions, ...]
+    Arrays are [K, O] over the options worth considering; the first ``count`` of a kind are meant, the rest is padding.
+    """
+
+    switches: Switches
+    count: IntArray
+    strategy: IntArray
+    group: IntArray
+    bytes: IntArray
+    transient: IntArray
+    seconds: FloatArray
+
+    @property
+    def num_groups(self) -> int:
+        """Switch classes."""
+        return self.switches.num_groups
+
+    def options(self, kind: int) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray]:
+        """Strategy, switch class, bytes, transient bytes and seconds of the options of a kind."""
+        kept = slice(int(self.count[kind]))
+        fields = (self.strategy, self.group, self.bytes, self.transient)
+        strategy, group, num_bytes, transient = (each[kind, kept] for each in fields)
+        return strategy, group, num_bytes, transient, self.seconds[kind, kept]
+
+    def floor(self, kinds: Sequence[int]) -> int:
+        """Transient bytes that any choice for these layers reaches."""
+        return max(int(self.transient[kind, : self.count[kind]].min(initial=2**48)) for kind in set(kinds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,18 +115,6 @@ class LayerStates:
 
     def __len__(self) -> int:
         return len(self.entry)
-
-    def select(self, index: IntArray) -> "LayerStates":
-        """Only these states, in this order."""
-        return LayerStates(
-            entry=self.entry[index],
-            group=self.group[index],
-            bytes=self.bytes[index],
-            transient=self.transient[index],
-            seconds=self.seconds[index],
-            parent=self.parent[index],
-            strategy=self.strategy[index],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,68 +137,108 @@ class ChainFrontier:
         return tuple(reversed(chosen))
 
 
-def switch_classes(tables: CostTables) -> IntArray:
-    """[S] class of each strategy as the sender of an activation: equal where every legal receiver pays the same."""
-    rows = np.where(tables.legal[:, None, :], tables.switch_s, 0.0).transpose(1, 0, 2)
-    flat = np.ascontiguousarray(rows.reshape(len(tables.strategies), -1))
-    seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in flat + 0.0], dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptionTable:
-    """What every stage of one pipeline setting shares: switch classes and which strategies may beat which."""
+    """What every stage of one pipeline setting shares."""
 
     tables: CostTables
-    group: IntArray
-    num_groups: int
-    may_beat: NDArray[np.bool_]
-    """[K, S, S] the first is no worse than the second in all but the additive bytes, and both are legal"""
+    switches: Switches
+
+    @property
+    def may_beat(self) -> NDArray[np.bool_]:
+        """[K, S, S] the first is no worse than the second in all but the additive bytes, and both are legal."""
+        seconds, transient, legal = self.tables.time_s, self.tables.transient_bytes, self.tables.legal
+        group = self.switches.group
+        beats = (
+            (group[:, None] == group[None, :])
+            & (seconds[:, :, None] <= seconds[:, None, :])
+            & (transient[:, :, None] <= transient[:, None, :])
+            & self.switches.receives_less[self.switches.table]
+            & legal[:, :, None]
+            & legal[:, None, :]
+        )
+        return np.asarray(beats & ~np.eye(len(group), dtype=bool))
 
     def stage(self, in_flight: int) -> StageCosts:
         """The costs of a stage with this many microbatches in flight, beaten strategies left out."""
-        num_bytes = self.tables.static_bytes + in_flight * self.tables.activation_bytes
-        kinds = range(len(self.tables.kinds))
-        return StageCosts(num_groups=self.num_groups, options=tuple(self._options(kind, num_bytes) for kind in kinds))
-
-    def _options(self, kind: int, num_bytes: IntArray) -> KindOptions:
-        tables, own = self.tables, num_bytes[kind]
-        beats = self.may_beat[kind] & (own[:, None] <= own[None, :])
-        mutual = beats & beats.T
-        beaten = np.any(beats & (~mutual | np.triu(np.ones_like(beats), k=1)), axis=0)
-        kept = np.flatnonzero(tables.legal[kind] & ~beaten)
-        representatives = np.array([np.flatnonzero(self.group == group)[0] for group in range(self.num_groups)])
-        switch = np.zeros((self.num_groups + 1, len(kept)))
-        switch[:-1] = tables.switch_s[kind][np.ix_(representatives, kept)]
-        return KindOptions(
-            strategy=kept,
-            group=self.group[kept],
-            bytes=own[kept],
-            transient=tables.transient_bytes[kind][kept],
-            seconds=tables.time_s[kind][kept],
-            switch=switch,
+        tables = self.tables
+        num_bytes = tables.static_bytes + in_flight * tables.activation_bytes
+        kept = kernels.unbeaten(
+            tables.legal,
+            tables.time_s,
+            num_bytes,
+            tables.transient_bytes,
+            self.switches.group,
+            self.switches.table,
+            self.switches.receives_less,
+        )
+        count = kept.sum(axis=1)
+        strategy = np.argsort(~kept, axis=1, kind="stable")[:, : max(int(count.max()), 1)]
+        return StageCosts(
+            switches=self.switches,
+            count=count,
+            strategy=strategy,
+            group=self.switches.group[strategy],
+            bytes=np.take_along_axis(num_bytes, strategy, axis=1),
+            transient=np.take_along_axis(tables.transient_bytes, strategy, axis=1),
+            seconds=np.take_along_axis(tables.time_s, strategy, axis=1),
         )
 
 
 def option_table(tables: CostTables) -> OptionTable:
-    """Switch classes and pairwise dominance of the strategies, for all stages of a setting."""
-    group = switch_classes(tables)
+    """Switch classes of the strategies, and who receives for less, for all stages of a setting."""
+    first, table = _different_tables(tables)
+    legal, switch = tables.legal[first], np.stack([tables.switch_s[kind] for kind in first])
+    group = _classes(legal, switch)
     num_groups = int(group.max()) + 1
-    senders = np.flatnonzero(tables.legal.any(axis=0))
-    may_beat = np.empty((len(tables.kinds), len(group), len(group)), dtype=bool)
+    sender = np.unique(group, return_index=True)[1]
+    seconds = np.zeros((len(first), num_groups + 1, len(group)))
+    seconds[:, :-1] = switch[:, sender]
+    sending = np.flatnonzero(tables.legal.any(axis=0))
+    received = switch[:, sending]
+    switches = Switches(
+        group=group,
+        num_groups=num_groups,
+        table=table,
+        seconds=seconds,
+        detour=np.stack([_detours(*each) for each in zip(legal, seconds, strict=True)]),
+        receives_less=np.stack([np.all(each[:, :, None] <= each[:, None, :], axis=0) for each in received]),
+    )
+    return OptionTable(tables=tables, switches=switches)
+
+
+def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
+    """[C + 1, C + 1] the most that a legal receiver pays more from the first class than from the second, or 0."""
+    paid = seconds[:, legal]
+    return np.asarray((paid[:, None, :] - paid[None, :, :]).max(axis=2, initial=0.0))
+
+
+def switch_classes(tables: CostTables) -> IntArray:
+    """[S] class of each strategy as the sender of an activation: equal where every legal receiver pays the same."""
+    return option_table(tables).switches.group
+
+
+def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
+    """Kinds with different switch tables or legal strategies, the first of each, and for every kind which one it is."""
+    seen: dict[tuple[object, bytes], int] = {}
+    first: list[int] = []
+    which: list[int] = []
     for kind, legal in enumerate(tables.legal):
-        seconds, transient = tables.time_s[kind], tables.transient_bytes[kind]
-        received = tables.switch_s[kind][senders]
-        may_beat[kind] = (
-            (group[:, None] == group[None, :])
-            & (seconds[:, None] <= seconds[None, :])
-            & (transient[:, None] <= transient[None, :])
-            & np.all(received[:, :, None] <= received[:, None, :], axis=0)
-            & legal[:, None]
-            & legal[None, :]
-        )
-        np.fill_diagonal(may_beat[kind], False)
-    return OptionTable(tables=tables, group=group, num_groups=num_groups, may_beat=may_beat)
+        switch = tables.switch_s[kind]
+        content: object = switch.tobytes() if tables.switch_s.strides[0] else "shared"
+        number = seen.setdefault((content, legal.tobytes()), len(seen))
+        if number == len(first):
+            first.append(kind)
+        which.append(number)
+    return first, np.array(which, dtype=np.int64)
+
+
+def _classes(legal: NDArray[np.bool_], switch: FloatArray) -> IntArray:
+    """[S] the strategies from which every legal receiver of all T tables pays the same share a number."""
+    rows = np.where(legal[:, None, :], switch, 0.0).transpose(1, 0, 2)
+    flat = np.ascontiguousarray(rows.reshape(rows.shape[0], -1))
+    seen: dict[bytes, int] = {}
+    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in flat + 0.0], dtype=np.int64)
 
 
 class TimeIsUpError(Exception):
@@ -193,22 +262,34 @@ class Pruning:
     """`time.monotonic` value after which `TimeIsUpError` is raised"""
 
 
+NO_PRUNING = Pruning(budget_bytes=NO_LIMIT_BYTES, limit_s=np.inf, prices=np.zeros(1))
+
+
 def chain_frontier(
-    costs: StageCosts, kinds: Sequence[int], *, entries: IntArray | None = None, pruning: Pruning | None = None
+    costs: StageCosts,
+    kinds: Sequence[int],
+    *,
+    entries: IntArray | None = None,
+    pruning: Pruning = NO_PRUNING,
+    is_last: bool = False,
 ) -> ChainFrontier:
     """The frontier of a run of layers of these kinds; see the module.
 
-    ``entries`` are the switch classes that the layer before may have left (None: there is no layer before).
+    ``entries`` are the switch classes that the layer before may have left (None: there is no layer before);
+    ``is_last``: no layer comes after, so that classes may beat each other after the last layer too.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
-    floor = max(int(costs.options[kind].transient.min(initial=2**48)) for kind in kinds)
-    guide = _guide(costs, kinds, entries, floor, pruning) if pruning else None
-    states = _start(entries, floor)
+    guide = _guide(costs, kinds, entries, pruning)
+    states = _start(entries, costs.floor(kinds))
     per_layer = []
     for position, kind in enumerate(kinds):
-        if pruning and pruning.deadline is not None and time.monotonic() > pruning.deadline:
+        if pruning.deadline is not None and time.monotonic() > pruning.deadline:
             raise TimeIsUpError
-        states = _extend(states, costs.options[kind], costs.num_groups, guide, position + 1)
+        if position + 1 < len(kinds):
+            detour = costs.switches.detour[costs.switches.table[kinds[position + 1]]]
+        else:
+            detour = guide.nothing_follows if is_last else guide.anything_follows
+        states = _extend(states, costs, kind, detour, guide, position + 1)
         per_layer.append(states)
     return ChainFrontier(per_layer=tuple(per_layer))
 
@@ -218,95 +299,141 @@ class _Guide:
     """Bounds on what the layers still to come will add; position p is before layer p of the run."""
 
     pruning: Pruning
+    lower: IntArray
+    upper: IntArray
+    """[J] edges of the levels of transient peak"""
     prices: FloatArray
-    completions: list[FloatArray]
-    """per position, [prices, C + 1] seconds"""
-    threshold: IntArray
-    """[R] transient peaks worth allowing, rising, the first one reached by every choice"""
+    """[J, Q]"""
+    completion: FloatArray
+    """[n + 1, J, Q, C + 1] seconds"""
     rest_bytes: IntArray
-    """[n + 1, R] least bytes within the threshold"""
-    rest_peak: IntArray
-    """[n + 1, R] least sum of bytes and threshold, above this threshold"""
-
-    def bound_s(
-        self, position: int, group: IntArray, num_bytes: IntArray, transient: IntArray, seconds: FloatArray
-    ) -> FloatArray:
-        """Lower bound of the time of any completion of these states within the budget."""
-        excess = (num_bytes + transient - self.pruning.budget_bytes).astype(np.float64)
-        bound = np.full(seconds.shape, -np.inf)
-        for price, completion in zip(self.prices, self.completions[position], strict=True):
-            np.maximum(bound, completion[group] + price * excess, out=bound)
-        return bound + seconds
-
-    def fits(self, position: int, num_bytes: IntArray, transient: IntArray) -> NDArray[np.bool_]:
-        """Whether some completion fits: at the transient reached so far, or at a higher threshold."""
-        reached = np.searchsorted(self.threshold, transient, side="right") - 1
-        need = np.minimum(self.rest_bytes[position][reached] + transient, self.rest_peak[position][reached])
-        return np.asarray(num_bytes + need <= self.pruning.budget_bytes)
+    """[n + 1, J] least bytes within the level"""
+    nothing_follows: FloatArray = field(repr=False)
+    anything_follows: FloatArray = field(repr=False)
+    """[C + 1, C + 1] detours after the last layer of the model, and of the run"""
 
 
-def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, floor: int, pruning: Pruning) -> _Guide:
-    """Completion bounds at price 0 and at the three of the prices that bound the whole run best."""
-    completions = _completions(costs, kinds, pruning.prices)
-    whole = completions[0][:, entries].min(axis=1) + pruning.prices * (floor - pruning.budget_bytes)
-    best = np.union1d(np.argsort(-whole)[:3], np.argmin(pruning.prices))
-    least = {kind: least_bytes(costs.options[kind].bytes, costs.options[kind].transient) for kind in set(kinds)}
-    threshold = np.unique(np.concatenate([[floor], *(peaks[peaks > floor] for peaks, _ in least.values())]))
-    within = {
-        kind: sizes[np.searchsorted(peaks, threshold, side="right") - 1] for kind, (peaks, sizes) in least.items()
-    }
-    rest = np.zeros((len(kinds) + 1, len(threshold)), dtype=np.int64)
-    rest[:-1] = np.cumsum([within[kind] for kind in reversed(kinds)], axis=0)[::-1]
-    above = np.full_like(rest, 2**60)
-    above[:, :-1] = (rest + threshold)[:, 1:]
+def peak_levels(peaks: IntArray, most: int = MAX_LEVELS) -> tuple[IntArray, IntArray]:
+    """Lower and upper edges of at most so many levels that hold these transient peaks."""
+    different = np.unique(peaks)
+    ends = np.unique(np.linspace(0, len(different), min(most, len(different)) + 1).round().astype(np.int64))
+    return different[ends[:-1]], different[ends[1:] - 1]
+
+
+def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, pruning: Pruning) -> _Guide:
+    """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
+    floor = costs.floor(kinds)
+    peaks = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in set(kinds)])
+    lower, upper = peak_levels(np.maximum(peaks, floor) if len(peaks) else np.array([floor]))
+    completion = np.zeros((len(kinds) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
+    rest_bytes = np.zeros((len(kinds) + 1, len(lower)), dtype=np.int64)
+    kernels.completions(
+        completion,
+        rest_bytes,
+        np.array(kinds, dtype=np.int64),
+        costs.count,
+        costs.strategy,
+        costs.group,
+        costs.bytes,
+        costs.transient,
+        costs.seconds,
+        costs.switches.table,
+        costs.switches.seconds,
+        pruning.prices,
+        upper,
+        np.empty(costs.strategy.shape[1]),
+    )
+    excess = (lower - pruning.budget_bytes).astype(np.float64)
+    whole = completion[0][:, :, entries].min(axis=2) + pruning.prices * excess[:, None]
+    best = np.sort(np.argsort(-whole, axis=1, kind="stable")[:, : MAX_PRICES_PER_LEVEL - 1], axis=1)
+    best = np.concatenate([np.full((len(lower), 1), np.argmin(pruning.prices)), best], axis=1)
+    classes = costs.num_groups + 1
     return _Guide(
         pruning=pruning,
+        lower=lower,
+        upper=upper,
         prices=pruning.prices[best],
-        completions=[each[best] for each in completions],
-        threshold=threshold,
-        rest_bytes=rest,
-        rest_peak=np.minimum.accumulate(above[:, ::-1], axis=1)[:, ::-1],
+        completion=np.take_along_axis(completion, best[None, :, :, None], axis=2),
+        rest_bytes=rest_bytes,
+        nothing_follows=np.zeros((classes, classes)),
+        anything_follows=np.where(np.eye(classes, dtype=bool), 0.0, np.inf),
     )
-
-
-def least_bytes(num_bytes: IntArray, transient: IntArray) -> tuple[IntArray, IntArray]:
-    """Transient peaks worth allowing, rising, and the least bytes within each (falling)."""
-    order = np.lexsort((num_bytes, transient))
-    sizes = num_bytes[order]
-    gains = np.flatnonzero(np.diff(np.minimum.accumulate(sizes), prepend=sizes[:1] + 1))
-    return transient[order][gains], sizes[gains]
 
 
 def _extend(
-    states: LayerStates, options: KindOptions, num_groups: int, guide: _Guide | None, position: int
+    states: LayerStates, costs: StageCosts, kind: int, detour: FloatArray, guide: _Guide, position: int
 ) -> LayerStates:
-    """The unbeaten states after one more layer."""
-    seconds = states.seconds[:, None] + (options.switch[states.group] + options.seconds)
-    num_bytes = states.bytes[:, None] + options.bytes
-    transient = np.maximum(states.transient[:, None], options.transient)
-    if guide is None:
-        parent, choice = (each.ravel() for each in np.indices(seconds.shape))
-    else:
-        bound = guide.bound_s(position, options.group, num_bytes, transient, seconds)
-        parent, choice = np.nonzero(bound <= guide.pruning.limit_s)
-        fits = guide.fits(position, num_bytes[parent, choice], transient[parent, choice])
-        parent, choice = parent[fits], choice[fits]
-    extended = LayerStates(
-        entry=states.entry[parent],
-        group=options.group[choice],
-        bytes=num_bytes[parent, choice],
-        transient=transient[parent, choice],
-        seconds=seconds[parent, choice],
-        parent=parent,
-        strategy=options.strategy[choice],
+    """The unbeaten states after one more layer, in order of bytes."""
+    strategy, group, num_bytes, transient, seconds = costs.options(kind)
+    room = len(states) * len(strategy)
+    places, values = np.empty((5, room), dtype=np.int64), np.empty((2, room))
+    found = kernels.candidates(
+        states.group,
+        states.bytes,
+        states.transient,
+        states.seconds,
+        strategy,
+        group,
+        num_bytes,
+        transient,
+        seconds,
+        costs.switches.seconds[costs.switches.table[kind]],
+        guide.lower,
+        guide.upper,
+        guide.pruning.budget_bytes,
+        guide.pruning.limit_s,
+        guide.prices,
+        guide.completion[position],
+        guide.rest_bytes[position],
+        places,
+        values,
     )
-    key = extended.entry * (num_groups + 1) + extended.group
-    kept = reduce_groups(key, extended.bytes, extended.transient, extended.seconds)
-    if guide is not None and guide.pruning.width is not None and len(kept) > guide.pruning.width:
-        found = extended.select(kept)
-        bound = guide.bound_s(position, found.group, found.bytes, found.transient, found.seconds)
-        kept = kept[np.sort(np.argsort(bound, kind="stable")[: guide.pruning.width])]
-    return extended.select(kept)
+    parent, choice, taken, peak, level = places[:, :found]
+    spent, bound = values[:, :found]
+    entry, own_group = states.entry[parent], group[choice]
+    kept = _unbeaten(entry, own_group, taken, peak, level, spent, detour, len(guide.upper))
+    if guide.pruning.width is not None and len(kept) > guide.pruning.width:
+        kept = kept[np.sort(np.argsort(bound[kept], kind="stable")[: guide.pruning.width])]
+    return LayerStates(
+        entry=entry[kept],
+        group=own_group[kept],
+        bytes=taken[kept],
+        transient=peak[kept],
+        seconds=spent[kept],
+        parent=parent[kept],
+        strategy=strategy[choice[kept]],
+    )
+
+
+def _unbeaten(
+    entry: IntArray,
+    group: IntArray,
+    num_bytes: IntArray,
+    transient: IntArray,
+    level: IntArray,
+    seconds: FloatArray,
+    detour: FloatArray,
+    num_levels: int,
+) -> IntArray:
+    """Indices of the candidates that no other of the same entry beats, in order of bytes."""
+    if len(entry) == 0:
+        return np.zeros(0, dtype=np.int64)
+    shape = (int(entry.max()) + 1, len(detour), num_levels)
+    kept = np.empty(len(entry), dtype=np.int64)
+    num_kept = kernels.sweep(
+        np.lexsort((transient, seconds, num_bytes)),
+        entry,
+        group,
+        transient,
+        level,
+        seconds,
+        detour,
+        np.full(shape, np.inf),
+        np.full(shape, np.inf),
+        np.full(shape, NO_LIMIT_BYTES),
+        kept,
+    )
+    return kept[:num_kept]
 
 
 def _start(entries: IntArray, floor: int) -> LayerStates:
@@ -322,15 +449,3 @@ def _start(entries: IntArray, floor: int) -> LayerStates:
         parent=none,
         strategy=none,
     )
-
-
-def _completions(costs: StageCosts, kinds: Sequence[int], prices: FloatArray) -> list[FloatArray]:
-    """For each position 0..n, [prices, C + 1] the least priced cost of the layers from there on, per class before."""
-    rest = np.zeros((len(prices), costs.num_groups + 1))
-    found = [rest]
-    for kind in reversed(kinds):
-        options = costs.options[kind]
-        priced = options.seconds + prices[:, None] * options.bytes + rest[:, options.group]
-        rest = np.min(options.switch[None, :, :] + priced[:, None, :], axis=2, initial=np.inf)
-        found.append(rest)
-    return found[::-1]

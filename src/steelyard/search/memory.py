@@ -17,7 +17,8 @@ bisection over whole bytes, so the miss is exact.
 """
 
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,10 @@ from steelyard.search.frontier import IntArray
 IMPOSSIBLE = 2**48
 """Bytes of a layer that has no strategy; so large that no device holds it, so small that sums stay in int64."""
 
+MAX_THRESHOLDS = 64
+"""Transient peaks told apart here. With more of them (layers all unlike) a budget that is short of the least one by up
+to the step between two neighbours may be called too small."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageMemory:
@@ -37,13 +42,13 @@ class StageMemory:
     """[R] rising"""
     prefix: IntArray
     """[R, L + 1] bytes of the first layers, each under its smallest strategy within the threshold"""
+    rows: list[tuple[list[int], int]]
+    """The same as plain numbers: bytes of the first layers, and threshold"""
 
     def farthest(self, start: int, room_bytes: int) -> int:
         """The largest end such that the layers ``start..end-1`` fit into the room; ``start`` if not even one does."""
-        need = self.prefix - self.prefix[:, start : start + 1] + self.threshold[:, None]
-        fits = np.any(need <= room_bytes, axis=0)
-        fits[: start + 1] = True
-        return int(np.flatnonzero(fits)[-1])
+        reach = (bisect_right(row, room_bytes - peak + row[start]) - 1 for row, peak in self.rows)
+        return max(start, *reach)
 
     def least_bytes(self, start: int, end: int) -> int:
         """Least bytes of the layers ``start..end-1``."""
@@ -51,10 +56,8 @@ class StageMemory:
 
     def smallest_start(self, end: int, room_bytes: int) -> int:
         """The smallest start such that the layers ``start..end-1`` fit into the room; ``end`` if not even one does."""
-        need = self.prefix[:, end : end + 1] - self.prefix + self.threshold[:, None]
-        fits = np.any(need <= room_bytes, axis=0)
-        fits[end:] = True
-        return int(np.flatnonzero(fits)[0])
+        reach = (bisect_left(row, row[end] + peak - room_bytes) for row, peak in self.rows)
+        return min(end, *reach)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,24 +76,35 @@ class NearestMiss:
 
 def stage_memories(tables: CostTables) -> list[StageMemory]:
     """One for each stage; stages with equal microbatches in flight share theirs."""
-    shared = {n: _stage_memory(tables, n) for n in {tables.in_flight(stage) for stage in range(tables.num_stages)}}
+    flights = sorted({tables.in_flight(stage) for stage in range(tables.num_stages)})
+    threshold, per_kind = _least_by_threshold(tables, np.array(flights))
+    shared: dict[int, StageMemory] = {}
+    for in_flight, least in zip(flights, per_kind, strict=True):
+        prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
+        np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
+        rows = list(zip(prefix.tolist(), threshold.tolist(), strict=True))
+        shared[in_flight] = StageMemory(threshold=threshold, prefix=prefix, rows=rows)
     return [shared[tables.in_flight(stage)] for stage in range(tables.num_stages)]
 
 
-def _stage_memory(tables: CostTables, in_flight: int) -> StageMemory:
-    num_bytes = np.where(tables.legal, tables.static_bytes + in_flight * tables.activation_bytes, IMPOSSIBLE)
+def _least_by_threshold(tables: CostTables, in_flight: IntArray) -> tuple[IntArray, IntArray]:
+    """[R] transient peaks worth allowing, rising, and [F, R, K] the least bytes within each."""
+    num_bytes = tables.static_bytes + in_flight[:, None, None] * tables.activation_bytes
+    num_bytes = np.where(tables.legal, num_bytes, IMPOSSIBLE)
     transient = np.where(tables.legal, tables.transient_bytes, 0)
-    order = np.lexsort((num_bytes, transient), axis=1)
-    by_transient = np.take_along_axis(num_bytes, order, axis=1)
-    least = np.minimum.accumulate(by_transient, axis=1)
-    gains = np.ones_like(least, dtype=bool)
-    gains[:, 1:] = least[:, 1:] < least[:, :-1]
-    threshold = np.unique(np.take_along_axis(transient, order, axis=1)[gains])
-    allowed = tables.transient_bytes[None] <= threshold[:, None, None]
-    per_kind = np.where(allowed, num_bytes[None], IMPOSSIBLE).min(axis=2)
-    prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
-    np.cumsum(per_kind[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
-    return StageMemory(threshold=threshold, prefix=prefix)
+    order = np.argsort(transient, axis=1, kind="stable")
+    rising = np.take_along_axis(transient, order, axis=1)
+    least = np.full((len(in_flight), len(tables.kinds), len(tables.strategies) + 1), IMPOSSIBLE)
+    by_transient = np.take_along_axis(num_bytes, order[None], axis=2)
+    np.minimum.accumulate(by_transient, axis=2, out=least[:, :, 1:])
+    gains = (least[:, :, 1:] < least[:, :, :-1]).any(axis=0)
+    threshold = np.unique(rising[gains])
+    if len(threshold) > MAX_THRESHOLDS:
+        threshold = threshold[np.linspace(0, len(threshold) - 1, MAX_THRESHOLDS).round().astype(np.int64)]
+    if len(threshold) == 0:
+        threshold = np.zeros(1, dtype=np.int64)
+    places = [np.searchsorted(row, threshold, side="right") for row in rising]
+    return threshold, np.stack([least[:, kind, place] for kind, place in enumerate(places)], axis=2)
 
 
 def furthest_boundaries(memories: Sequence[StageMemory], room_bytes: int) -> tuple[int, ...] | None:
@@ -107,17 +121,38 @@ def furthest_boundaries(memories: Sequence[StageMemory], room_bytes: int) -> tup
 
 
 def least_budget(tables: CostTables, memories: Sequence[StageMemory]) -> int | None:
-    """The smallest budget in bytes for which some plan fits; None if a layer has no legal strategy at all."""
+    """The smallest budget in bytes for which some plan fits; None if a layer has no legal strategy at all.
+
+    Bisection; a feasible room shrinks to what its stages take, an infeasible one grows to where some stage takes one
+    layer more, so a handful of steps ends it at the exact byte.
+    """
     if len(tables.layers) < tables.num_stages or not tables.legal[list(set(tables.layers))].any(axis=1).all():
         return None
-    low, high = -1, max(memory.least_bytes(0, len(tables.layers)) for memory in memories)
-    while high - low > 1:
+    low, high = 0, max(memory.least_bytes(0, len(tables.layers)) for memory in memories)
+    while low < high:
         middle = (low + high) // 2
-        if furthest_boundaries(memories, middle) is None:
-            low = middle
+        boundaries = furthest_boundaries(memories, middle)
+        if boundaries is None:
+            low = _next_room(memories, middle)
         else:
-            high = middle
+            high = max(memory.least_bytes(*span) for memory, span in _spans(memories, boundaries))
     return high + tables.overhead_bytes
+
+
+def _spans(memories: Sequence[StageMemory], boundaries: Sequence[int]) -> Iterator[tuple[StageMemory, tuple[int, int]]]:
+    return zip(memories, itertools.pairwise(boundaries), strict=False)
+
+
+def _next_room(memories: Sequence[StageMemory], room_bytes: int) -> int:
+    """The smallest room in which some stage takes more layers than in this one, in which they do not all fit."""
+    num_layers, place, nearest = memories[0].prefix.shape[1] - 1, 0, 2**62
+    for stage, memory in enumerate(memories):
+        end = min(memory.farthest(place, room_bytes), num_layers - (len(memories) - 1 - stage))
+        if end < num_layers:
+            more = memory.least_bytes(place, end + 1)
+            nearest = min(nearest, more if more > room_bytes else nearest)
+        place = end
+    return nearest
 
 
 def nearest_miss(tables: CostTables, budget_bytes: int) -> NearestMiss | None:
@@ -128,7 +163,7 @@ def nearest_miss(tables: CostTables, budget_bytes: int) -> NearestMiss | None:
         return None
     boundaries = furthest_boundaries(memories, needed - tables.overhead_bytes)
     assert boundaries is not None, "the least budget is feasible by its definition"
-    used = [memory.least_bytes(a, b) for memory, a, b in zip(memories, boundaries, boundaries[1:], strict=False)]
+    used = [memory.least_bytes(*span) for memory, span in _spans(memories, boundaries)]
     stage = int(np.argmax(used))
     start, end = boundaries[stage], boundaries[stage + 1]
     alone = [memories[stage].least_bytes(layer, layer + 1) for layer in range(start, end)]

@@ -6,7 +6,8 @@ one number, its least time $w_i(l, l', e, x)$ within the memory of that stage. T
 
 1. *Windows*: where can stage $i$ begin, if every stage fits and none is too slow (`runs.possible_runs`)?
 2. *Runs*: which of them may a plan of $T \le \hat T$ hold, and how fast are they at best (`runs.solve_runs`)?
-3. *Joining* them into the fastest pipeline (`joining.join_runs`).
+3. *Joining* them into the fastest pipeline (`joining.join_runs`), and learning more of those of its runs of which not
+   enough is known, until nothing is left to learn.
 
 If a plan is found it is optimal, since everything dropped is slower than the target. If not, the target itself is a
 proven lower bound, and the search aims higher. It ends, since a first plan, found greedily, is always within reach.
@@ -27,9 +28,10 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.tables import CostTables
+from steelyard.errors import InvalidProblemError
 from steelyard.search.bounds import ROUNDING
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.joining import join_runs
+from steelyard.search.joining import Pipeline, join_runs
 from steelyard.search.layers import Pruning, TimeIsUpError, chain_frontier
 from steelyard.search.memory import (
     NearestMiss,
@@ -38,12 +40,25 @@ from steelyard.search.memory import (
     nearest_miss,
     stage_memories,
 )
-from steelyard.search.runs import Setting, filled_boundaries, possible_runs, prepare, runs_between, solve_runs
+from steelyard.search.runs import (
+    Setting,
+    StageRuns,
+    filled_boundaries,
+    possible_runs,
+    prepare,
+    runs_between,
+    solve_further,
+    solve_runs,
+    time_limits,
+)
 
 Status = Literal["optimal", "feasible", "infeasible", "beaten"]
 
-FIRST_AIM = 0.002
-"""The first target lies this far above the lower bound; each next one lies four times as far."""
+FIRST_AIM = 0.0005
+"""The first target lies this far above the lower bound, relatively."""
+
+AIM_GROWTH = 2.0
+"""Each next target lies so many times as far above the lower bound then known."""
 
 FIRST_PLAN_WIDTH = 32
 """States kept per layer while a first plan is sought."""
@@ -97,6 +112,10 @@ def partition_exact(
 
 def assess(tables: CostTables, budget_bytes: int) -> Prospect | SettingResult:
     """A feasible setting with a lower bound of its step time, or the proof that it is infeasible."""
+    if tables.side_inputs:
+        raise InvalidProblemError(
+            field="side_inputs", found=str(len(tables.side_inputs)), expected="none here: `search` resolves them first"
+        )
     memories = stage_memories(tables)
     room = budget_bytes - tables.overhead_bytes
     fitting = furthest_boundaries(memories, room) if len(tables.layers) >= tables.num_stages else None
@@ -185,33 +204,58 @@ def _search_upwards(
     while lower <= cutoff_s and lower < best.step_s:
         target = min(lower + aim * (lower or best.step_s), cutoff_s, best.step_s)
         try:
-            found = plan_within(setting, target, boundaries, deadline)
+            best, lower = improve(setting, best, lower, target, boundaries, deadline)
         except TimeIsUpError:
             return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
-        if found is not None:
-            return SettingResult(status="optimal", solution=found, lower_bound_s=found.step_s)
-        if target >= best.step_s:
+        if target >= min(best.step_s, cutoff_s):
             break
-        lower = max(lower, target * (1 + ROUNDING))
-        aim *= 4
+        aim *= AIM_GROWTH
     if best.step_s > cutoff_s:
         return SettingResult(status="beaten", solution=best, lower_bound_s=min(lower, best.step_s))
     return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
 
 
-def plan_within(
-    setting: Setting, target_s: float, boundaries: Sequence[int] | None = None, deadline: float | None = None
-) -> Solution | None:
-    """The fastest plan with a step time of at most the target, or None; with these boundaries if given.
+def improve(
+    setting: Setting,
+    best: Solution,
+    lower: float,
+    target_s: float,
+    boundaries: Sequence[int] | None = None,
+    deadline: float | None = None,
+) -> tuple[Solution, float]:
+    """A better plan, if there is one within the target (then the best), and a better lower bound of all plans.
 
-    Raises `TimeIsUpError` after the deadline.
+    With ``boundaries``, of all plans with these. Raises `TimeIsUpError` after the deadline.
     """
     aim = target_s * (1 + ROUNDING)
     stages = possible_runs(setting, aim) if boundaries is None else runs_between(setting, boundaries)
     if stages is None:
-        return None
-    solve_runs(setting, stages, aim, deadline)
-    return join_runs(setting, stages, aim)
+        return best, max(lower, aim)
+    while True:
+        solve_runs(setting, stages, aim, deadline)
+        pipeline = join_runs(setting, stages, aim)
+        if pipeline is None:
+            return best, max(lower, aim)
+        lower = max(lower, pipeline.step_s * (1 - ROUNDING))
+        best = min(best, _plan_of(setting, stages, pipeline) or best, key=lambda plan: plan.step_s)
+        if best.step_s <= lower * (1 + 2 * ROUNDING) or not pipeline.hopeful:
+            return best, best.step_s
+        limits = time_limits(setting, stages, aim)
+        for stage in pipeline.hopeful:
+            runs, leg = stages[stage], pipeline.legs[stage]
+            place = (leg.start - int(runs.starts[0]), leg.end - int(runs.ends[0]))
+            solve_further(setting, stage, runs, place, float(limits[stage][place]), deadline)
+
+
+def _plan_of(setting: Setting, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:
+    """The plan of a pipeline, with the best that is known of its hopeful runs; None where nothing is."""
+    strategies: list[int] = []
+    for runs, leg in zip(stages, pipeline.legs, strict=True):
+        known = runs.found.get((leg.start - int(runs.starts[0]), leg.end - int(runs.ends[0])))
+        if known is None or len(known.seconds) == 0:
+            return None
+        strategies.extend(known.chain.strategies(leg.state) if leg.state >= 0 else known.best())
+    return evaluate(setting.tables, (0, *(leg.end for leg in pipeline.legs)), strategies)
 
 
 def best_for_boundaries(setting: Setting, boundaries: Sequence[int]) -> Solution | None:

@@ -24,6 +24,14 @@ example ``fsdp4-tp2+sp remat=full``.
 }
 ```
 
+A setting may list side inputs, values that layers read besides the output of the layer before them (positions count
+from 0; rows of ``seconds`` are the strategies of the source, columns those of a reader). Files with side inputs are of
+version 2, all others of version 1.
+
+```json
+"side_inputs": [{"source": 0, "readers": [1], "seconds": [[0.0, 0.002], [0.001, 0.0]]}]
+```
+
 Everything is checked when read: unknown keys, missing, negative or non-finite numbers and ragged tables raise
 `InvalidProblemError` with the place in the file.
 """
@@ -31,14 +39,14 @@ Everything is checked when read: unknown keys, missing, negative or non-finite n
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
 from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
@@ -78,6 +86,14 @@ class LayerRun(_Part):
     count: Count
 
 
+class SideInputCosts(_Part):
+    """A value that the layers ``readers`` read from the layer ``source``: row = its strategy, column = the reader's."""
+
+    source: Annotated[int, Field(ge=0)]
+    readers: list[Annotated[int, Field(ge=0)]]
+    seconds: list[list[Seconds]]
+
+
 class SettingCosts(_Part):
     """One pipeline setting; ``samples`` is its global batch, 1 where all settings have the same."""
 
@@ -91,12 +107,13 @@ class SettingCosts(_Part):
     transfer_s: Seconds
     overhead_bytes: Bytes
     samples: Count = 1
+    side_inputs: list[SideInputCosts] = []
 
 
 class ProblemFile(_Part):
     """The whole file."""
 
-    version: Literal[1]
+    version: Literal[1, 2]
     name: str = ""
     budget_bytes: Bytes | None = None
     settings: Annotated[list[SettingCosts], Field(min_length=1)]
@@ -125,14 +142,15 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
 def save_problem(path: Path, problem: Problem) -> None:
     """Write a problem as JSON; reading it back gives equal tables."""
     content = ProblemFile(
-        version=1,
+        version=2 if any(tables.side_inputs for tables in problem.settings) else 1,
         name=problem.name,
         budget_bytes=problem.budget_bytes,
         settings=[
             _setting_costs(tables, samples) for tables, samples in zip(problem.settings, problem.samples, strict=True)
         ],
     )
-    path.write_text(content.model_dump_json() + "\n")
+    unused = {"settings": {"__all__": {"side_inputs"}}} if content.version == 1 else None
+    path.write_text(content.model_dump_json(exclude=unused) + "\n")
 
 
 def load_problem(path: Path) -> Problem:
@@ -154,6 +172,14 @@ def parse_problem(content: object) -> Problem:
         parsed = ProblemFile.model_validate(content)
     except ValidationError as error:
         raise _explained(error) from None
+    for index, setting in enumerate(parsed.settings):
+        if setting.side_inputs and parsed.version == 1:
+            raise InvalidProblemError(
+                field=f"settings.{index}.side_inputs",
+                found="side inputs in a file of version 1",
+                expected="none, or version 2",
+                hint='write "version": 2',
+            )
     return Problem(
         name=parsed.name,
         budget_bytes=parsed.budget_bytes,
@@ -190,6 +216,10 @@ def _setting_costs(tables: CostTables, samples: int) -> SettingCosts:
         transfer_s=tables.transfer_s,
         overhead_bytes=tables.overhead_bytes,
         samples=samples,
+        side_inputs=[
+            SideInputCosts(source=side.source, readers=list(side.readers), seconds=side.seconds.tolist())
+            for side in tables.side_inputs
+        ],
     )
 
 
@@ -232,6 +262,26 @@ def _tables(setting: SettingCosts, place: str) -> CostTables:
         switch_s=switch,
         transfer_s=setting.transfer_s,
         overhead_bytes=setting.overhead_bytes,
+        side_inputs=_side_inputs(setting, f"{place}.side_inputs"),
+    )
+
+
+def _side_inputs(setting: SettingCosts, place: str) -> tuple[SideInput, ...]:
+    size, num_layers = len(setting.strategies), sum(run.count for run in setting.layers)
+    for index, side in enumerate(setting.side_inputs):
+        _expect_length(side.seconds, size, f"{place}.{index}.seconds")
+        for row in side.seconds:
+            _expect_length(row, size, f"{place}.{index}.seconds")
+        positions = (side.source, *side.readers, num_layers)
+        if not side.readers or any(a >= b for a, b in pairwise(positions)):
+            raise InvalidProblemError(
+                field=f"{place}.{index}.readers",
+                found=f"{side.readers[:8]}, source {side.source}",
+                expected=f"one or more rising layers behind the source, up to {num_layers - 1}",
+            )
+    return tuple(
+        SideInput(source=side.source, readers=tuple(side.readers), seconds=np.array(side.seconds, dtype=np.float64))
+        for side in setting.side_inputs
     )
 
 
@@ -258,7 +308,9 @@ def _expect_once(names: Iterable[str], place: str, expected: Sequence[str] | Non
 
 
 _KNOWN_KEYS = {
-    name for part in (ProblemFile, SettingCosts, KindCosts, SwitchCosts, LayerRun) for name in part.model_fields
+    name
+    for part in (ProblemFile, SettingCosts, KindCosts, SwitchCosts, LayerRun, SideInputCosts)
+    for name in part.model_fields
 }
 
 

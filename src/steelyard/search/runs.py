@@ -6,8 +6,11 @@ in the other stages together and $\underline w$ in the slowest of them. So the s
 $$t \le \frac{\hat T - \underline v}{m} \;\text{ if that is } \ge \underline w, \qquad
 t \le \hat T - \underline v - (m-1)\,\underline w \;\text{ otherwise.}$$
 
-Runs whose bound exceeds their limit are left out; the others are solved exactly, those with least room first, since
-every exact time raises the bounds of the others and so leaves them less room. Equal runs are solved once.
+Runs whose bound exceeds their limit are left out. The others are solved, those with least room first, since every
+least time raises the bounds of the others and so leaves them less room. Solving takes the longer the looser its limit,
+and a stage that is not the slowest has much room. So a run is first solved within a limit just above its bound, and
+further only when `joining` asks for it: what is known of a run are its exact times up to a `level`, and that it takes
+longer than that otherwise. Equal runs are solved once.
 
 | symbol           | name                 | unit | meaning                                              |
 |------------------|----------------------|------|------------------------------------------------------|
@@ -21,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import ROUNDING, StageBounds, stage_bounds
@@ -29,21 +31,41 @@ from steelyard.search.frontier import FloatArray, IntArray
 from steelyard.search.layers import ChainFrontier, Pruning, chain_frontier, option_table
 from steelyard.search.memory import StageMemory, stage_memories
 
+FIRST_STEP = 0.001
+"""A run is first solved up to so much above its bound, relatively."""
+
+STEP_GROWTH = 2.0
+"""Each time that is not enough, so many times as much."""
+
+FEW_CHOICES = 100
+"""A run of so few layers times options is solved up to its limit at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BestRuns:
-    """Least time of one run for each entry and exit class that can be of use, and how to recover it."""
+    """Least times of one run by entry and exit class, exact up to the level, and how to recover them."""
 
+    level_s: float
     entry: IntArray
     exit: IntArray
     seconds: FloatArray
     state: IntArray
     chain: ChainFrontier
+    step: float
+
+    @property
+    def bound_s(self) -> float:
+        """The least time of the run if known, else the level."""
+        return min(float(self.seconds.min(initial=np.inf)), self.level_s)
+
+    def best(self) -> tuple[int, ...]:
+        """The strategies of the fastest state known; there must be one."""
+        return self.chain.strategies(int(self.state[np.argmin(self.seconds)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Setting:
-    """One `CostTables` prepared for partitioning; ``solved`` remembers runs and up to which limit they are exact."""
+    """One `CostTables` prepared for partitioning; ``solved`` remembers what is known of runs."""
 
     tables: CostTables
     room_bytes: int
@@ -51,7 +73,7 @@ class Setting:
     bounds: list[StageBounds]
     fastest_total_s: float
     """Least sum of the stage times, memory and switches ignored."""
-    solved: dict[tuple[int, bool, bytes], tuple[float, BestRuns]] = field(default_factory=dict)
+    solved: dict[tuple[int, bool, bool, bytes], BestRuns] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -71,14 +93,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageRuns:
-    """The runs that one stage may hold: first layers, ends, and [starts, ends] lower bounds of the time."""
+    """The runs that one stage may hold: first layers, ends, and what is known of each, [starts, ends]."""
 
     starts: IntArray
     ends: IntArray
     bound_s: FloatArray
-    solved: NDArray[np.bool_]
-    """[starts, ends] where the bound is the exact least time, infinite if the run is of no use"""
-    found: list[tuple[int, int, BestRuns]]
+    """lower bounds of the time, exact where the run has been solved"""
+    level_s: FloatArray
+    """times of the run up to this are known"""
+    found: dict[tuple[int, int], BestRuns]
+    """by index of first layer and of end"""
 
 
 def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | None = None) -> Setting:
@@ -141,16 +165,11 @@ def runs_between(setting: Setting, boundaries: Sequence[int]) -> list[StageRuns]
 
 
 def _runs_of(setting: Setting, windows: Sequence[IntArray]) -> list[StageRuns]:
-    return [
-        StageRuns(
-            starts=starts,
-            ends=ends,
-            bound_s=bounds.matrix(starts, ends),
-            solved=np.zeros((len(starts), len(ends)), dtype=bool),
-            found=[],
-        )
-        for bounds, starts, ends in zip(setting.bounds, windows, windows[1:], strict=False)
-    ]
+    stages = []
+    for bounds, starts, ends in zip(setting.bounds, windows, windows[1:], strict=False):
+        bound_s = bounds.matrix(starts, ends)
+        stages.append(StageRuns(starts=starts, ends=ends, bound_s=bound_s, level_s=bound_s.copy(), found={}))
+    return stages
 
 
 def rest_bounds(stages: Sequence[StageRuns]) -> tuple[list[FloatArray], list[FloatArray]]:
@@ -179,10 +198,7 @@ def time_limits(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> 
 
 
 def solve_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float, deadline: float | None = None) -> None:
-    """Solve every run that a plan within the aim may hold, those with least room first; fills in ``stages``.
-
-    Raises `TimeIsUpError` after the deadline.
-    """
+    """Find the least time of every run that a plan within the aim may hold, those with least room first."""
     while True:
         limits = time_limits(setting, stages, aim_s)
         rooms = [_relative_room(runs, limit) for runs, limit in zip(stages, limits, strict=True)]
@@ -190,72 +206,71 @@ def solve_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float, dead
         if np.isinf(least):
             return
         for stage, (runs, limit, room) in enumerate(zip(stages, limits, rooms, strict=True)):
-            _solve_stage(setting, stage, runs, limit, room <= max(2 * least, 0.01), deadline)
+            for row, column in np.argwhere(room <= max(2 * least, 0.01)).tolist():
+                solve_further(setting, stage, runs, (row, column), float(limit[row, column]), deadline)
 
 
 def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
-    """[starts, ends] room between bound and limit, relative to the limit; infinite for runs solved or of no use."""
-    wanted = ~runs.solved & (runs.bound_s <= limit)
+    """[starts, ends] room between bound and limit, relative to the limit; infinite if of no use or least time known."""
+    wanted = (runs.bound_s >= runs.level_s) & (runs.bound_s <= limit)
     room = np.full(limit.shape, np.inf)
     room[wanted] = 1 - runs.bound_s[wanted] / np.maximum(limit[wanted], 1e-300)
     return room
 
 
-def _solve_stage(
+def solve_further(
     setting: Setting,
     stage: int,
     runs: StageRuns,
-    limit: FloatArray,
-    chosen: NDArray[np.bool_],
+    place: tuple[int, int],
+    limit_s: float,
     deadline: float | None,
 ) -> None:
-    """Solve the chosen runs, and with each all unsolved runs of the same layers."""
-    kinds = np.array(setting.tables.layers, dtype=np.int32)
-    places: dict[bytes, list[tuple[int, int]]] = {}
-    for row, column in np.argwhere(~runs.solved & (runs.bound_s <= limit)).tolist():
-        key = kinds[runs.starts[row] : runs.ends[column]].tobytes()
-        places.setdefault(key, []).append((row, column))
-    for key, equal in places.items():
-        if not any(chosen[place] for place in equal):
-            continue
-        row, column = equal[0]
-        span = (int(runs.starts[row]), int(runs.ends[column]))
-        best = best_runs(setting, stage, key, span, max(float(limit[place]) for place in equal), deadline)
-        for place in equal:
-            runs.solved[place] = True
-            runs.bound_s[place] = best.seconds.min(initial=np.inf)
-            if len(best.seconds):
-                runs.found.append((int(runs.starts[place[0]]), int(runs.ends[place[1]]), best))
+    """Learn more of one run: its times up to the next step above its level, but not beyond the limit."""
+    span = (int(runs.starts[place[0]]), int(runs.ends[place[1]]))
+    level = float(runs.level_s[place])
+    kinds = np.array(setting.tables.layers[slice(*span)], dtype=np.int32).tobytes()
+    signature = (setting.tables.in_flight(stage), stage == 0, stage == setting.num_stages - 1, kinds)
+    known = setting.solved.get(signature)
+    if known is None or known.level_s <= level:
+        limit_s *= 1 + ROUNDING
+        most_options = int(setting.bounds[stage].costs.count.max())
+        is_easy = (span[1] - span[0]) * most_options <= FEW_CHOICES
+        step = FIRST_STEP if known is None else STEP_GROWTH * known.step
+        goal = limit_s if is_easy or level == 0 else min(level * (1 + step), limit_s)
+        known = best_runs(setting, stage, span, max(goal, level * (1 + ROUNDING)), step, deadline)
+        setting.solved[signature] = known
+    runs.found[place] = known
+    runs.level_s[place] = known.level_s
+    runs.bound_s[place] = max(known.bound_s, runs.bound_s[place])
 
 
 def best_runs(
-    setting: Setting, stage: int, key: bytes, span: tuple[int, int], limit_s: float, deadline: float | None = None
+    setting: Setting, stage: int, span: tuple[int, int], level_s: float, step: float, deadline: float | None = None
 ) -> BestRuns:
-    """Least times up to the limit of one run (``key`` names its layers), remembered for later targets."""
+    """Least times of one run by entry and exit class, as far as they are within the level."""
     tables, bounds = setting.tables, setting.bounds[stage]
-    signature = (tables.in_flight(stage), stage == 0, key)
-    known = setting.solved.get(signature)
-    if known is not None and known[0] >= limit_s:
-        return known[1]
     groups = bounds.costs.num_groups
+    is_last = stage == setting.num_stages - 1
     pruning = Pruning(
         budget_bytes=setting.room_bytes,
-        limit_s=limit_s * (1 + ROUNDING) - bounds.transfer_s,
+        limit_s=level_s - bounds.transfer_s,
         prices=bounds.good_prices(*span),
         deadline=deadline,
     )
     entries = np.arange(groups) if stage else None
-    chain = chain_frontier(bounds.costs, tables.layers[slice(*span)], entries=entries, pruning=pruning)
+    layers = tables.layers[slice(*span)]
+    chain = chain_frontier(bounds.costs, layers, entries=entries, pruning=pruning, is_last=is_last)
     last = chain.last
     ends = last.entry * (groups + 1) + last.group
     order = np.lexsort((last.seconds, ends))
     chosen = order[np.unique(ends[order], return_index=True)[1]]
-    best = BestRuns(
+    return BestRuns(
+        level_s=level_s,
         entry=last.entry[chosen],
         exit=last.group[chosen],
         seconds=last.seconds[chosen] + bounds.transfer_s,
         state=chosen,
         chain=chain,
+        step=step,
     )
-    setting.solved[signature] = (limit_s, best)
-    return best

@@ -17,10 +17,11 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
-from steelyard.search.balance import Partition, partition_by
+from steelyard.search.balance import Partition
 from steelyard.search.evaluate import Solution
 from steelyard.search.memory import NearestMiss
-from steelyard.search.partition import Prospect, SettingResult, assess, quick_bound_s, settle, sketch
+from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
+from steelyard.search.side_inputs import SideProspect, assess, partition_with, settle, sketch
 from steelyard.units import format_bytes, format_seconds
 
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
@@ -115,7 +116,7 @@ def search(
         )
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if partition != "exact":
-        results = [partition_by(partition, each, budget_bytes).result for each in given]
+        results = [partition_with(partition, each, budget_bytes) for each in given]
         return _summary(given, weights, results, budget_bytes)
     results = _solve_in_order(given, weights, budget_bytes, (max(1, num_exact), num_alternatives), deadline)
     return _summary(given, weights, results, budget_bytes)
@@ -132,7 +133,7 @@ def _solve_in_order(
     num_exact, num_alternatives = wanted
     results: dict[int, SettingResult] = {}
     best: list[float] = []
-    waiting: list[tuple[float, int, Prospect | None]] = [
+    waiting: list[tuple[float, int, Prospect | SideProspect | None]] = [
         (quick_bound_s(each) / count, index, None)
         for index, (each, count) in enumerate(zip(tables, samples, strict=True))
     ]

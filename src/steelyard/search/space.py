@@ -50,7 +50,7 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
         for levels in enumerate_levels(num_devices, options.kinds)
         if len(DATA_KINDS & {level.kind for level in levels}) <= 1
         for strategy in _variants(levels, options)
-        if _is_offered(strategy, options)
+        if refusal(strategy, options) is None
     )
 
 
@@ -85,12 +85,33 @@ def _variants(levels: tuple[Level, ...], options: SpaceOptions) -> Iterator[Stra
         yield Strategy(levels=levels, sp=sp, remat=remat, zero=zero)
 
 
-def _is_offered(strategy: Strategy, options: SpaceOptions) -> bool:
-    if options.max_tp is not None and strategy.tp > options.max_tp:
-        return False
-    if options.devices_per_node is not None and _tp_span(strategy.levels) > options.devices_per_node:
-        return False
-    return strategy.is_aligned or not options.aligned_only
+def refusal(strategy: Strategy, options: SpaceOptions) -> str | None:
+    """Why a strategy is not offered under these options, or None where it is."""
+    kinds = {level.kind for level in strategy.levels}
+    left_out = ", ".join(sorted(kinds - set(options.kinds)))
+    span, node = _tp_span(strategy.levels), options.devices_per_node
+    reasons = (
+        (bool(left_out), f"{left_out} is left out of the search"),
+        (
+            Parallelism.FSDP in kinds and strategy.zero not in options.zero_stages,
+            f"zero {strategy.zero} is left out of the search",
+        ),
+        (
+            Parallelism.TP in kinds and strategy.sp not in options.sp,
+            f"tp {'with' if strategy.sp else 'without'} sp is left out of the search",
+        ),
+        (strategy.remat not in options.remats, f"remat={strategy.remat} is left out of the search"),
+        (
+            options.max_tp is not None and strategy.tp > options.max_tp,
+            f"tp {strategy.tp} is above the largest allowed, {options.max_tp}",
+        ),
+        (node is not None and span > node, f"a tp group would reach across {span} ranks, a node has {node}"),
+        (
+            options.aligned_only and not strategy.is_aligned,
+            f"the levels of {strategy.parallel} are not runs of the stage mesh",
+        ),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 def _tp_span(levels: tuple[Level, ...]) -> int:

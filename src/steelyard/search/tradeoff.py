@@ -2,16 +2,24 @@ r"""Time against memory, and time against devices: not one plan but all that are
 
 *Profiling*: the least step time as a function of the budget is a falling staircase. Starting without a limit, the
 search is repeated with a budget one byte below the peak of the plan it found last, so every step of the staircase is
-met and nothing between two steps is missed. *Mini-time* is `search` itself, and *mini-parallelism* takes the smallest
-device count for which something fits, then the least time.
+met and nothing between two steps is missed (`memory_frontier`). Where steps are too many, a bounded number of searches
+looks where the two known neighbours leave most room, so that the steps found are spread over the whole staircase
+(`sampled_frontier`): each is exact, and between two neighbours the time lies between theirs.
+
+*Mini-time* is `search` itself, and *mini-parallelism* takes the smallest device count for which something fits, then
+the least time.
 
 Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 5, for the three objectives.
 """
 
+import heapq
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
+from steelyard.search.memory import nearest_miss
 from steelyard.search.solve import SearchResult, SettingOutcome, search
 
 UNLIMITED_BYTES = 2**62
@@ -25,6 +33,15 @@ class TradeOff:
     peak_bytes: int
     score_s: float
     outcome: SettingOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledFrontier:
+    """Steps of time against memory, most memory and least time first."""
+
+    steps: tuple[TradeOff, ...]
+    is_complete: bool
+    """No step is missing between the first and the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +81,124 @@ def _descend(tables: Sequence[CostTables], samples: Sequence[int] | None, budget
         peak = best.solution.peak_bytes
         yield TradeOff(peak_bytes=peak, score_s=best.score_s, outcome=best)
         budget_bytes = peak - 1
+
+
+def sampled_frontier(
+    tables: Iterable[CostTables],
+    *,
+    samples: Sequence[int] | None = None,
+    most_bytes: int = UNLIMITED_BYTES,
+    budgets: Sequence[int] = (),
+    max_searches: int = 32,
+) -> SampledFrontier:
+    """Steps of time against memory from ``most_bytes`` down to the least that holds anything, by so many searches.
+
+    Every step is what `search` finds within its ``peak_bytes``; ``budgets`` are searched before any other. No steps
+    where nothing fits into ``most_bytes``.
+    """
+    given = tuple(tables)
+    weights = tuple(samples) if samples is not None else (1,) * len(given)
+    misses = [miss for each in given if (miss := nearest_miss(each, 0)) is not None]
+    least_bytes = min((miss.needed_bytes for miss in misses), default=most_bytes + 1)
+    if least_bytes > most_bytes:
+        return SampledFrontier(steps=(), is_complete=True)
+    everything = tuple(range(len(given)))
+    fastest = _found(given, weights, everything, most_bytes)
+    smallest = _found(given, weights, everything, least_bytes)
+    gaps = [_Gap(slow=smallest.step, explored_bytes=least_bytes, fast=fastest)]
+    wanted = [budget for budget in budgets if least_bytes < budget < most_bytes]
+    for _ in range(max_searches - 2):
+        gap = next((each for each in gaps if wanted and each.holds(wanted[0])), gaps[0])
+        budget = wanted.pop(0) if wanted else gap.next_budget
+        if gap.holds(budget):
+            gaps.remove(gap)
+            middle = _found(given, weights, gap.settings(weights), budget)
+            gaps += gap.divided(middle, budget)
+            heapq.heapify(gaps)
+    ordered = sorted(gaps, key=lambda gap: -gap.fast.step.peak_bytes)
+    steps = [gap.fast.step for gap in ordered] + [ordered[-1].slow]
+    kept = [step for step, after in itertools.pairwise(steps) if step.score_s < after.score_s] + [steps[-1]]
+    return SampledFrontier(steps=tuple(kept), is_complete=not any(gap.is_open for gap in ordered))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Found:
+    """A step with, for each setting, a lower bound of its score within the budget of the step and below it."""
+
+    step: TradeOff
+    bounds_s: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Gap:
+    """Two neighbouring steps. Budgets up to ``explored_bytes`` give the slow one; above lies what is not known."""
+
+    slow: TradeOff
+    explored_bytes: int
+    fast: _Found
+    was_flat: bool = False
+    """The last search in this gap gave the slow step again."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.slow.score_s > self.fast.step.score_s and self.explored_bytes < self.fast.step.peak_bytes - 1
+
+    @property
+    def next_budget(self) -> int:
+        """The middle on a logarithmic scale; just below the fast step where the lower part has turned out flat."""
+        highest = self.fast.step.peak_bytes - 1
+        if self.was_flat:
+            return highest
+        middle = math.isqrt(max(self.explored_bytes, 1) * max(highest, 1))
+        return min(max(middle, self.explored_bytes + 1), highest)
+
+    def settings(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """The settings that may be as fast as the slow step within a budget below the fast one."""
+        reach = self.slow.score_s * (1 + 1e-9)
+        return tuple(index for index, bound in self.fast.bounds_s.items() if bound / samples[index] <= reach)
+
+    def holds(self, budget_bytes: int) -> bool:
+        """Whether it is not known what fits into this budget."""
+        return self.is_open and self.explored_bytes < budget_bytes < self.fast.step.peak_bytes
+
+    def divided(self, middle: _Found, budget: int) -> tuple["_Gap", ...]:
+        """What is left of the gap once the step within ``budget`` is known."""
+        if middle.step.score_s >= self.slow.score_s:
+            return (replace(self, explored_bytes=budget, was_flat=True),)
+        lower = _Gap(slow=self.slow, explored_bytes=self.explored_bytes, fast=middle)
+        if middle.step.score_s <= self.fast.step.score_s:
+            return (lower,)
+        return lower, _Gap(slow=middle.step, explored_bytes=budget, fast=self.fast)
+
+    def __lt__(self, other: "_Gap") -> bool:
+        """Open gaps first, and of these the one that leaves most room."""
+        return self._room > other._room
+
+    @property
+    def _room(self) -> float:
+        if not self.is_open:
+            return -1.0
+        bytes_ratio = (self.fast.step.peak_bytes - 1) / max(self.explored_bytes, 1)
+        return math.log(bytes_ratio) * (self.slow.score_s / self.fast.step.score_s - 1)
+
+
+def _found(tables: Sequence[CostTables], samples: Sequence[int], settings: Sequence[int], budget_bytes: int) -> _Found:
+    """What `search` finds among these settings within the budget, which holds something."""
+    result = search(
+        [tables[index] for index in settings],
+        budget_bytes,
+        samples=[samples[index] for index in settings],
+        num_alternatives=0,
+    )
+    assert result.best is not None, "the least bytes that hold something were asked for"
+    best = replace(result.best, index=settings[result.best.index])
+    step = TradeOff(peak_bytes=best.solution.peak_bytes, score_s=best.score_s, outcome=best)
+    bounds = {
+        settings[each.index]: each.result.lower_bound_s
+        for each in result.settings
+        if each.result.status != "infeasible"
+    }
+    return _Found(step=step, bounds_s=bounds)
 
 
 def device_frontier(

@@ -1,0 +1,161 @@
+"""The published rules as our cost tables, and the published names of strategies and plans.
+
+Three forms, all with the bubble inside the times of the layers and hence one microbatch:
+
+- `stage_tables`: one stage with given layers. What it costs is exact under the published rules.
+- `even_tables`: a pipeline of equal stages of equal layers, described by one of them with times and switches p-fold.
+- `uneven_tables`: a pipeline of unlike stages, whose cuts are free. What is held besides the layers is charged to the
+  first and the last layer. Here a switch between two stages is paid like any other, which the published rules leave
+  out; `cuts` finds the optimum without.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+
+from galvatron.inputs import Layer
+from galvatron.rules import MB, Point, layer_mb, layer_s, other_mb, switch_s
+from steelyard.cost.tables import CostTables
+from steelyard.plan.strategy import Level, Parallelism, Remat, Strategy
+from steelyard.search import SpaceOptions, enumerate_strategies
+
+Space = Literal["full", "dp+pp", "dp+tp"]
+SPACES: tuple[Space, ...] = ("dp+pp", "dp+tp", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A layer and what its stage holds besides, if this layer is the one that stands for it."""
+
+    layer: Layer
+    other_mb: float = 0.0
+    place: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.layer.name + self.place
+
+
+def strategies_of(point: Point, space: Space) -> tuple[Strategy, ...]:
+    """The strategies of one stage in a space of the published table."""
+    options = SpaceOptions(sp=(False,), remats=(Remat.NONE,))
+    return tuple(
+        each
+        for each in enumerate_strategies(point.num_devices, options)
+        if space == "full" or (each.fsdp == 1 and (space == "dp+tp" or each.tp == 1))
+    )
+
+
+def degrees_of(num_gpus: int, space: Space) -> tuple[int, ...]:
+    """Pipeline degrees of a space."""
+    return (1,) if space == "dp+tp" else tuple(2**power for power in range(num_gpus.bit_length()))
+
+
+def stage_tables(point: Point, layers: Sequence[Layer], held_mb: float, space: Space) -> CostTables:
+    """One stage of these layers, which holds so much besides them."""
+    kinds = [_Kind(layer=layer) for layer in layers]
+    return _tables(point, kinds, strategies_of(point, space), num_stages=1, overhead_mb=held_mb)
+
+
+def even_tables(point: Point, space: Space) -> CostTables:
+    """A pipeline of equal stages, described by one of them."""
+    stages = point.num_stages
+    kinds = [_Kind(layer=layer) for layer in point.inputs.layers[: len(point.inputs.layers) // stages]]
+    held = max(other_mb(point))
+    return _tables(point, kinds, strategies_of(point, space), num_stages=1, overhead_mb=held, times=stages)
+
+
+def uneven_tables(point: Point, space: Space) -> CostTables:
+    """A pipeline whose cuts are free; a switch between two stages is paid like any other."""
+    held = other_mb(point)
+    shared = math.ceil(min(held))
+    kinds = [_Kind(layer=layer) for layer in point.inputs.layers]
+    kinds[0] = _Kind(layer=kinds[0].layer, other_mb=held[0] - shared, place=", first")
+    if len(held) > 1:
+        kinds[-1] = _Kind(layer=kinds[-1].layer, other_mb=held[-1] - shared, place=", last")
+    return _tables(point, kinds, strategies_of(point, space), num_stages=point.num_stages, overhead_mb=shared)
+
+
+def _tables(
+    point: Point,
+    layers: Sequence[_Kind],
+    strategies: tuple[Strategy, ...],
+    *,
+    num_stages: int,
+    overhead_mb: float,
+    times: int = 1,
+) -> CostTables:
+    kinds = {kind.name: kind for kind in layers}
+    names = tuple(kinds)
+    legal = np.array([[each.tp in kind.layer.act_mb for each in strategies] for kind in kinds.values()])
+    seconds = np.array([[layer_s(point, kind.layer, each) for each in strategies] for kind in kinds.values()])
+    held = np.array(
+        [
+            [_whole_mb(point, kind, each) * MB if each.tp in kind.layer.act_mb else 0 for each in strategies]
+            for kind in kinds.values()
+        ],
+        dtype=np.int64,
+    )
+    switches = np.array([[switch_s(point, before, after) for after in strategies] for before in strategies])
+    return CostTables(
+        num_stages=num_stages,
+        num_microbatches=1,
+        schedule="gpipe",
+        kinds=names,
+        layers=tuple(names.index(kind.name) for kind in layers),
+        strategies=strategies,
+        legal=legal,
+        time_s=times * seconds,
+        static_bytes=held,
+        activation_bytes=np.zeros_like(held),
+        transient_bytes=np.zeros_like(held),
+        switch_s=times * np.repeat(switches[None], len(kinds), axis=0),
+        transfer_s=0.0,
+        overhead_bytes=math.ceil(overhead_mb) * MB,
+    )
+
+
+def _whole_mb(point: Point, kind: _Kind, strategy: Strategy) -> int:
+    return math.ceil(layer_mb(point, kind.layer, strategy)) + math.ceil(kind.other_mb)
+
+
+def parse_strategy_name(name: str) -> tuple[int, Strategy]:
+    """Pipeline degree and strategy of a name such as ``2-2*-2f``: the star marks the level on neighbouring ranks."""
+    stages, tp, data = name.split("-")
+    kind = Parallelism.FSDP if "f" in data else Parallelism.DP
+    pairs = [(Parallelism.TP, int(tp.strip("*"))), (kind, int(data.strip("f*")))]
+    ordered = reversed(pairs) if "*" in tp else pairs
+    return int(stages), Strategy(levels=tuple(Level(kind=k, degree=n) for k, n in ordered if n > 1))
+
+
+def strategy_name(num_stages: int, strategy: Strategy) -> str:
+    """The published name of a strategy."""
+    is_mixed = len(strategy.levels) > 1
+    is_tp_inner = is_mixed and strategy.levels[-1].kind is Parallelism.TP
+    tp = f"{strategy.tp}{'*' * is_tp_inner}"
+    return f"{num_stages}-{tp}-{strategy.data_degree}{'f' * (strategy.fsdp > 1)}{'*' * (is_mixed and not is_tp_inner)}"
+
+
+def parse_plan(text: str) -> tuple[tuple[Strategy, ...], ...]:
+    """The strategies of each stage that the published table lists; one stage stands for all where they are alike."""
+    return tuple(
+        tuple(
+            strategy
+            for run in stage.split()
+            for name, _, count in [run.partition("x")]
+            for strategy in (parse_strategy_name(name)[1],) * int(count)
+        )
+        for stage in text.split("||")
+    )
+
+
+def plan_text(num_stages: int, stages: Sequence[Sequence[Strategy]]) -> str:
+    """The plan as the published table writes it."""
+    return " || ".join(
+        " ".join(f"{strategy_name(num_stages, each)}x{len(list(run))}" for each, run in groupby(stage))
+        for stage in stages
+    )

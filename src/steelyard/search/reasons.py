@@ -1,0 +1,103 @@
+r"""Which strategies can be of no use to a kind of layer, and why: what `explain` says about all that was not chosen.
+
+A strategy $s$ is dominated by $d$ for the kind $k$ if wherever $s$ stands, $d$ could stand instead: with
+$t_{kd} \le t_{ks}$, $u_{kd} \le u_{ks}$, $a_{kd} + n\,b_{kd} \le a_{ks} + n\,b_{ks}$ for the microbatches $n$ in flight
+on every stage, and no switch to it or from it dearer. The dynamic program drops such strategies stage by stage
+(`layers`); here one is dominated on all stages at once. Of two that are equal in all of this, the first one stays. To
+leave a dominated strategy out never changes the best step time within any budget.
+
+| symbol        | name              | unit  | meaning                                   |
+|---------------|-------------------|-------|-------------------------------------------|
+| $t$           | `time_s`          | s     | one microbatch                            |
+| $a$, $b$, $u$ | see `CostTables`  | bytes | static, per microbatch in flight, short-lived |
+| $n$           | `in_flight`       | –     | microbatches alive on a stage             |
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.tables import CostTables
+from steelyard.plan.choices import StrategyVerdict
+from steelyard.plan.strategy import Strategy
+
+NOT_ALLOWED = "the tables do not allow it"
+
+
+def strategy_verdicts(
+    tables: CostTables, why_illegal: Callable[[int, Strategy], str | None] = lambda *_: None
+) -> tuple[StrategyVerdict, ...]:
+    """A verdict for each kind and strategy of a setting; ``why_illegal`` words the reason for a kind's index."""
+    dominator = dominators(tables)
+    return tuple(
+        _verdict(tables, kind, index, int(dominator[kind, index]), why_illegal)
+        for kind in range(len(tables.kinds))
+        for index in range(len(tables.strategies))
+    )
+
+
+def dominators(tables: CostTables) -> NDArray[np.int64]:
+    """[K, S] an undominated strategy that dominates this one; −1 for one that is undominated or illegal itself."""
+    found = np.full(tables.legal.shape, -1, dtype=np.int64)
+    for kind, beats in enumerate(_beats(tables)):
+        beaten = beats.any(axis=0)
+        for index in np.flatnonzero(beaten):
+            found[kind, index] = np.flatnonzero(beats[:, index] & ~beaten)[0]
+    return found
+
+
+def _beats(tables: CostTables) -> NDArray[np.bool_]:
+    """[K, S, S] the first may always stand for the second; of two equal ones, the one that is listed first."""
+    may_beat = tables.legal[:, :, None] & tables.legal[:, None, :] & ~np.eye(len(tables.strategies), dtype=bool)
+    for table in (tables.time_s, tables.transient_bytes):
+        may_beat &= table[:, :, None] <= table[:, None, :]
+    may_beat &= _no_dearer_switches(tables)
+    for in_flight in {tables.in_flight(stage) for stage in range(tables.num_stages)}:
+        num_bytes = tables.static_bytes + in_flight * tables.activation_bytes
+        may_beat &= num_bytes[:, :, None] <= num_bytes[:, None, :]
+    for side in tables.side_inputs:
+        as_source = np.all(side.seconds[:, None, :] <= side.seconds[None, :, :], axis=2)
+        as_reader = np.all(side.seconds[:, :, None] <= side.seconds[:, None, :], axis=0)
+        may_beat[tables.layers[side.source]] &= as_source
+        may_beat[sorted({tables.layers[reader] for reader in side.readers})] &= as_reader
+    mutual = may_beat & may_beat.transpose(0, 2, 1)
+    return np.asarray(may_beat & (~mutual | np.triu(np.ones(may_beat.shape[1:], dtype=bool), k=1)))
+
+
+def _no_dearer_switches(tables: CostTables) -> NDArray[np.bool_]:
+    """[K, S, S] no legal receiver pays more after the first than after the second, nor does the kind to receive."""
+    paid = np.where(tables.legal[:, None, :], tables.switch_s, 0.0).transpose(1, 0, 2)
+    paid = paid.reshape(len(tables.strategies), -1)
+    as_sender = np.all(paid[:, None, :] <= paid[None, :, :], axis=2)
+    received = tables.switch_s[:, tables.legal.any(axis=0), :]
+    return np.asarray(as_sender & np.all(received[:, :, :, None] <= received[:, :, None, :], axis=1))
+
+
+def _verdict(
+    tables: CostTables, kind: int, index: int, dominator: int, why_illegal: Callable[[int, Strategy], str | None]
+) -> StrategyVerdict:
+    name, strategy = tables.kinds[kind], tables.strategies[index]
+    if not tables.legal[kind, index]:
+        reason = why_illegal(kind, strategy) or NOT_ALLOWED
+        return StrategyVerdict(kind=name, strategy=str(strategy), verdict="illegal", reason=reason)
+    if dominator >= 0:
+        reason = _compared(tables, kind, index, dominator)
+        return StrategyVerdict(kind=name, strategy=str(strategy), verdict="dominated", reason=reason)
+    return StrategyVerdict(kind=name, strategy=str(strategy), verdict="undominated")
+
+
+def _compared(tables: CostTables, kind: int, index: int, dominator: int) -> str:
+    """In what the dominating strategy is better; it is nowhere worse."""
+    better = [
+        name
+        for name, table in (
+            ("time", tables.time_s),
+            ("static memory", tables.static_bytes),
+            ("activations", tables.activation_bytes),
+            ("working set", tables.transient_bytes),
+        )
+        if table[kind, dominator] < table[kind, index]
+    ]
+    of = tables.strategies[dominator]
+    return f"{of} takes less {' and '.join(better)}, and no more of the rest" if better else f"{of} costs the same"

@@ -1,0 +1,241 @@
+r"""Side inputs in the chain search, exactly: by conditions on the layers that make them.
+
+A side input $v$ is made by layer $o_v$ and read by the layers $R_v$, each of which pays $d_v(s_{o_v}, s_l)$ for it
+(see `CostTables`). Once it is known that the strategy of $o_v$ is one of a set $A_v$, a reader pays at least
+
+$$\underline d_v(s_l) = \min_{s \in A_v} d_v(s, s_l)$$
+
+which is an ordinary time of this layer, so that the chain search applies: readers and sources become kinds of their
+own, and a source may take only the strategies of $A_v$. What comes out is a lower bound of every plan under the
+condition, and it is the truth if all of $A_v$ cost the readers the same (FT's branch elimination: one search for each
+switch class of the source) or if the plan found pays no more than $\underline d_v$. Else the condition is split into
+the class of the plan found and the rest, and the conditions are searched in the order of their bounds until the best
+plan known is no slower than the least bound. So optimal stays optimal, and a search that time cuts short has a gap.
+
+| symbol            | name        | unit | meaning                                                            |
+|-------------------|-------------|------|--------------------------------------------------------------------|
+| $A_v$             | `Condition` | –    | strategies that a source may take, by the source's position        |
+| $\underline d_v$  | –           | s    | least that a reader pays under the condition                       |
+
+`assess`, `settle`, `sketch` and `partition_with` do for tables with or without side inputs what those of `partition`
+and `balance` do for tables without. Memory plays no part in it: what fits is the same with side inputs as without.
+
+Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 4, for conditions on one layer; best-first branch and
+bound over them is ours. Not modelled: readers that share one redistribution.
+"""
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from steelyard.cost.tables import CostTables
+from steelyard.search import partition
+from steelyard.search.balance import Partition, partition_by
+from steelyard.search.evaluate import Solution, evaluate
+from steelyard.search.frontier import IntArray
+from steelyard.search.partition import Prospect, SettingResult
+
+Condition = Mapping[int, IntArray]
+"""For each layer that makes a side input, the strategies that it may take."""
+
+TIES = 1 - 1e-12
+"""A bound this close to the best plan is one of a tie: sums of the same numbers differ by about 1e-13."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SideProspect:
+    """A feasible setting with side inputs before its search: ``relaxed`` lets every reader see the source it likes."""
+
+    tables: CostTables
+    budget_bytes: int
+    relaxed: Prospect
+    fallback: Solution
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No plan of the setting is faster."""
+        return self.relaxed.lower_bound_s
+
+
+def assess(tables: CostTables, budget_bytes: int) -> Prospect | SideProspect | SettingResult:
+    """A feasible setting with a lower bound of its step time, or the proof that it is infeasible."""
+    if not tables.side_inputs:
+        return partition.assess(tables, budget_bytes)
+    relaxed = partition.assess(conditioned(tables, any_source(tables)), budget_bytes)
+    if isinstance(relaxed, SettingResult):
+        return relaxed
+    fallback = _priced(tables, relaxed.fallback)
+    return SideProspect(tables=tables, budget_bytes=budget_bytes, relaxed=relaxed, fallback=fallback)
+
+
+def settle(
+    prospect: Prospect | SideProspect, *, cutoff_s: float = np.inf, deadline: float | None = None
+) -> SettingResult:
+    """The fastest plan of a feasible setting, or the proof that it is slower than the cutoff."""
+    if isinstance(prospect, Prospect):
+        return partition.settle(prospect, cutoff_s=cutoff_s, deadline=deadline)
+    if prospect.lower_bound_s > cutoff_s:
+        return SettingResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
+    return _search_conditions(prospect, cutoff_s, deadline)
+
+
+def sketch(prospect: Prospect | SideProspect) -> SettingResult:
+    """A good plan of a setting that is beaten already; no attempt is made to prove it best."""
+    if isinstance(prospect, Prospect):
+        return partition.sketch(prospect)
+    tables, first = prospect.tables, partition.sketch(prospect.relaxed).solution
+    plans = [prospect.fallback]
+    if first is not None:
+        plans.append(_priced(tables, first))
+        chosen = {source: _class_of(tables, source, first) for source in any_source(tables)}
+        again = partition.assess(conditioned(tables, chosen), prospect.budget_bytes)
+        second = partition.sketch(again).solution if isinstance(again, Prospect) else None
+        plans += [_priced(tables, second)] if second is not None else []
+    best = min(plans, key=lambda plan: plan.step_s)
+    return SettingResult(status="beaten", solution=best, lower_bound_s=prospect.lower_bound_s)
+
+
+def partition_with(method: Partition, tables: CostTables, budget_bytes: int) -> SettingResult:
+    """The plan that this method of cutting finds; with side inputs, the fastest of those it finds per condition."""
+    if not tables.side_inputs:
+        return partition_by(method, tables, budget_bytes).result
+    found = assess(tables, budget_bytes)
+    if isinstance(found, SettingResult):
+        return found
+    results = [partition_by(method, conditioned(tables, each), budget_bytes).result for each in all_conditions(tables)]
+    plans = [_priced(tables, each.solution) for each in results if each.solution is not None]
+    return SettingResult(
+        status="feasible" if plans else "infeasible",
+        solution=min(plans, key=lambda plan: plan.step_s, default=None),
+        lower_bound_s=found.lower_bound_s,
+    )
+
+
+def any_source(tables: CostTables) -> dict[int, IntArray]:
+    """The condition that excludes nothing."""
+    return {
+        source: np.flatnonzero(tables.legal[tables.layers[source]])
+        for source in sorted({side.source for side in tables.side_inputs})
+    }
+
+
+def source_classes(tables: CostTables, source: int) -> list[IntArray]:
+    """The strategies of a source in classes, within which every reader pays the same, however it is laid out itself."""
+    legal = any_source(tables)[source]
+    if len(legal) == 0:
+        return []
+    columns = []
+    for side in tables.side_inputs:
+        if side.source == source:
+            kinds = [tables.layers[reader] for reader in side.readers]
+            columns.append(side.seconds[legal][:, tables.legal[kinds].any(axis=0)])
+    rows = np.concatenate(columns, axis=1)
+    classes: dict[bytes, list[int]] = {}
+    for strategy, row in zip(legal.tolist(), rows, strict=True):
+        classes.setdefault((row + 0.0).tobytes(), []).append(strategy)
+    return [np.array(members) for members in classes.values()]
+
+
+def all_conditions(tables: CostTables) -> Iterator[Condition]:
+    """Every way to choose one class for each source."""
+    sources = list(any_source(tables))
+    for chosen in itertools.product(*(source_classes(tables, source) for source in sources)):
+        yield dict(zip(sources, chosen, strict=True))
+
+
+def conditioned(tables: CostTables, condition: Condition) -> CostTables:
+    """Tables without side inputs, of the same layers: sources restricted, readers paying the least they may have to.
+
+    Plans take the same bytes as in the given tables and at most their time, and just their time if the strategies that
+    a source may take are of one class.
+    """
+    reads: dict[int, list[int]] = {}
+    for index, side in enumerate(tables.side_inputs):
+        for reader in side.readers:
+            reads.setdefault(reader, []).append(index)
+    roles = [
+        (kind, layer if layer in condition else None, tuple(reads.get(layer, ())))
+        for layer, kind in enumerate(tables.layers)
+    ]
+    kinds = list(dict.fromkeys(roles))
+    base = [kind for kind, _, _ in kinds]
+    legal, time_s = tables.legal[base], tables.time_s[base]
+    for row, (_, source, sides) in enumerate(kinds):
+        if source is not None:
+            legal[row] &= np.isin(np.arange(legal.shape[1]), condition[source])
+        for side in (tables.side_inputs[index] for index in sides):
+            allowed = side.seconds[condition[side.source]]
+            time_s[row] += allowed.min(axis=0) if len(allowed) else 0.0
+    return replace(
+        tables,
+        kinds=tuple(tables.kinds[kind] for kind in base),
+        layers=tuple(kinds.index(role) for role in roles),
+        legal=legal,
+        time_s=time_s,
+        static_bytes=tables.static_bytes[base],
+        activation_bytes=tables.activation_bytes[base],
+        transient_bytes=tables.transient_bytes[base],
+        switch_s=tables.switch_s[base],
+        side_inputs=(),
+    )
+
+
+def _search_conditions(prospect: SideProspect, cutoff_s: float, deadline: float | None) -> SettingResult:
+    """Conditions in the order of their bounds, split until the best plan is proven, beaten, or time is up."""
+    tables, best = prospect.tables, prospect.fallback
+    order = itertools.count()
+    waiting: list[tuple[float, int, Condition, Prospect]] = [
+        (prospect.lower_bound_s, next(order), any_source(tables), prospect.relaxed)
+    ]
+    lower, timed_out = np.inf, False  # the least time of the conditions that are done with
+    while waiting and waiting[0][0] < best.step_s * TIES and waiting[0][0] <= cutoff_s and not timed_out:
+        bound, _, condition, start = heapq.heappop(waiting)
+        limit = min(cutoff_s, best.step_s) or best.step_s  # no plan is proven slower than zero by aiming at zero
+        result = partition.settle(start, cutoff_s=limit, deadline=deadline)
+        bound = max(bound, result.lower_bound_s, limit if result.status == "beaten" else 0.0)
+        plan = _priced(tables, result.solution) if result.solution is not None else None
+        if plan is not None and plan.step_s < best.step_s:
+            best = plan
+        children = _split(tables, condition, plan) if plan is not None and result.status == "optimal" else ()
+        for child in children:
+            inner = partition.assess(conditioned(tables, child), prospect.budget_bytes)
+            if isinstance(inner, Prospect):
+                heapq.heappush(waiting, (max(bound, inner.lower_bound_s), next(order), child, inner))
+        lower = lower if children else min(lower, bound)
+        timed_out = result.status == "feasible" or (deadline is not None and time.monotonic() > deadline)
+    return _outcome(best, min(lower, waiting[0][0] if waiting else np.inf), cutoff_s, timed_out)
+
+
+def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -> SettingResult:
+    """Of a search that is over: its best plan is proven or beaten unless time was up while a bound was still below."""
+    if best.step_s <= cutoff_s and (not timed_out or lower_s >= best.step_s * TIES):
+        return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
+    status: Literal["feasible", "beaten"] = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
+    return SettingResult(status=status, solution=best, lower_bound_s=min(lower_s, best.step_s))
+
+
+def _split(tables: CostTables, condition: Condition, plan: Solution) -> tuple[Condition, ...]:
+    """The condition in two, if the plan pays more for some side input than the condition alone asks for."""
+    for side in tables.side_inputs:
+        own, allowed = plan.strategies[side.source], condition[side.source]
+        columns = np.array([plan.strategies[reader] for reader in side.readers])
+        if np.any(side.seconds[own, columns] > side.seconds[np.ix_(allowed, columns)].min(axis=0)):
+            same = np.intersect1d(allowed, _class_of(tables, side.source, plan))
+            rest = np.setdiff1d(allowed, same)
+            return {**condition, side.source: same}, {**condition, side.source: rest}
+    return ()
+
+
+def _class_of(tables: CostTables, source: int, plan: Solution) -> IntArray:
+    """The class of the source's strategy in this plan."""
+    return next(each for each in source_classes(tables, source) if plan.strategies[source] in each)
+
+
+def _priced(tables: CostTables, plan: Solution) -> Solution:
+    """The same choice with the side inputs that it really has to pay for."""
+    return evaluate(tables, plan.boundaries, plan.strategies)

@@ -1,0 +1,276 @@
+"""Side inputs in the search against exhaustive search, in problem files, and in what is reported."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from steelyard.cost.tables import CostTables, SideInput
+from steelyard.errors import InvalidProblemError
+from steelyard.search import cost_graph, evaluate, graph_frontier, memory_frontier, search
+from steelyard.search.balance import Partition, even_boundaries
+from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
+from steelyard.search.side_inputs import all_conditions, assess, conditioned, settle, source_classes
+from tests.oracles import exhaustive
+from tests.problems.random_tables import random_budget, random_tables
+from tests.problems.transformer import LLAMA3_8B, decoder_tables
+
+GB = 10**9
+
+
+def with_side_inputs(rng: np.random.Generator, tables: CostTables) -> CostTables:
+    """The tables with one to three side inputs: free, tied, with classes of the source, or of any numbers."""
+    num_layers, size = len(tables.layers), len(tables.strategies)
+    sides = []
+    for _ in range(int(rng.integers(1, 4)) if num_layers > 1 else 0):
+        source = int(rng.integers(0, num_layers - 1))
+        behind = np.arange(source + 1, num_layers)
+        readers = np.sort(rng.choice(behind, int(rng.integers(1, len(behind) + 1)), replace=False))
+        whole = rng.integers(0, 4, (size, size)).astype(np.float64)
+        seconds = whole if rng.random() < 0.5 else rng.exponential(1.0, (size, size))
+        if rng.random() < 0.4:
+            seconds = seconds[rng.integers(0, size, size)]  # classes of equal rows
+        if rng.random() < 0.3:
+            seconds = seconds * (1 - np.eye(size))  # free between equal layouts
+        sides.append(SideInput(source=source, readers=tuple(readers.tolist()), seconds=seconds))
+    return replace(tables, side_inputs=tuple(sides))
+
+
+def random_problem(seed: int, *, max_plans: int = 100) -> tuple[CostTables, list[tuple[float, int]]]:
+    rng = np.random.default_rng(seed)
+    tables = with_side_inputs(rng, random_tables(rng, max_plans=max_plans))
+    return tables, list(exhaustive.all_plans(tables))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
+    for seed in range(block * 50, block * 50 + 50):
+        tables, plans = random_problem(seed)
+        budget = random_budget(np.random.default_rng(seed), plans)
+        expected = exhaustive.fastest(plans, budget)
+        result = search([tables], budget)
+        if expected is None:
+            assert result.status == "infeasible", seed
+            needed = exhaustive.least_budget(plans)
+            assert (result.nearest_miss.needed_bytes if result.nearest_miss else None) == needed, seed
+        else:
+            assert result.status == "optimal", seed
+            assert result.best is not None
+            assert result.best.solution.peak_bytes <= budget
+            assert result.best.score_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+def test_settings_with_and_without_side_inputs_compete() -> None:
+    for seed in range(15):
+        problems = [random_problem(4 * seed + index, max_plans=60) for index in range(4)]
+        settings = [
+            tables if index % 2 else replace(tables, side_inputs=()) for index, (tables, _) in enumerate(problems)
+        ]
+        fastest = [
+            best for each in settings if (best := exhaustive.fastest(list(exhaustive.all_plans(each)), 40)) is not None
+        ]
+        result = search(settings, 40, num_exact=3)
+        found = [outcome.score_s for outcome in result.ranked[:3]]
+        assert found == pytest.approx(sorted(fastest)[:3], rel=1e-12, abs=1e-12), seed
+        for outcome in result.settings:
+            best = exhaustive.fastest(list(exhaustive.all_plans(outcome.tables)), 40)
+            assert best is None or outcome.result.lower_bound_s <= best * (1 + 1e-9) + 1e-12, seed
+
+
+def test_a_cutoff_is_kept_to() -> None:
+    for seed in range(15):
+        tables, plans = random_problem(seed, max_plans=60)
+        prospect = assess(tables, 10**6)
+        best = exhaustive.fastest(plans, 10**6)
+        if best is None or not best:
+            continue
+        assert not hasattr(prospect, "status")
+        for cutoff in (best * 0.7, best * 1.1):
+            result = settle(prospect, cutoff_s=cutoff)
+            assert result.status == ("beaten" if cutoff < best else "optimal"), seed
+            assert result.lower_bound_s <= best * (1 + 1e-9), seed
+            assert result.lower_bound_s >= min(cutoff, best) * (1 - 1e-9), seed
+
+
+def test_a_search_out_of_time_has_a_plan_and_a_bound() -> None:
+    for seed in range(15):
+        tables, plans = random_problem(seed, max_plans=60)
+        best = exhaustive.fastest(plans, 10**6)
+        result = search([tables], 10**6, time_limit_s=0.0)
+        if best is not None:
+            assert result.best is not None, seed
+            assert result.best.score_s >= best * (1 - 1e-12), seed
+            assert result.lower_bound_s <= best * (1 + 1e-9), seed
+
+
+def test_a_condition_of_one_class_changes_no_plan() -> None:
+    for seed in range(15):
+        tables, plans = random_problem(seed, max_plans=100)
+        parts = [plan for each in all_conditions(tables) for plan in exhaustive.all_plans(conditioned(tables, each))]
+        expected = sorted((size, seconds) for seconds, size in plans)
+        found = sorted((size, seconds) for seconds, size in parts)
+        assert [size for size, _ in found] == [size for size, _ in expected], seed
+        assert sorted(s for _, s in found) == pytest.approx(sorted(s for _, s in expected), rel=1e-12, abs=1e-12), seed
+
+
+def test_strategies_of_equal_rows_are_one_class() -> None:
+    tables = random_tables(np.random.default_rng(1), num_layers=3, num_kinds=1, num_strategies=3, num_stages=1)
+    tables = replace(tables, legal=np.ones((1, 3), dtype=bool))
+    rows = np.array([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0], [0.0, 1.0, 2.0]])
+    tables = replace(tables, side_inputs=(SideInput(source=0, readers=(1, 2), seconds=rows),))
+    assert [members.tolist() for members in source_classes(tables, 0)] == [[0, 2], [1]]
+
+
+def test_side_inputs_never_make_a_plan_faster() -> None:
+    for seed in range(15):
+        tables, _ = random_problem(seed)
+        without, cheap = replace(tables, side_inputs=()), replace(tables, side_inputs=tables.side_inputs[:1])
+        scores = [best.score_s if (best := search([each], 40).best) else np.inf for each in (without, cheap, tables)]
+        assert scores == pytest.approx(sorted(scores), rel=1e-12), seed
+
+
+@pytest.mark.parametrize("method", [method for method in get_args(Partition) if method != "exact"])
+def test_other_partitions_are_never_better_than_the_exact_one(method: Partition) -> None:
+    for seed in range(15):
+        tables, plans = random_problem(seed)
+        budget = random_budget(np.random.default_rng(seed), plans)
+        other, best = search([tables], budget, partition=method).best, exhaustive.fastest(plans, budget)
+        if other is not None:
+            assert best is not None, seed
+            assert other.score_s >= best * (1 - 1e-12), seed
+
+
+def test_strategies_are_exact_for_the_even_cuts() -> None:
+    for seed in range(15):
+        tables, plans = random_problem(seed)
+        budget = random_budget(np.random.default_rng(seed), plans)
+        expected = exhaustive.fastest(list(exhaustive.plans_with(tables, even_boundaries(tables))), budget)
+        found = search([tables], budget, partition="even").best
+        assert (found is None) == (expected is None), seed
+        if found is not None:
+            assert found.score_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+def test_the_graph_of_a_stage_and_the_search_give_the_same_frontier() -> None:
+    for seed in range(15):
+        rng = np.random.default_rng(seed)
+        tables = with_side_inputs(rng, random_tables(rng, num_stages=1, max_plans=100))
+        tables = replace(tables, transient_bytes=np.zeros_like(tables.transient_bytes))
+        graph = graph_frontier(cost_graph(tables, transient_bytes=0))
+        assert graph.exact
+        steps = memory_frontier([tables])
+        for step in steps:
+            point = graph.frontier.at(step.peak_bytes - tables.overhead_bytes)
+            assert point is not None, seed
+            seconds = float(graph.frontier.seconds[point]) * tables.num_microbatches
+            assert step.score_s == pytest.approx(seconds, rel=1e-12, abs=1e-12), seed
+
+
+def test_the_reported_stages_name_the_time_of_side_inputs() -> None:
+    tables = decoder_tables(LLAMA3_8B, num_devices=8, num_stages=2, num_microbatches=8, global_batch=64)
+    size, last = len(tables.strategies), len(tables.layers) - 1
+    sides = (SideInput(source=0, readers=(1, last), seconds=np.full((size, size), 0.25)),)
+    best = search([replace(tables, side_inputs=sides)], 400 * GB).best
+    plain = search([tables], 400 * GB).best
+    assert best is not None
+    assert plain is not None
+    assert [stage.side_s for stage in best.solution.stages] == [0.25, 0.25]
+    assert [stage.side_s for stage in plain.solution.stages] == [0.0, 0.0]
+    for stage in best.solution.stages:
+        assert stage.time_s == stage.transfer_s + stage.layer_s + stage.switch_s + stage.side_s
+    assert evaluate(best.tables, best.solution.boundaries, best.solution.strategies) == best.solution
+
+
+def test_an_expensive_tie_makes_source_and_reader_agree() -> None:
+    tables = decoder_tables(LLAMA3_8B, num_devices=8, num_stages=1, num_microbatches=8, global_batch=64)
+    size, last = len(tables.strategies), len(tables.layers) - 1
+    alone = search([tables], 80 * GB).best
+    assert alone is not None
+    apart = (1 - np.eye(size)) * alone.score_s
+    tied = search([replace(tables, side_inputs=(SideInput(source=0, readers=(last,), seconds=apart),))], 80 * GB)
+    assert tied.status == "optimal"
+    assert tied.best is not None
+    chosen = tied.best.solution.strategies
+    assert chosen[0] == chosen[last]
+    assert tied.best.score_s >= alone.score_s * (1 - 1e-12)
+
+
+def test_side_inputs_survive_the_file(tmp_path: Path) -> None:
+    for seed in range(20):
+        tables, plans = random_problem(seed, max_plans=50)
+        save_problem(tmp_path / "p.json", Problem(name="x", budget_bytes=9, settings=(tables,), samples=(1,)))
+        again = load_problem(tmp_path / "p.json").settings[0]
+        for one, other in zip(again.side_inputs, tables.side_inputs, strict=True):
+            assert (one.source, one.readers) == (other.source, other.readers)
+            assert np.array_equal(one.seconds, other.seconds)
+        assert list(exhaustive.all_plans(again)) == plans
+
+
+def test_only_files_with_side_inputs_need_version_2(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    plain = random_tables(rng, num_layers=3)
+    for tables, version in ((plain, 1), (with_side_inputs(rng, plain), 2)):
+        save_problem(tmp_path / "p.json", Problem(name="", budget_bytes=9, settings=(tables,), samples=(1,)))
+        content = json.loads((tmp_path / "p.json").read_text())
+        assert content["version"] == version
+        assert ("side_inputs" in content["settings"][0]) == (version == 2)
+
+
+def documented() -> dict[str, Any]:
+    """The example of the module `problem` with its side input."""
+    blocks = [each.split("```")[0] for each in load_problem.__globals__["__doc__"].split("```json")[1:]]
+    content: dict[str, Any] = json.loads(blocks[0])
+    content["settings"][0] |= json.loads("{" + blocks[1] + "}")
+    return content | {"version": 2}
+
+
+def test_the_documented_side_input_is_solved() -> None:
+    result = solve_problem(parse_problem(documented()))
+    assert result.best is not None
+    assert result.best.tables.side_inputs[0].readers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("source", 2, "side_inputs.0.readers.*\n.*up to 1"),
+        ("source", -1, "side_inputs.0.source"),
+        ("readers", [], "side_inputs.0.readers"),
+        ("readers", [2], "side_inputs.0.readers"),
+        ("readers", [1, 1], "side_inputs.0.readers"),
+        ("seconds", [[0.0, 0.0]], "side_inputs.0.seconds.*1 entries"),
+        ("seconds", [[0.0], [0.0]], "side_inputs.0.seconds.*1 entries"),
+        ("seconds", [[0.0, -1.0], [0.0, 0.0]], "greater than or equal to 0"),
+        ("seconds", [[0.0, float("nan")], [0.0, 0.0]], "side_inputs.0.seconds"),
+        ("second", [[0.0]], "did you mean seconds"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(key: str, value: object, message: str) -> None:
+    content = documented()
+    content["settings"][0]["side_inputs"][0][key] = value
+    with pytest.raises(InvalidProblemError, match=message):
+        parse_problem(content)
+
+
+def test_a_file_of_version_1_has_no_side_inputs() -> None:
+    with pytest.raises(InvalidProblemError, match="version 2"):
+        parse_problem(documented() | {"version": 1})
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        (SideInput(source=3, readers=(1,), seconds=np.zeros((2, 2))), "source: found 3"),
+        (SideInput(source=1, readers=(1,), seconds=np.zeros((2, 2))), "behind layer 1"),
+        (SideInput(source=0, readers=(), seconds=np.zeros((2, 2))), "one or more"),
+        (SideInput(source=0, readers=(1,), seconds=np.zeros((2, 3))), "shape"),
+        (SideInput(source=0, readers=(1,), seconds=np.full((2, 2), np.inf)), "non-finite"),
+    ],
+)
+def test_tables_with_a_wrong_side_input_are_refused(side: SideInput, message: str) -> None:
+    tables = random_tables(np.random.default_rng(0), num_layers=3, num_strategies=2, num_stages=1)
+    with pytest.raises(InvalidProblemError, match=message):
+        replace(tables, side_inputs=(side,))
