@@ -162,7 +162,10 @@ def _row(case: Case) -> dict[str, object]:
         "hopper": job.cluster.device.name.startswith("h"),
         "efa": "efa" in network,
         "nodes": float(job.cluster.num_nodes),
-        **{name: np.stack([kind[name] for kind in kinds]) for name in ("work", "launch", "tp", "gather", "reduce", "moved")},
+        **{
+            name: np.stack([kind[name] for kind in kinds])
+            for name in ("work", "launch", "tp", "gather", "reduce", "moved")
+        },
         "is_fsdp": block.fsdp > 1,
         "gathers_again": block.zero == 3,
         "overlaps": job.overlaps,
@@ -221,9 +224,7 @@ def _kind(name: str, strategy: Strategy, setting: Setting) -> dict[str, Array]:
     }
 
 
-def _passes(
-    layer: LayerProfile, strategy: Strategy, job: Job
-) -> list[tuple[Work, tuple[CollectiveCount, ...], float]]:
+def _passes(layer: LayerProfile, strategy: Strategy, job: Job) -> list[tuple[Work, tuple[CollectiveCount, ...], float]]:
     """Work, collectives and weight of the forward pass, the backward pass and what remat repeats."""
     again = (layer.forward, (), 0.0)
     if strategy.remat is not Remat.NONE:
@@ -258,7 +259,9 @@ def step_s(rows: Rows, parameters: dict[str, float]) -> Array:
     matmul = np.where(rows.hopper, p["matmul hopper"], p["matmul ampere"])
     attention = np.where(rows.hopper, p["attention hopper"], p["attention ampere"])
     ones = np.ones_like(matmul)
-    rates = np.stack([1 / matmul, p["operands"] * ones, 1 / attention, ones / p["memory"], p["ramp_us"] * ones], axis=-1)
+    rates = np.stack(
+        [1 / matmul, p["operands"] * ones, 1 / attention, ones / p["memory"], p["ramp_us"] * ones], axis=-1
+    )
     straggling = 1 + p["straggling"] * np.log2(rows.nodes)
     compute = np.einsum("nkpf,nf->nkp", rows.work, rates) * straggling[:, None, None]
     compute[:, :, 1] += rows.moved[:, :, 0] / p["memory"]
@@ -345,7 +348,11 @@ def main() -> None:
     everything = np.ones(len(rows.source), dtype=bool)
     parameters = fit(rows, everything)
     print(yaml.safe_dump({name: float(f"{value:.4g}") for name, value in parameters.items()}, sort_keys=False))
-    print("source, runs, median |error|, bias, 90 %, scaled median, scaled 90 %", *scores(rows, parameters, everything), sep="\n")
+    print(
+        "source, runs, median |error|, bias, 90 %, scaled median, scaled 90 %",
+        *scores(rows, parameters, everything),
+        sep="\n",
+    )
     if options.leave_out:
         print("each source predicted by a fit without it")
         for source in np.unique(rows.source):

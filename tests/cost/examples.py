@@ -9,7 +9,15 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan, Precision, Schedule, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.profiles.profile import Affine, CollectiveCount, LayerProfile, Profile, ProfileIdentity, Work
+from steelyard.profiles.profile import (
+    Affine,
+    CollectiveCount,
+    LayerProfile,
+    Profile,
+    ProfileIdentity,
+    Recomputation,
+    Work,
+)
 
 CONFIG = {
     "model_type": "llama",
@@ -109,7 +117,38 @@ def _layer(kind: str, tp: int, sp: bool) -> LayerProfile:
         input_bytes=Affine(per_sample=hidden_bytes / (tp if sp else 1)),
         forward_transient_bytes=Affine(per_sample=2.0 * hidden_bytes / tp),
         backward_transient_bytes=Affine(per_sample=4.0 * hidden_bytes / tp),
+        recomputations=_recomputations(kind, tp, sp, work),
     )
+
+
+def _recomputations(kind: str, tp: int, sp: bool, forward: Work) -> tuple[Recomputation, ...]:
+    """Full remat repeats the forward pass but for one collective; selective its memory-bound part, without FLOP."""
+    hidden_bytes = 2 * SEQ_LEN * CONFIG["hidden_size"]
+    saved, entering = 10.0 * hidden_bytes / tp, hidden_bytes / (tp if sp else 1)
+    again = CollectiveCount(
+        kind="all_gather" if sp else "all_reduce", count=1, tensor_bytes=Affine(per_sample=hidden_bytes)
+    )
+    full = Recomputation(
+        remat="full",
+        work=forward,
+        collectives=() if tp == 1 else (again,),
+        saved_bytes=Affine(per_sample=entering),
+        forward_transient_bytes=Affine(constant=64, per_sample=saved),
+        backward_transient_bytes=Affine(constant=64, per_sample=1.4 * saved - entering),
+    )
+    if kind != "block":
+        return (full,)
+    nothing = Affine()
+    selective = Recomputation(
+        remat="selective",
+        work=forward.model_copy(
+            update={"matmul_flop": nothing, "attention_flop": nothing, "matmul_bytes": nothing, "num_kernels": 15}
+        ),
+        saved_bytes=Affine(per_sample=(saved + entering) / 2),
+        forward_transient_bytes=Affine(constant=64, per_sample=0.6 * saved),
+        backward_transient_bytes=Affine(constant=64, per_sample=(1.4 * saved) - (saved + entering) / 2),
+    )
+    return full, selective
 
 
 def job(
@@ -138,14 +177,16 @@ def setting(
     return Setting(job=of or job(), num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
 
 
-def plan(of: Job, *stages: str, num_microbatches: int, schedule: Schedule = "1f1b") -> Plan:
-    """A plan of the job whose stages are strategies separated by commas, one per layer."""
-    size = of.cluster.num_devices // len(stages)
+def plan(of: Job, *stages: str, num_microbatches: int, schedule: Schedule = "1f1b", num_chunks: int = 1) -> Plan:
+    """A plan of the job whose stages (interleaved: chunks) are strategies separated by commas, one per layer."""
+    num_stages = len(stages) // num_chunks
+    size = of.cluster.num_devices // num_stages
     parts, first_layer = [], 0
     for index, stage in enumerate(stages):
         strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
         runs = [run.model_dump(mode="json") for run in fold_runs(first_layer, strategies)]
-        parts.append({"ranks": [index * size, (index + 1) * size - 1], "runs": runs})
+        first_rank = index % num_stages * size
+        parts.append({"ranks": [first_rank, first_rank + size - 1], "runs": runs})
         first_layer += len(strategies)
     return Plan.model_validate(
         {

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from steelyard.cost.build import ALLOCATOR_SLACK, CUDA_CONTEXT_BYTES, overhead_bytes, usable_bytes
 from steelyard.cost.communication import Group, collective_s
-from steelyard.cost.compute import DEFAULT_EFFICIENCY, optimizer_s
+from steelyard.cost.compute import optimizer_s, step_overhead_s
+from steelyard.cost.efficiency import efficiency_of
+from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, level_group
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
@@ -18,7 +20,7 @@ from tests.cost.examples import PARAMS, SEQ_LEN, cluster, job, setting, unprofil
 
 BLOCK = PARAMS["block"]
 STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
-texts = st.sampled_from([text + remat for text in STRATEGIES for remat in ("", " remat=full")])
+texts = st.sampled_from([text + remat for text in STRATEGIES for remat in ("", " remat=selective", " remat=full")])
 seconds = st.floats(0, 1e3)
 kappas = st.floats(1, 2)
 
@@ -59,11 +61,11 @@ def test_the_context_is_one_gibibyte_and_the_slack_a_fraction() -> None:
 
 def test_efficiencies_are_fractions() -> None:
     for name in ("matmul", "attention", "memory"):
-        assert 0 < getattr(DEFAULT_EFFICIENCY, name) < 1
+        assert 0 < getattr(efficiency_of("h100-80gb", "infiniband-ndr"), name) < 1
 
 
 def test_the_optimizer_reads_16_and_writes_12_bytes_of_a_parameter() -> None:
-    assert optimizer_s(1e9, job()) == pytest.approx(28e9 / (0.8 * 1e12))
+    assert optimizer_s(1e9, job()) == pytest.approx(28e9 / (job().efficiency.memory * 1e12))
 
 
 def test_processes_of_one_host_have_no_context_and_no_slack() -> None:
@@ -76,20 +78,64 @@ def test_processes_of_one_host_have_no_context_and_no_slack() -> None:
 
 
 def test_compute_time_is_work_over_the_reached_rates() -> None:
-    samples, rate = 8, DEFAULT_EFFICIENCY
-    expected = samples * (2e9 / (rate.matmul * 100e12) + 1e8 / (rate.attention * 100e12) + 1e6 / (rate.memory * 1e12))
+    samples, rate = 8, job().efficiency
+    each = 2e9 / (rate.matmul * 100e12) + 1e8 / (rate.attention * 100e12)
+    each += rate.operands * 1e6 / 1e12 + 1e6 / (rate.memory * 1e12)
+    expected = samples * each + 20 * rate.ramp_s
     assert block("dp8").forward_s["compute"] == pytest.approx(expected)
 
 
 def test_tp_pays_its_two_all_reduces_in_each_direction() -> None:
     where = setting(job(global_batch=8))
     tensor_bytes = 8 * SEQ_LEN * 64 * 2
-    once = collective_s(
-        "all_reduce", tensor_bytes, Group(size=8, stride=1, span=8), where.job.cluster, where.job.profile
-    )
+    group, of = Group(size=8, stride=1, span=8), where.job
+    once = collective_s("all_reduce", tensor_bytes, group, of.cluster, of.profile, of.efficiency.links)
     cost = block("tp8", where)
     assert cost.forward_s["tp"] == pytest.approx(2 * once)
     assert cost.backward_s["tp"] == pytest.approx(2 * once)
+
+
+def test_a_layer_too_small_for_the_host_takes_as_long_as_its_launches() -> None:
+    where = setting(job(global_batch=8))
+    assert sum(block("dp8", where).forward_s.values()) == pytest.approx(20 * where.job.efficiency.launch_s)
+
+
+def test_a_framework_that_does_not_launch_one_by_one_never_waits_for_the_host() -> None:
+    of = replace(job(global_batch=8), execution=Execution(eager_launch=False))
+    assert "host" not in block("dp8", setting(of)).forward_s
+
+
+def test_a_zero_1_framework_scatters_gradients_and_gathers_parameters_once_a_step() -> None:
+    states = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
+    of = replace(job(), execution=Execution(states=states, overlaps_data=False))
+    group = Group(size=8, stride=1, span=8)
+    gather = collective_s("all_gather", 2 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
+    scatter = collective_s("reduce_scatter", 4 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
+    once = block("dp8", setting(of)).once_s
+    assert once["dp"] == pytest.approx(gather + scatter)
+    assert once["optimizer"] == pytest.approx(optimizer_s(BLOCK / 8, of))
+
+
+def test_a_zero_1_framework_shards_the_optimizer_alone() -> None:
+    states = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
+    of = replace(job(), execution=Execution(states=states))
+    assert block("dp8", setting(of)).static_bytes == {
+        "parameters": 2 * BLOCK,
+        "gradients": 4 * BLOCK,
+        "optimizer": 12 * BLOCK // 8,
+    }
+
+
+def test_a_calibrated_job_takes_every_time_by_its_factor() -> None:
+    of = replace(job(), time_factor=1.5)
+    plain, slower = block("fsdp8"), block("fsdp8", setting(of))
+    for before, after in zip(
+        (plain.forward_s, plain.backward_s, plain.once_s),
+        (slower.forward_s, slower.backward_s, slower.once_s),
+        strict=True,
+    ):
+        assert after == pytest.approx({name: 1.5 * seconds for name, seconds in before.items()})
+    assert step_overhead_s(of) == pytest.approx(1.5 * step_overhead_s(job()))
 
 
 def test_dp_reduces_once_a_step_whatever_the_number_of_microbatches() -> None:
@@ -103,20 +149,24 @@ def test_fsdp_gathers_in_forward_and_again_in_backward_with_a_reduce_scatter() -
     where = setting()
     cost = block("fsdp8", where)
     group = Group(size=8, stride=1, span=8)
-    gather = collective_s("all_gather", 2 * BLOCK, group, where.job.cluster, where.job.profile)
-    scatter = collective_s("reduce_scatter", 4 * BLOCK, group, where.job.cluster, where.job.profile)
-    kappa = where.job.profile.overlap_slowdown
-    assert cost.forward_s["fsdp"] == pytest.approx(exposed_s(cost.forward_s["compute"], gather, kappa))
-    assert cost.backward_s["fsdp"] == pytest.approx(exposed_s(cost.backward_s["compute"], gather + scatter, kappa))
+    of = where.job
+    gather = collective_s("all_gather", 2 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
+    scatter = collective_s("reduce_scatter", 4 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
+    forward_s, backward_s = (
+        sum(seconds for name, seconds in terms.items() if name != "fsdp") for terms in (cost.forward_s, cost.backward_s)
+    )
+    kappa = of.profile.overlap_slowdown
+    assert cost.forward_s["fsdp"] == pytest.approx(exposed_s(forward_s, gather, kappa))
+    assert cost.backward_s["fsdp"] == pytest.approx(exposed_s(backward_s, gather + scatter, kappa))
 
 
 def test_zero_2_does_not_gather_again() -> None:
     assert block("fsdp8 zero2").backward_s["fsdp"] < block("fsdp8").backward_s["fsdp"]
 
 
-def test_full_remat_runs_the_forward_pass_and_its_collectives_again() -> None:
-    cost = block("tp8 remat=full")
-    assert cost.backward_s["remat"] == cost.forward_s["compute"] + cost.forward_s["tp"]
+def test_full_remat_runs_the_forward_pass_again_and_one_of_its_two_reductions() -> None:
+    cost = block("tp8 remat=full", setting(job(global_batch=4096)))
+    assert cost.backward_s["remat"] == pytest.approx(cost.forward_s["compute"] + cost.forward_s["tp"] / 2)
 
 
 def test_a_tied_model_pays_for_the_exchange_of_its_gradients_in_embedding_and_head() -> None:

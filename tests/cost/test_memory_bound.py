@@ -51,7 +51,7 @@ def _measured_bytes(candidate: Plan) -> int:
     gc.collect()
     states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
     held = [tensor for values in states for tensor in values if isinstance(tensor, Tensor)]
-    with LiveStorages([*model.parameters(), *model.stage.buffers(), *held]) as meter:
+    with LiveStorages([*model.parameters(), *model.chunks[0].buffers(), *held]) as meter:
         step()
     return meter.peak_bytes
 
@@ -59,7 +59,7 @@ def _measured_bytes(candidate: Plan) -> int:
 _CASES = [
     (precision, remat, num_microbatches)
     for precision in ("fp32", "bf16")
-    for remat in ("none", "full")
+    for remat in ("none", "selective", "full")
     for num_microbatches in (2, 8)
 ]
 
@@ -70,8 +70,9 @@ def test_predicted_bytes_are_an_upper_bound_and_close(
     precision: Precision, remat: str, num_microbatches: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     of = _job(precision)
-    strategy = "single" if remat == "none" else "single remat=full"
-    candidate = plan(of, ", ".join([strategy] * of.chain.num_layers), num_microbatches=num_microbatches)
+    edge = "single" if remat == "selective" else f"single remat={remat}"
+    blocks = [f"single remat={remat}"] * (of.chain.num_layers - 2)
+    candidate = plan(of, ", ".join([edge, *blocks, edge]), num_microbatches=num_microbatches)
     terms = dict(predict(candidate, of).stages[0].memory_bytes)
     predicted = sum(terms.values()) - terms["allocator slack"] - CUDA_CONTEXT_BYTES
     request.getfixturevalue("one_process")

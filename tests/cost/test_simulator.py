@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.simulator import StageTimes, Timeline, closed_form_s, simulate
+from steelyard.cost.simulator import Event, StageTimes, Timeline, closed_form_s, simulate
+from steelyard.errors import InvalidPlanError, InvalidProblemError
 from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
 from tests.cost.examples import cluster, job, setting
@@ -155,6 +156,170 @@ def test_slower_transfers_never_speed_a_step_up(pipeline: tuple[list[StageTimes]
 def test_work_once_a_step_comes_after_the_last_backward_of_its_stage() -> None:
     timeline = simulate([StageTimes(forward_s=1, backward_s=2, once_s=5)], 2, "1f1b")
     assert timeline.step_time_s == pytest.approx(11)
+
+
+@st.composite
+def interleaved(draw: st.DrawFn) -> tuple[list[StageTimes], int, int]:
+    """Parts, microbatches and chunks."""
+    num_stages, num_chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    times = st.builds(
+        StageTimes,
+        forward_s=seconds,
+        backward_s=seconds,
+        once_s=seconds,
+        transfer_s=seconds,
+        latency_s=seconds,
+        sync_s=seconds,
+    )
+    count = num_stages * num_chunks
+    parts = draw(st.lists(times, min_size=count, max_size=count))
+    return parts, num_stages * draw(st.integers(1, 3)), num_chunks
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), seconds, seconds)
+def test_the_interleaved_bubble_of_equal_parts_is_that_of_the_paper(
+    num_stages: int, num_chunks: int, num_rounds: int, forward_s: float, backward_s: float
+) -> None:
+    num_microbatches = num_rounds * num_stages
+    parts = [StageTimes(forward_s=forward_s, backward_s=backward_s)] * (num_stages * num_chunks)
+    found = simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
+    work_s = num_microbatches * num_chunks * (forward_s + backward_s)
+    bubble = (num_stages - 1) / (num_chunks * num_microbatches)
+    assert found.step_time_s == pytest.approx(work_s * (1 + bubble))
+    assert found.bubble_share() == pytest.approx(bubble / (1 + bubble) if work_s else 0.0)
+
+
+@given(interleaved())
+def test_an_interleaved_pass_starts_after_what_it_needs_has_arrived(
+    pipeline: tuple[list[StageTimes], int, int],
+) -> None:
+    parts, num_microbatches, num_chunks = pipeline
+    num_stages = len(parts) // num_chunks
+    timeline = simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
+    found = {
+        (event.chunk * num_stages + event.stage, event.kind, event.microbatch): event
+        for events in timeline.stages
+        for event in events
+    }
+    for (part, kind, microbatch), event in found.items():
+        if kind == "forward" and part:
+            before = found[part - 1, "forward", microbatch]
+            travel_s = parts[part].transfer_s + parts[part].latency_s if num_stages > 1 else 0.0
+            assert event.start_s >= before.end_s + travel_s
+        if kind == "backward" and part < len(parts) - 1:
+            before = found[part + 1, "backward", microbatch]
+            travel_s = parts[part + 1].transfer_s + parts[part + 1].latency_s if num_stages > 1 else 0.0
+            assert event.start_s >= before.end_s + travel_s
+
+
+@given(interleaved(), st.booleans(), st.booleans())
+def test_the_work_and_the_bubbles_of_a_stage_fill_the_step(
+    pipeline: tuple[list[StageTimes], int, int], overlap_sends: bool, overlap_sync: bool
+) -> None:
+    parts, num_microbatches, num_chunks = pipeline
+    timeline = simulate(
+        parts,
+        num_microbatches,
+        "interleaved-1f1b",
+        num_chunks=num_chunks,
+        overlap_sends=overlap_sends,
+        overlap_sync=overlap_sync,
+    )
+    for stage, events in enumerate(timeline.stages):
+        beside = timeline.beside(stage)
+        spans = [(e.start_s, e.end_s) for e in (*events, *timeline.bubbles(stage)) if e not in beside]
+        spans = sorted(span for span in spans if span[1] > span[0])
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        assert sum(end - start for start, end in spans) == pytest.approx(timeline.step_time_s)
+
+
+@given(interleaved())
+def test_overlap_of_gradient_reductions_never_costs_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
+    parts, num_microbatches, num_chunks = pipeline
+    apart, beside = (
+        simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks, overlap_sync=overlap)
+        for overlap in (False, True)
+    )
+    assert beside.step_time_s <= apart.step_time_s
+
+
+@given(interleaved())
+def test_overlap_of_sends_never_costs_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
+    parts, num_microbatches, num_chunks = pipeline
+    apart, beside = (
+        simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks, overlap_sends=overlap)
+        for overlap in (False, True)
+    )
+    assert beside.step_time_s <= apart.step_time_s
+
+
+@given(interleaved())
+def test_a_link_carries_one_transfer_at_a_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
+    parts, num_microbatches, num_chunks = pipeline
+    timeline = simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
+    for sends in timeline.sends:
+        for receiver in {send.receiver for send in sends}:
+            spans = [(send.start_s, send.end_s) for send in sends if send.receiver == receiver]
+            assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+def test_the_chunks_of_one_stage_hand_over_without_a_transfer() -> None:
+    parts = [StageTimes(forward_s=1, backward_s=2, transfer_s=50, latency_s=50)] * 3
+    timeline = simulate(parts, 2, "interleaved-1f1b", num_chunks=3)
+    assert timeline.step_time_s == 18
+    assert timeline.sends == ((),)
+
+
+def test_a_slow_link_holds_transfers_back_one_behind_the_other() -> None:
+    parts = [StageTimes(forward_s=1, backward_s=1, transfer_s=10)] * 2
+    arrivals = [event.start_s for event in simulate(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
+    assert arrivals == [11, 21, 31]
+
+
+def test_latency_delays_arrivals_and_occupies_nothing() -> None:
+    parts = [StageTimes(forward_s=1, backward_s=1, latency_s=10)] * 2
+    arrivals = [event.start_s for event in simulate(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
+    assert arrivals == [11, 12, 13]
+
+
+def test_a_stage_waits_for_sends_that_are_not_overlapped() -> None:
+    parts = [StageTimes(forward_s=1, backward_s=1, transfer_s=10)] * 2
+    events = simulate(parts, 2, "gpipe", overlap_sends=False).stages[0]
+    assert [event.start_s for event in events if event.kind == "forward"] == [0, 11]
+
+
+def test_a_chunk_reduces_its_gradients_after_its_last_backward_and_beside_the_cool_down_if_overlapped() -> None:
+    parts = [StageTimes(forward_s=1, backward_s=1, sync_s=3)] * 4
+    apart, beside = (
+        simulate(parts, 2, "interleaved-1f1b", num_chunks=2, overlap_sync=overlap) for overlap in (False, True)
+    )
+    for timeline in (apart, beside):
+        for events in timeline.stages:
+            for sync in (event for event in events if event.kind == "sync"):
+                assert sync.start_s >= _last_backward(events, sync.chunk).end_s
+    first, second = (event for event in beside.stages[0] if event.kind == "sync")
+    assert first.start_s < _last_backward(beside.stages[0], second.chunk).end_s
+    assert apart.step_time_s - beside.step_time_s == 2, "of 3 s, the 2 s of the backwards that are left"
+
+
+def test_bubbles_are_named_by_what_the_stage_waits_for() -> None:
+    timeline = simulate([StageTimes(forward_s=1, backward_s=2)] * 2, 2, "1f1b")
+    assert [bubble.reason for bubble in timeline.bubbles(0)] == ["waits for gradient", "waits for gradient"]
+    assert [bubble.reason for bubble in timeline.bubbles(1)] == ["pipeline fills", "step ends"]
+
+
+def test_microbatches_that_cannot_be_interleaved_are_an_error() -> None:
+    with pytest.raises(InvalidPlanError, match="a multiple of its 2 rounds"):
+        simulate([StageTimes(forward_s=1, backward_s=2)] * 4, 5, "interleaved-1f1b", num_chunks=2)
+
+
+def test_tables_of_the_search_refuse_a_schedule_that_they_do_not_describe() -> None:
+    with pytest.raises(InvalidProblemError, match="gpipe or 1f1b"):
+        build_tables(setting(num_stages=2, schedule="interleaved-1f1b"), (parse_strategy("fsdp4"),))
+
+
+def _last_backward(events: tuple[Event, ...], chunk: int) -> Event:
+    return [event for event in events if event.kind == "backward" and event.chunk == chunk][-1]
 
 
 def _by_pass(timeline: Timeline) -> dict[tuple[int, str, int], tuple[float, float]]:

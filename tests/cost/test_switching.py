@@ -108,6 +108,7 @@ def test_a_switch_pays_for_the_activation_and_for_its_gradient() -> None:
             Group(size=2, stride=stride, span=8),
             where.job.cluster,
             where.job.profile,
+            where.job.efficiency.links,
         )
         for _, stride, share in gathered
     )

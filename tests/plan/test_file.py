@@ -209,7 +209,7 @@ def test_a_missing_key_is_named(path, place):
         (["num_microbatches"], -1, r"num_microbatches: found -1\n.*greater than or equal to 1"),
         (["num_microbatches"], [4], r"num_microbatches: found \[4\]\n.*a valid integer"),
         (["precision"], "fp16", r"precision: found 'fp16'\n.*'fp32' or 'bf16'"),
-        (["schedule"], "1f2b", r"schedule: found '1f2b'\n.*'gpipe' or '1f1b'"),
+        (["schedule"], "1f2b", r"schedule: found '1f2b'\n.*'gpipe', '1f1b' or 'interleaved-1f1b'"),
         (["cluster"], 4, r"cluster: found 4\n.*a valid string"),
         (["model"], "tiny", r"model: found 'tiny'\n.*an object"),
         (["model", "name"], 3, r"model\.name: found 3\n.*a valid string"),

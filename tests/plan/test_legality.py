@@ -70,12 +70,19 @@ def test_nothing_is_ever_rounded(strategy, samples, seq_len):
         and all(size % strategy.tp == 0 for _, size in BLOCK.tp_divides)
         and (not strategy.sp or seq_len % strategy.tp == 0)
         and strategy.is_aligned
-        and strategy.remat is not Remat.SELECTIVE
     )
     assert (illegal_reason(BLOCK, strategy, microbatch_samples=samples, seq_len=seq_len) is None) == whole
 
 
-def test_selective_remat_is_refused_and_not_taken_for_another():
-    assert "selective" in str(
-        illegal_reason(BLOCK, parse_strategy("dp2 remat=selective"), microbatch_samples=2, seq_len=8)
-    )
+def test_selective_remat_is_for_blocks():
+    assert reason("dp2 remat=selective") is None
+
+
+@pytest.mark.parametrize(
+    ("role", "why"),
+    [(LayerRole.EMBEDDING, "an embedding has none"), (LayerRole.HEAD, "those of the head are the logits")],
+)
+def test_selective_remat_of_another_layer_is_refused_with_the_reason(role, why):
+    other = LayerKind(name=role, role=role, tp_divides=())
+    assert why in reason("dp2 remat=selective", other)
+    assert all(reason(f"dp2 remat={remat}", other) is None for remat in Remat if remat is not Remat.SELECTIVE)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan.examples import CONFIG, CONTENT, PREDICTION, changed, one_stage, read
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.read import chain_from_config, config_hash, load_model
-from steelyard.plan.plan import fold_runs
+from steelyard.plan.plan import fold_runs, microbatches_per_round
 from steelyard.search import enumerate_strategies
 
 LAYERS_OF = ["stages", 0, "runs", 0, "layers"]
@@ -252,3 +252,89 @@ def test_an_unknown_model_names_the_nearest_one():
 def test_a_config_of_an_unknown_family_is_named():
     with pytest.raises(InvalidModelError, match=r"^model_type: found 'bert'"):
         read(changed((["model", "config", "model_type"], "bert")))
+
+
+def interleaved(*parts, **changes):
+    """Content of a plan of four devices whose parts are (first rank, last rank, layers)."""
+    stages = [
+        {"ranks": [first, last], "runs": [{"layers": list(layers), "parallel": f"dp{last - first + 1}"}]}
+        for first, last, layers in parts
+    ]
+    return {**CONTENT, "schedule": "interleaved-1f1b", "stages": stages, "prediction": None, **changes}
+
+
+TWO_CHUNKS = ((0, 1, (0, 1)), (2, 3, (2, 2)), (0, 1, (3, 3)), (2, 3, (4, 5)))
+
+
+def test_an_interleaved_plan_counts_stages_chunks_and_devices():
+    plan = read(interleaved(*TWO_CHUNKS))
+    assert (plan.num_stages, plan.num_chunks, plan.num_devices) == (2, 2, 4)
+
+
+def test_a_plan_that_is_not_interleaved_has_one_chunk_a_stage():
+    plan = read(CONTENT)
+    assert (plan.num_stages, plan.num_chunks) == (2, 1)
+
+
+def test_the_chunks_of_a_stage_are_the_parts_on_its_ranks():
+    plan = read(interleaved(*TWO_CHUNKS))
+    assert [part.first_layer for part in plan.chunks(1)] == [2, 4]
+    assert plan.chunks(0) == (plan.stages[0], plan.stages[2])
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (TWO_CHUNKS[:3], r"stages: found 3 parts on 2 ranges of ranks\n.*two or more chunks"),
+        (((0, 1, (0, 2)), (2, 3, (3, 5))), r"stages: found 2 parts on 2 ranges of ranks"),
+        (((0, 3, (0, 2)), (0, 3, (3, 5))), r"stages: found 2 parts on 1 ranges of ranks\n.*two or more stages"),
+        (
+            (TWO_CHUNKS[0], TWO_CHUNKS[1], (2, 3, (3, 3)), (0, 1, (4, 5))),
+            r"stages\[2\]\.ranks: found \[2, 3\]\n.*\[0, 1\]: the ranks of the 2 stages in the same order again",
+        ),
+        (
+            ((0, 0, (0, 1)), (1, 3, (2, 2)), (0, 0, (3, 3)), (1, 3, (4, 5))),
+            r"stages\[1\]\.ranks: found \[1, 3\]\n.*\[1, 1\]: consecutive ranks",
+        ),
+    ],
+)
+def test_parts_that_are_not_chunks_of_the_same_stages_are_named(parts, message):
+    with pytest.raises(InvalidPlanError, match=f"^{message}"):
+        read(interleaved(*parts, global_batch=24, num_microbatches=2))
+
+
+def test_microbatches_that_do_not_make_equal_rounds_are_named():
+    message = r"^num_microbatches: found 5 for 2 stages under interleaved-1f1b\n.*multiple of its 2 rounds"
+    with pytest.raises(InvalidPlanError, match=message):
+        read(interleaved(*TWO_CHUNKS, num_microbatches=5, global_batch=10))
+
+
+@pytest.mark.parametrize(("num_microbatches", "per_round"), [(1, 1), (2, 2), (3, 3), (4, 2), (8, 2)])
+def test_interleaved_rounds_have_as_many_microbatches_as_stages_or_all_of_few(num_microbatches, per_round):
+    assert microbatches_per_round(num_microbatches, 2) == per_round
+
+
+def test_ranks_repeat_under_the_interleaved_schedule_alone():
+    with pytest.raises(InvalidPlanError, match=r"^stages\[2\]\.ranks: found \[0, 1\]"):
+        read(interleaved(*TWO_CHUNKS, schedule="1f1b"))
+
+
+def test_an_interleaved_prediction_has_one_entry_for_each_stage_not_each_chunk():
+    content = interleaved(*TWO_CHUNKS, prediction=PREDICTION)
+    assert len(read(content).prediction.stages) == 2
+    content["prediction"] = {**PREDICTION, "stages": PREDICTION["stages"] * 2}
+    with pytest.raises(InvalidPlanError, match=r"prediction\.stages: found 4 stages"):
+        read(content)
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_a_remat_choice_of_a_block_survives_a_file(remat):
+    plan = read(changed((["stages", 1, "runs", 0, "remat"], remat)))
+    assert plan.strategies[3].remat == remat
+    assert read(plan.model_dump(mode="json")) == plan
+
+
+@pytest.mark.parametrize(("stage", "run", "kind"), [(0, 0, "embedding"), (1, 1, "head")])
+def test_selective_remat_of_another_layer_than_a_block_is_refused(stage, run, kind):
+    with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {kind} layers\n.*is for blocks"):
+        read(changed((["stages", stage, "runs", run, "remat"], "selective")))

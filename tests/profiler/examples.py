@@ -2,7 +2,7 @@
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.profiles.profile import Affine, LayerProfile, Profile, ProfileIdentity, Work
+from steelyard.profiles.profile import Affine, LayerProfile, Profile, ProfileIdentity, Recomputation, Work
 
 CONFIG = {
     "model_type": "llama",
@@ -35,6 +35,16 @@ def empty_layer(kind: str, tp: int = 1, sp: bool = False, **changes: object) -> 
         "input_bytes": nothing,
         "forward_transient_bytes": nothing,
         "backward_transient_bytes": nothing,
+        "recomputations": tuple(
+            Recomputation(
+                remat=remat,
+                work=work,
+                saved_bytes=nothing,
+                forward_transient_bytes=nothing,
+                backward_transient_bytes=nothing,
+            )
+            for remat in ("full", "selective")
+        ),
     }
     return LayerProfile(kind=kind, tp=tp, sp=sp, **(fields | changes))
 

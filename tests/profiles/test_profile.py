@@ -19,6 +19,14 @@ WORK = {
     "memory_bytes": AFFINE,
     "num_kernels": 7,
 }
+RECOMPUTATION = {
+    "remat": "full",
+    "work": WORK,
+    "collectives": [{"kind": "all_reduce", "count": 1, "tensor_bytes": AFFINE}],
+    "saved_bytes": AFFINE,
+    "forward_transient_bytes": AFFINE,
+    "backward_transient_bytes": AFFINE,
+}
 LAYER = {
     "kind": "block",
     "tp": 1,
@@ -31,9 +39,10 @@ LAYER = {
     "input_bytes": AFFINE,
     "forward_transient_bytes": AFFINE,
     "backward_transient_bytes": AFFINE,
+    "recomputations": [RECOMPUTATION, {**RECOMPUTATION, "remat": "selective"}],
     "times": [
-        {"samples": 1, "forward_s": 0.5, "backward_s": 1.0},
-        {"samples": 4, "forward_s": 0.75, "backward_s": 1.5},
+        {"samples": 1, "forward_s": 0.5, "backward_s": 1.0, "selective_s": 0.1, "full_s": 0.4},
+        {"samples": 4, "forward_s": 0.75, "backward_s": 1.5, "selective_s": 0.2, "full_s": 0.6},
     ],
 }
 COLLECTIVE = {
@@ -45,7 +54,7 @@ COLLECTIVE = {
     "max_relative_error": 0.1,
 }
 PROFILE = {
-    "version": 1,
+    "version": 2,
     "identity": {
         "method": "measured",
         "model_name": "tiny",
@@ -221,7 +230,7 @@ def test_the_identity_is_shown_as_texts():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 2, r"^version: found 2\n.*1, the profile version"),
+        (["version"], 1, r"^version: found 1\n.*2, the profile version"),
         (["identity", "seqlen"], 64, r"(?s)^identity\.seqlen: found the unknown key.*did you mean seq_len"),
         (["layers", 1, "parms"], 3, r"(?s)^layers\[1\]\.parms: .*did you mean .*num_params"),
         (
@@ -292,3 +301,38 @@ class _Text:
 
     def read_text(self, encoding):
         return self.text
+
+
+def test_a_layer_knows_its_remat_choices():
+    layer = read(PROFILE).layers[0]
+    assert [layer.recomputation(remat).remat for remat in ("full", "selective")] == ["full", "selective"]
+
+
+def test_a_remat_choice_without_an_entry_is_an_error():
+    content = changed(["layers", 0, "recomputations"], [RECOMPUTATION])
+    with pytest.raises(InvalidProfileError, match="no entry for remat selective"):
+        read(content).layers[0].recomputation("selective")
+
+
+@pytest.mark.parametrize(("samples", "selective_s", "full_s"), [(1, 0.1, 0.4), (2, 0.4 / 3, 1.4 / 3), (4, 0.2, 0.6)])
+def test_seconds_of_remat_are_interpolated_like_the_others(samples, selective_s, full_s):
+    layer = read(PROFILE).layers[0]
+    assert layer.recomputation_s("selective", samples) == pytest.approx(selective_s)
+    assert layer.recomputation_s("full", samples) == pytest.approx(full_s)
+
+
+def test_seconds_of_remat_that_were_not_measured_are_an_error():
+    content = changed(["layers", 0, "times", 1, "selective_s"], ...)
+    with pytest.raises(InvalidProfileError, match="no seconds of remat selective"):
+        read(content).layers[0].recomputation_s("selective", 2)
+
+
+@pytest.mark.parametrize("key", ["work", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes"])
+def test_a_remat_choice_says_all_that_it_costs(key):
+    with pytest.raises(InvalidProfileError, match=key):
+        read(changed(["layers", 0, "recomputations", 0, key], ...))
+
+
+def test_an_unknown_remat_choice_is_an_error():
+    with pytest.raises(InvalidProfileError, match="'selective' or 'full'"):
+        read(changed(["layers", 0, "recomputations", 0, "remat"], "some"))

@@ -28,14 +28,16 @@ CASES: dict[str, Case] = {
     "one stage, every kind of layer": Case(
         plan=make_plan(
             "llama",
-            "fsdp8, dp8, fsdp4-tp2+sp, tp2-fsdp4, dp4-tp2 remat=full, fsdp2-tp4+sp remat=full, tp8, fsdp8 zero2",
+            "fsdp8, dp8 remat=selective, fsdp4-tp2+sp, tp2-fsdp4 remat=selective, dp4-tp2 remat=full, "
+            "fsdp2-tp4+sp remat=full, tp8, fsdp8 zero2",
             num_microbatches=2,
         )
     ),
     "one stage, other orders": Case(
         plan=make_plan(
             "llama",
-            "tp4-dp2+sp, tp2-dp4, fsdp8 remat=full, tp8+sp, dp8, tp2-fsdp4+sp remat=full, fsdp8, fsdp4-tp2+sp",
+            "tp4-dp2+sp, tp2-dp4, fsdp8 remat=full, tp8+sp remat=selective, fsdp8 zero2 remat=selective, "
+            "tp2-fsdp4+sp remat=full, fsdp8, fsdp4-tp2+sp",
             num_microbatches=2,
         )
     ),
@@ -46,7 +48,7 @@ CASES: dict[str, Case] = {
         plan=make_plan(
             "llama",
             "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2",
-            "dp2-tp2 remat=full, tp4+sp remat=full, fsdp4 zero2, tp2-fsdp2+sp",
+            "dp2-tp2 remat=full, tp4+sp remat=full, fsdp4 zero2 remat=selective, tp2-fsdp2+sp",
         )
     ),
     "two uneven stages, gpipe": Case(
@@ -58,25 +60,66 @@ CASES: dict[str, Case] = {
         )
     ),
     "four stages, 1f1b": Case(
-        plan=make_plan("llama", "fsdp2, dp2", "tp2+sp, fsdp2 remat=full", "tp2, dp2 remat=full", "fsdp2 zero2, tp2")
+        plan=make_plan(
+            "llama",
+            "fsdp2, dp2",
+            "tp2+sp remat=selective, fsdp2 remat=full",
+            "tp2 remat=selective, dp2 remat=full",
+            "fsdp2 zero2, tp2",
+        )
     ),
     "four stages, gpipe": Case(
         plan=make_plan("llama", "dp2, fsdp2 remat=full, tp2", "dp2, tp2+sp", "tp2", "fsdp2, dp2", schedule="gpipe")
     ),
-    "qwen2, one stage": _brief("qwen2", "dp8, fsdp4-tp2+sp, tp4-dp2, fsdp8"),
+    "two stages of two chunks": Case(
+        plan=make_plan(
+            "llama",
+            "fsdp4, tp2-fsdp2+sp",
+            "dp4",
+            "fsdp4 remat=full, tp4, dp2-tp2",
+            "tp2-fsdp2, fsdp4 zero2",
+            num_chunks=2,
+            schedule="interleaved-1f1b",
+        )
+    ),
+    "four stages of two chunks": Case(
+        plan=make_plan(
+            "llama",
+            "fsdp2",
+            "dp2",
+            "tp2",
+            "tp2+sp",
+            "dp2",
+            "fsdp2 remat=full",
+            "tp2 remat=full",
+            "fsdp2 zero2",
+            num_chunks=2,
+            schedule="interleaved-1f1b",
+        ),
+        num_steps=2,
+    ),
+    "tied, two stages of two chunks": Case(
+        plan=make_plan(
+            "llama-tied", "tp2-fsdp2", "dp4", "fsdp4", "tp2-fsdp2+sp", num_chunks=2, schedule="interleaved-1f1b"
+        ),
+        num_steps=2,
+    ),
+    "qwen2, one stage": _brief("qwen2", "dp8, fsdp4-tp2+sp remat=selective, tp4-dp2, fsdp8"),
     "qwen2, two stages": _brief("qwen2", "dp4, tp2-fsdp2", "fsdp4 remat=full, tp4+sp"),
-    "qwen3, one stage": _brief("qwen3", "tp8, fsdp4-tp2+sp, tp4-dp2 remat=full, fsdp8"),
+    "qwen3, one stage": _brief("qwen3", "tp8, fsdp4-tp2+sp remat=selective, tp4-dp2 remat=full, fsdp8"),
     "qwen3, two stages": _brief("qwen3", "fsdp4, tp2-fsdp2+sp", "dp2-tp2, tp4"),
-    "mistral with a sliding window, one stage": _brief("mistral", "fsdp8, dp4-tp2, tp4-fsdp2+sp, dp8"),
+    "mistral with a sliding window, one stage": _brief("mistral", "fsdp8, dp4-tp2, tp4-fsdp2+sp remat=selective, dp8"),
     "mistral with a sliding window, two stages": _brief("mistral", "fsdp4, fsdp4 remat=full", "tp4+sp, dp4"),
-    "gpt_neox, one stage": _brief("gpt_neox", "tp2-fsdp4, fsdp4-tp2+sp remat=full, tp4-dp2, fsdp8"),
+    "gpt_neox, one stage": _brief("gpt_neox", "tp2-fsdp4, fsdp4-tp2+sp remat=full, tp4-dp2 remat=selective, fsdp8"),
     "gpt_neox, two stages": _brief("gpt_neox", "dp4, tp2-dp2", "tp4+sp, fsdp2-tp2"),
     "tied, one stage": Case(plan=make_plan("llama-tied", "fsdp8, dp8, fsdp4-tp2, tp2-dp4+sp")),
     "tied, one stage, both orders": _brief("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp"),
     "tied, two stages": Case(plan=make_plan("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2")),
     "tied, four stages": Case(plan=make_plan("llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe")),
     "tied, four stages, tensor parallel": _brief("llama-tied", "tp2+sp", "dp2", "tp2", "dp2", schedule="gpipe"),
-    "bf16": _brief("llama", "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2", "dp4, tp4+sp, fsdp4, tp4", precision="bf16"),
+    "bf16": _brief(
+        "llama", "fsdp4, dp4, fsdp2-tp2+sp remat=selective, tp2-fsdp2", "dp4, tp4+sp, fsdp4, tp4", precision="bf16"
+    ),
     "control: no fault": Case(plan=_CONTROL, num_steps=1),
     "control: gradients of a replicated layer not summed": Case(plan=_CONTROL, num_steps=1, fault="no dp sum"),
     "control: gradients averaged": Case(plan=_CONTROL, num_steps=1, fault="mean"),

@@ -45,14 +45,20 @@ def make_plan(
     schedule: str = "1f1b",
     precision: str = "fp32",
     num_devices: int = 8,
+    num_chunks: int = 1,
 ) -> Plan:
-    """A plan whose stages are given as strategies separated by commas, one per layer."""
-    size = num_devices // len(stages)
+    """A plan whose stages are given as strategies separated by commas, one per layer.
+
+    Interleaved, they are the parts of the pipeline: chunk 0 of every stage, then chunk 1, and so on.
+    """
+    num_stages = len(stages) // num_chunks
+    size = num_devices // num_stages
     parts, first_layer = [], 0
     for index, stage in enumerate(stages):
         strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
         runs = [run.model_dump(mode="json") for run in fold_runs(first_layer, strategies)]
-        parts.append({"ranks": [index * size, (index + 1) * size - 1], "runs": runs})
+        first_rank = index % num_stages * size
+        parts.append({"ranks": [first_rank, first_rank + size - 1], "runs": runs})
         first_layer += len(strategies)
     return Plan.model_validate(
         {

@@ -5,7 +5,21 @@ import sys
 
 import typer
 
-from steelyard.cli import demo, explain, models, plan, profile, solve, train
+from steelyard.cli import (
+    check,
+    demo,
+    diff,
+    explain,
+    frontier,
+    models,
+    plan,
+    profile,
+    schema,
+    solve,
+    timeline,
+    train,
+    validate,
+)
 from steelyard.errors import UserError
 from steelyard.processes.start import RankFailedError
 
@@ -18,13 +32,19 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command("plan")(plan.plan)
+app.command("frontier")(frontier.frontier)
 app.command("solve")(solve.solve)
 app.command("explain")(explain.explain)
+app.command("diff")(diff.diff)
+app.command("timeline")(timeline.timeline)
 app.command("profile")(profile.profile)
+app.command("check")(check.check)
 app.command("train")(train.train)
+app.command("validate")(validate.validate)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("devices")(models.devices)
+app.command("schema")(schema.schema)
 
 
 def main() -> None:

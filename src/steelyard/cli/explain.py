@@ -1,4 +1,4 @@
-"""``steelyard explain``: what a plan does and costs; fills in the predictions of a plan written by hand."""
+"""``steelyard explain``: why a plan and not another; fills in the predictions of a plan written by hand."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,9 +7,13 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.progress import progress
+from steelyard.errors import InvalidClusterError
+from steelyard.plan.choices import Explanation
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning import price_plan
-from steelyard.report.plan_table import plan_view
+from steelyard.plan.plan import Plan
+from steelyard.planning import PlanOptions, explain_plan, job_of, parse_pin, why_not, with_price
+from steelyard.report.explain_view import explain_view, why_not_view
 
 
 def explain(
@@ -19,16 +23,57 @@ def explain(
     ] = None,
     memory: Memory = None,
     profile: ProfileOption = None,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            "--why-not", help="What it would cost to insist: tp=8, fsdp8, stages=4, 'blocks 0-3: remat=full'."
+        ),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list all that lost, was dominated or was never searched, with reasons.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan with predictions.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan and what it costs; a plan written by hand is priced first."""
+    """Show why a plan and not another: what binds, what each rival costs, what memory is worth."""
     plan = read_plan(path)
-    if plan.prediction is None or cluster or memory or profile:
-        plan = price_plan(plan, cluster=cluster, memory=memory, profile=profile)
+    with progress("counting the model's layers", silent=as_json) as show:
+        reason = None if cluster or profile or plan.prediction is None else _why_not_searched(plan)
+        if reason is not None:
+            explanation = Explanation(binds="", notes=(reason,))
+        else:
+            budget = plan.prediction.budget_bytes if plan.prediction and memory is None and not cluster else memory
+            job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+            if why is None:
+                explanation = explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
+            else:
+                pin = parse_pin(why, option="--why-not", num_layers=job.chain.num_layers, with_settings=True)
+                explanation = Explanation(binds="", why_not=why_not(job, PlanOptions(), pin))
+                plan = with_price(plan, job)
+            if plan.prediction is None or cluster or memory or profile:
+                plan = with_price(plan, job)
     if output is not None:
         write_plan(plan, output)
     if as_json:
-        print_json(plan.model_dump(mode="json", exclude_none=True))
+        content = {"plan": plan, "explanation": explanation}
+        print_json({name: each.model_dump(mode="json", exclude_none=True) for name, each in content.items()})
     else:
-        Console().print(plan_view(plan))
+        view = explain_view if explanation.why_not is None else why_not_view
+        Console().print(view(plan, explanation, everything=everything))
+
+
+def _why_not_searched(plan: Plan) -> str | None:
+    """Why the rivals of a plan cannot be searched from its file alone; None where they can."""
+    if plan.prediction is not None and plan.prediction.profile.get("method") == "measured":
+        return (
+            "the plan was made from a measured profile. Its rivals, and what memory is worth, need that profile: "
+            "add --profile profile.json"
+        )
+    try:
+        job_of(plan)
+    except InvalidClusterError as error:
+        return (
+            f"the plan is for the cluster {plan.cluster!r}, which is not known here ({error.found}). Its rivals need "
+            "it: add --cluster with the file or name of the cluster"
+        )
+    return None

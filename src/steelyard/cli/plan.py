@@ -1,8 +1,10 @@
 """``steelyard plan``: the fastest plan for a model on a cluster within a memory budget."""
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from rich.console import Console
@@ -10,7 +12,6 @@ from rich.console import Console
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
-    GlobalBatch,
     Memory,
     Model,
     PrecisionOption,
@@ -18,28 +19,65 @@ from steelyard.cli.options import (
     SeqLen,
     print_json,
 )
+from steelyard.cli.progress import progress
+from steelyard.cost.setting import Job
 from steelyard.errors import UserError, nearest
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Precision
-from steelyard.planning import PlanningResult, PlanOptions, make_job, make_problem, plan_job
+from steelyard.plan.strategy import Remat
+from steelyard.planning import (
+    BatchTrial,
+    PlanningResult,
+    PlanOptions,
+    grow_batch,
+    make_job,
+    make_problem,
+    parse_pin,
+    plan_fewest_devices,
+    plan_job,
+)
 from steelyard.report.plan_table import plan_view
 from steelyard.search import Partition, save_problem
-from steelyard.units import format_bytes
+from steelyard.units import format_bytes, format_count, format_plural
+
+Objective = Literal["time", "devices"]
+Chosen = TypeVar("Chosen")
+
+TOP = 5
+MAX_BATCH = 10**9
 
 
 def plan(
     model: Model,
     cluster: ClusterOption,
     seq_len: SeqLen,
-    global_batch: GlobalBatch,
+    global_batch: Annotated[
+        str,
+        typer.Option(
+            "--global-batch",
+            help="Samples of a step over all devices; max: doubled while throughput grows and it fits.",
+            metavar="INTEGER|max",
+        ),
+    ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
     memory: Memory = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
+    ] = "time",
     max_tp: Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1)] = None,
     stages: Annotated[int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1)] = None,
     microbatches: Annotated[
         int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1)
+    ] = None,
+    remat: Annotated[
+        str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
+    ] = None,
+    zero: Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", help="Decide beforehand, as in 'layers 0-3: tp=4, remat=full'; may be repeated."),
     ] = None,
     partition: Annotated[
         str,
@@ -48,21 +86,22 @@ def plan(
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0)
     ] = None,
+    top: Annotated[int, typer.Option("--top", help="How many of the plans that lost to show.", min=0)] = TOP,
     problem: Annotated[
         Path | None, typer.Option("--save-problem", help="Write the cost tables for `steelyard solve`.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
-    job = make_job(
-        model,
-        cluster,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        precision=check_precision(precision),
-        memory=memory,
-        profile=profile,
-    )
+    aim: Objective = check_choice("--objective", objective, Objective)
+    batch = parse_batch(global_batch)
+    if batch is None and aim == "devices":
+        raise UserError(
+            field="--global-batch",
+            found="max with --objective devices",
+            expected="a number: with a free batch the fewest devices are those that hold a single sample",
+            hint="write for example --global-batch 64",
+        )
     options = PlanOptions(
         max_tp=max_tp,
         num_stages=stages,
@@ -70,9 +109,26 @@ def plan(
         partition=check_choice("--partition", partition, Partition),
         time_limit_s=time_limit,
     )
-    if problem is not None:
-        save_problem(problem, make_problem(job, options))
-    result = plan_job(job, options)
+    if remat is not None:
+        options = replace(options, remats=check_choices("--remat", remat, {each.value: each for each in Remat}))
+    if zero is not None:
+        options = replace(options, zero_stages=check_choices("--zero", zero, {"2": 2, "3": 3}))
+    with progress("counting the model's layers", silent=as_json) as show:
+        job = make_job(
+            model,
+            cluster,
+            global_batch=batch or 1,
+            seq_len=seq_len,
+            precision=check_precision(precision),
+            memory=memory,
+            profile=profile,
+        )
+        pins = [parse_pin(text, option="--pin", num_layers=job.chain.num_layers) for text in pin or ()]
+        options = replace(options, pins=tuple(pins))
+        result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+        if problem is not None:
+            save_problem(problem, make_problem(result.job, options))
+    _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
         _print_nothing_fits(result, as_json)
         raise typer.Exit(1)
@@ -82,9 +138,78 @@ def plan(
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
     console = Console()
-    console.print(plan_view(result.plan))
+    console.print(plan_view(result.plan, num_alternatives=top))
     if output is not None:
-        console.print(f"written to {output}; run it with: steelyard train {output} --data PATH")
+        console.print(f"written to {output}", highlight=False)
+        console.print(f"  why this plan: steelyard explain {output}", highlight=False)
+        console.print(f"  run it: steelyard train {output} --data PATH", highlight=False)
+
+
+def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
+    console = Console(stderr=on_error)
+    for note in notes:
+        console.print(note, style="dim", highlight=False)
+
+
+def _search(
+    job: Job, options: PlanOptions, *, aim: Objective, grows: bool, top: int, show: Callable[[str], None]
+) -> tuple[PlanningResult, list[str]]:
+    """The result under the objective, with lines that say what was tried on the way."""
+    show(f"searching plans for {job.chain.name} on {job.cluster.name}")
+    if grows:
+        growth = grow_batch(job, options, top=top, progress=show)
+        return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch)
+    if aim == "devices":
+        fewest = plan_fewest_devices(job, options, top=top, progress=show)
+        return fewest.result, device_lines(fewest.tried)
+    return plan_job(job, options, top=top), []
+
+
+def batch_lines(trials: Sequence[BatchTrial], stopped: str, chosen: int) -> list[str]:
+    """What each global batch that was tried gives, and why growth ended."""
+    lines = []
+    for trial in trials:
+        speed = trial.tokens_per_s
+        found = f"does not fit: {trial.reason}" if speed is None else f"{format_count(speed)} tokens/s"
+        taken = " (taken)" if trial.global_batch == chosen and speed is not None else ""
+        lines.append(f"global batch {trial.global_batch}: {found}{taken}")
+    return [*lines, f"stopped: {stopped}"]
+
+
+def device_lines(tried: Sequence[tuple[int, str]]) -> list[str]:
+    """Why each device count that was tried does not do, and which one does."""
+    return [
+        f"{format_plural(count, 'device')}: {f'does not fit: {reason}' if reason else 'fits'}"
+        for count, reason in tried
+    ]
+
+
+def parse_batch(text: str) -> int | None:
+    """The samples of a step, or None for ``max``; raises `UserError` for anything else."""
+    if text == "max":
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < MAX_BATCH):
+        raise UserError(
+            field="--global-batch",
+            found=repr(text),
+            expected="a whole number of 1 or more, or max",
+            hint="write for example --global-batch 64",
+        )
+    return int(text)
+
+
+def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[Chosen, ...]:
+    """The values of the names in ``none,full``, each once; raises `UserError` naming the known ones for another."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UserError(
+                field=option,
+                found=repr(name),
+                expected="one or more of " + ", ".join(known) + ", separated by commas",
+                hint=nearest(name, known),
+            )
+    return tuple(known[name] for name in names)
 
 
 def check_precision(text: str) -> Precision:

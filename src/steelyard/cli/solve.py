@@ -4,10 +4,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, print_json
-from steelyard.search import SearchResult, load_problem, solve_problem
-from steelyard.units import format_bytes, format_seconds, parse_bytes
+from steelyard.cli.progress import progress
+from steelyard.plan.choices import StrategyVerdict
+from steelyard.report.explain_view import verdict_table
+from steelyard.report.solve_view import solve_view, step_table
+from steelyard.search import (
+    SampledFrontier,
+    SearchResult,
+    load_problem,
+    sampled_frontier,
+    solve_problem,
+    strategy_verdicts,
+)
+from steelyard.units import parse_bytes
+
+MAX_SEARCHES = 32
 
 
 def solve(
@@ -18,22 +32,70 @@ def solve(
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0)
     ] = None,
+    with_frontier: Annotated[bool, typer.Option("--frontier", help="Also show time against memory.")] = False,
+    points: Annotated[
+        int, typer.Option("--points", help="Memory budgets to search for the frontier.", min=3)
+    ] = MAX_SEARCHES,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also say which strategies are illegal or dominated, and by which.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest choice for cost tables of your own."""
     problem = load_problem(path)
     budget = None if memory is None else parse_bytes(memory)
-    result = solve_problem(problem, budget, time_limit_s=time_limit)
+    with progress("searching", silent=as_json):
+        result = solve_problem(problem, budget, time_limit_s=time_limit)
+        frontier = (
+            sampled_frontier(problem.settings, samples=problem.samples, max_searches=points) if with_frontier else None
+        )
+        shown = result.best or result.settings[0]
+        verdicts = strategy_verdicts(shown.tables) if everything else ()
     if as_json:
-        print_json(_as_json(result))
+        print_json(_as_json(result, frontier, verdicts))
     else:
-        for line in _as_lines(problem.name, result):
-            print(line)
+        console = Console()
+        console.print(solve_view(problem.name, result))
+        if frontier is not None:
+            console.print(step_table(frontier))
+        if verdicts:
+            console.print(verdict_table(verdicts))
     if result.best is None:
         raise typer.Exit(1)
 
 
-def _as_json(result: SearchResult) -> dict[str, object]:
+def _as_json(
+    result: SearchResult, frontier: SampledFrontier | None, verdicts: tuple[StrategyVerdict, ...]
+) -> dict[str, object]:
+    content = _outcome_json(result)
+    content["settings"] = [
+        {
+            "setting": each.index,
+            "num_stages": each.tables.num_stages,
+            "num_microbatches": each.tables.num_microbatches,
+            "schedule": each.tables.schedule,
+            "step_s": each.solution.step_s if each.result.solution else None,
+            "reason": each.reason,
+        }
+        for each in result.settings
+    ]
+    if frontier is not None:
+        content["frontier_is_complete"] = frontier.is_complete
+        content["frontier"] = [
+            {
+                "peak_bytes": step.peak_bytes,
+                "step_s": step.outcome.solution.step_s,
+                "score_s": step.score_s,
+                "setting": step.outcome.index,
+            }
+            for step in frontier.steps
+        ]
+    if verdicts:
+        content["verdicts"] = [each.model_dump() for each in verdicts]
+    return content
+
+
+def _outcome_json(result: SearchResult) -> dict[str, object]:
     best = result.best
     content: dict[str, object] = {"status": result.status, "budget_bytes": result.budget_bytes, "gap": result.gap}
     if best is None:
@@ -47,26 +109,3 @@ def _as_json(result: SearchResult) -> dict[str, object]:
         "boundaries": list(solution.boundaries),
         "strategies": [str(best.tables.strategies[index]) for index in solution.strategies],
     }
-
-
-def _as_lines(name: str, result: SearchResult) -> list[str]:
-    best = result.best
-    if best is None:
-        miss = result.nearest_miss
-        missing = (
-            "no budget helps" if miss is None else f"{format_bytes(miss.miss_bytes)} ({miss.miss_bytes} bytes) short"
-        )
-        return [f"{name}: nothing fits in {format_bytes(result.budget_bytes)}: {missing}"]
-    tables, solution = best.tables, best.solution
-    lines = [
-        f"{name}: {format_seconds(solution.step_s)} a step, {result.status}, "
-        f"{format_bytes(solution.peak_bytes)} of {format_bytes(result.budget_bytes)}",
-        f"{tables.num_stages} stages, {tables.num_microbatches} microbatches, {tables.schedule}",
-    ]
-    for stage in solution.stages:
-        first, end = stage.first_layer, stage.first_layer + stage.num_layers
-        chosen = [str(tables.strategies[index]) for index in solution.strategies[first:end]]
-        counts = {text: chosen.count(text) for text in dict.fromkeys(chosen)}
-        used = ", ".join(f"{text} ×{count}" for text, count in counts.items())
-        lines.append(f"  layers {first}–{end - 1}: {format_seconds(stage.time_s)} a microbatch: {used}")
-    return lines

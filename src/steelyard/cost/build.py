@@ -59,9 +59,10 @@ def step_share_s(cost: LayerCost, setting: Setting) -> float:
     return cost.microbatch_s + sum(cost.once_s.values()) / setting.num_microbatches
 
 
-def transfer_s(setting: Setting) -> float:
-    """Seconds to hand a microbatch's activation to the next stage and its gradient back, on one rank.
+def transfer_s(setting: Setting, stages_apart: int = 1) -> float:
+    """Seconds to hand a microbatch's activation to another stage and its gradient back, on one rank.
 
+    ``stages_apart`` is 1 for the next stage; interleaved, the last stage hands over to the first.
     The activation is taken to be divided over all ranks of the stage: under tp without sp the runtime sends a copy from
     each tensor-parallel rank, tp times as many bytes, which the tables cannot know before the cut is chosen.
     """
@@ -69,13 +70,24 @@ def transfer_s(setting: Setting) -> float:
         return 0.0
     num_bytes = setting.activation_bytes / setting.devices_per_stage
     job = setting.job
-    return 2 * send_recv_s(num_bytes, distance=setting.devices_per_stage, cluster=job.cluster, profile=job.profile)
+    one_way_s = send_recv_s(
+        num_bytes,
+        distance=stages_apart * setting.devices_per_stage,
+        cluster=job.cluster,
+        profile=job.profile,
+        reached=job.efficiency.links,
+    )
+    return 2 * job.time_factor * one_way_s
 
 
 def overhead_bytes(setting: Setting) -> int:
     """Bytes of a device that no layer accounts for: process context, and what the pipeline keeps beside activations."""
-    context = 0 if setting.job.cluster.device.needs_profile else CUDA_CONTEXT_BYTES
-    return context + pipeline_buffer_bytes(setting)
+    return context_bytes(setting) + pipeline_buffer_bytes(setting)
+
+
+def context_bytes(setting: Setting) -> int:
+    """Bytes of the process and its communicators on a GPU; a CPU has none of its own."""
+    return 0 if setting.job.cluster.device.needs_profile else CUDA_CONTEXT_BYTES
 
 
 def usable_bytes(job: Job) -> int:

@@ -3,13 +3,16 @@ r"""Seconds of collectives, from measurements where the profile has them and fro
 With $n$ ranks, tensor bytes $b$ (the whole tensor that is gathered or reduced), $k$ ranks of the group in each node,
 rate $w$ and latency $\ell$ of a link, a ring takes
 
-$$t = (n-1)\,\ell\,c + \frac{n-1}{n}\,\frac{c\,b}{w}, \qquad w = \min(w_\text{intra}, k\,w_\text{inter})
+$$t = c\Big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\Big) + \frac{n-1}{n}\,\frac{c\,b}{w}, \qquad w = \min(w_\text{intra}, k\,w_\text{inter})
 \text{ across nodes, } w_\text{intra} \text{ inside one}$$
+
+Rates and latencies are those of the cluster times what is reached of them (`LinkEfficiency`).
 
 | symbol | name                 | unit | meaning                                                        |
 |--------|----------------------|------|----------------------------------------------------------------|
 | $c$    | passes               | –    | 2 for all-reduce, 1 for all-gather and reduce-scatter           |
-| $\ell$ | `Link.latency_s`     | s    | of the slowest link that the group uses                         |
+| $N$    |                      | –    | nodes that the group spans                                      |
+| $\ell$ | `Link.latency_s`     | s    | of one hop                                                      |
 | $w$    | `Link.bytes_per_s`   | B/s  | per device and direction; a node has one outward link per device |
 
 A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor.
@@ -17,9 +20,10 @@ A measured collective takes latency + bytes / rate as fitted. An all-to-all move
 Source: Thakur et al. 2005 (ring algorithms). Not modelled: congestion between groups that share a link, trees.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Cluster, Link
 from steelyard.profiles.profile import CollectiveKind, Profile
@@ -38,13 +42,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The links that a group's ring goes over: rate per rank, latency per hop."""
+    """The links that a group's ring goes over: rate per rank, latency of the whole round."""
 
     bytes_per_s: float
     latency_s: float
 
 
-def collective_s(kind: CollectiveKind, tensor_bytes: float, group: Group, cluster: Cluster, profile: Profile) -> float:
+def collective_s(
+    kind: CollectiveKind,
+    tensor_bytes: float,
+    group: Group,
+    cluster: Cluster,
+    profile: Profile,
+    reached: LinkEfficiency = IDEAL_LINKS,
+) -> float:
     """Seconds of one collective; 0 for a group of one rank.
 
     Raises `InvalidProfileError` for a kind that has no cost here (`send_recv_s` prices transfers), and where the
@@ -69,13 +80,13 @@ def collective_s(kind: CollectiveKind, tensor_bytes: float, group: Group, cluste
             expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
             hint="run steelyard profile with as many processes as the plan has",
         )
-    path = _path(group, cluster)
-    passes = _PASSES[kind]
-    hops = group.size - 1
-    return passes * (hops * path.latency_s + hops / group.size * tensor_bytes / path.bytes_per_s)
+    path = _path(group, cluster, reached)
+    return _PASSES[kind] * (path.latency_s + (group.size - 1) / group.size * tensor_bytes / path.bytes_per_s)
 
 
-def send_recv_s(num_bytes: float, *, distance: int, cluster: Cluster, profile: Profile) -> float:
+def send_recv_s(
+    num_bytes: float, *, distance: int, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
+) -> float:
     """Seconds to hand ``num_bytes`` to the rank ``distance`` further on, the same on every rank at once."""
     measured = profile.collective("send_recv", 2, strided=distance > 1)
     if measured is not None:
@@ -88,7 +99,8 @@ def send_recv_s(num_bytes: float, *, distance: int, cluster: Cluster, profile: P
             expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
             hint="run steelyard profile",
         )
-    return link.latency_s + num_bytes / link.bytes_per_s
+    path = _reached(link, reached, inside=link is cluster.intra_link)
+    return path.latency_s + num_bytes / path.bytes_per_s
 
 
 def _link_at(distance: int, cluster: Cluster) -> Link:
@@ -98,18 +110,27 @@ def _link_at(distance: int, cluster: Cluster) -> Link:
     return cluster.inter_link if crosses and cluster.inter_link is not None else cluster.intra_link
 
 
-@lru_cache(maxsize=4096)
-def _path(group: Group, cluster: Cluster) -> Path:
-    intra, inter = cluster.intra_link, cluster.inter_link
+def _reached(link: Link, reached: LinkEfficiency, *, inside: bool) -> Path:
+    rate, latency = (reached.intra, reached.intra_latency) if inside else (reached.inter, reached.inter_latency)
+    return Path(bytes_per_s=rate * link.bytes_per_s, latency_s=latency * link.latency_s)
+
+
+@lru_cache(maxsize=16384)
+def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
+    intra = _reached(cluster.intra_link, reached, inside=True)
     per_node = _members_per_node(group, cluster)
-    if per_node >= group.size or inter is None:
-        return Path(bytes_per_s=intra.bytes_per_s, latency_s=intra.latency_s)
+    if per_node >= group.size or cluster.inter_link is None:
+        return replace(intra, latency_s=(group.size - 1) * intra.latency_s)
+    inter = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
     rate = per_node * inter.bytes_per_s
     if per_node > 1:
         rate = min(rate, intra.bytes_per_s)
-    return Path(bytes_per_s=rate, latency_s=max(intra.latency_s, inter.latency_s))
+    borders = -(-group.size // per_node) - 1
+    inside = group.size - 1 - borders
+    return Path(bytes_per_s=rate, latency_s=inside * intra.latency_s + borders * inter.latency_s)
 
 
+@lru_cache(maxsize=16384)
 def _members_per_node(group: Group, cluster: Cluster) -> int:
     """Fewest ranks of any such group that share a node with another one of it (at least 1)."""
     size = cluster.devices_per_node

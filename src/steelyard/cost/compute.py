@@ -1,53 +1,54 @@
 r"""Seconds of a layer's computation on one device: measured where the profile has it, a roofline where not.
 
-$$t = \max\Big(\frac{F_m}{e_m P} + \frac{F_a}{e_a P} + \frac{b}{e_b W},\; n\,\ell\Big)$$
+$$t = \sigma \Big(\frac{F_m}{e_m P} + c\,\frac{b_m}{W} + \frac{F_a}{e_a P} + \frac{b}{e_b W} + n\,\rho\Big),
+\qquad \sigma = 1 + g \log_2(\text{nodes})$$
+
+and the host, which launches kernels and collectives one by one, takes $n\,\ell + n_c\,\ell_c$; the layer takes the longer.
 
 | symbol     | name                     | unit   | meaning                                             |
 |------------|--------------------------|--------|-----------------------------------------------------|
 | $F_m, F_a$ | matmul, attention FLOP   | FLOP   | traced, of one rank and one microbatch               |
+| $b_m$      | matmul bytes             | bytes  | traced: operands and results of matmuls and attention |
 | $b$        | memory-bound bytes       | bytes  | traced: read and written outside matmul and attention |
 | $P, W$     | peak, memory bandwidth   | /s     | data sheet of the device                             |
 | $e$        | `Efficiency`             | –      | fraction of the data sheet's rate that is reached    |
-| $n, \ell$  | kernels, launch floor    | –, s   | the host cannot launch faster                        |
+| $c$        | `Efficiency.operands`    | –      | part of the operands' traffic that nothing hides     |
+| $n, \rho, \ell$ | kernels, ramp, launch | –, s  | a kernel starts slowly; the host cannot launch faster |
+| $n_c, \ell_c$ | collectives, launch   | –, s   | of tensor parallelism                                |
+| $g$        | `Efficiency.straggling`  | –      | the slowest rank sets the pace, and there are more of them |
 
-Not modelled: efficiency by matrix shape; kernels that a compiler would fuse.
+A matmul's efficiency so falls with its size by its arithmetic intensity $F_m / b_m$, without a table of shapes.
+
+Not modelled: tile and wave quantisation of single shapes; clocks that fall under power limits.
 """
 
 from dataclasses import dataclass
+from math import log2
 
 from steelyard.cost.setting import Job
-from steelyard.profiles.profile import LayerProfile, Work
+from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """Fractions of the data sheet's rates that eager PyTorch reaches on large layers, and the launch floor.
-
-    Typical values, not fitted to any run: large bf16 matmuls reach 65–80 % of dense peak, flash attention 40–60 %,
-    elementwise kernels 75–85 % of memory bandwidth; an eager kernel takes the host 4–8 µs.
-    """
-
-    matmul: float = 0.70
-    attention: float = 0.45
-    memory: float = 0.80
-    launch_s: float = 6e-6
-
-
-DEFAULT_EFFICIENCY = Efficiency()
+OPTIMIZER_BYTES = 28
+"""What an AdamW step moves per parameter of a rank: it reads 16 bytes and writes 12."""
+ACCUMULATION_BYTES = 10
+"""What adding a 2-byte gradient to a 4-byte one moves: 6 bytes read, 4 written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTime:
-    """Seconds of one layer and microbatch on one rank. ``includes_tp``: tensor-parallel collectives are in them."""
+    """Seconds of one layer and microbatch on one rank. ``includes_tp``: tensor-parallel collectives are in them.
+
+    ``…_launch_s`` is what the host takes to launch it all.
+    """
 
     forward_s: float
     backward_s: float
     includes_tp: bool
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
 
-def compute_time(
-    layer: LayerProfile, samples: int, job: Job, efficiency: Efficiency = DEFAULT_EFFICIENCY
-) -> ComputeTime:
+def compute_time(layer: LayerProfile, samples: int, job: Job) -> ComputeTime:
     """Seconds to compute the layer forward and backward for ``samples`` samples on a rank.
 
     Raises `UserError` where the device's rates are unknown and nothing was measured.
@@ -56,25 +57,56 @@ def compute_time(
         measured = layer.time_s(samples)
         return ComputeTime(forward_s=measured.forward_s, backward_s=measured.backward_s, includes_tp=True)
     return ComputeTime(
-        forward_s=_roofline_s(layer.forward, samples, job, efficiency),
-        backward_s=_roofline_s(layer.backward, samples, job, efficiency),
+        forward_s=work_s(layer.forward, samples, job),
+        backward_s=work_s(layer.backward, samples, job) + _accumulation_s(layer, job),
         includes_tp=False,
+        forward_launch_s=launch_s(layer.forward, layer.forward_collectives, job),
+        backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job),
     )
 
 
-def optimizer_s(num_params: float, job: Job, efficiency: Efficiency = DEFAULT_EFFICIENCY) -> float:
-    """Seconds of an AdamW step over ``num_params`` parameters of one rank: reads 16 and writes 12 bytes of each."""
+def optimizer_s(num_params: float, job: Job) -> float:
+    """Seconds of an AdamW step over ``num_params`` parameters of one rank."""
     if job.profile.optimizer_s_per_param is not None:
         return num_params * job.profile.optimizer_s_per_param
-    return num_params * 28 / (efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
+    return _moving_s(num_params * OPTIMIZER_BYTES, job)
 
 
-def _roofline_s(work: Work, samples: int, job: Job, efficiency: Efficiency) -> float:
-    device = job.cluster.device
-    peak = device.peak(job.precision)
+def step_overhead_s(job: Job) -> float:
+    """Seconds of a step that no layer accounts for: measured, or what the device's calibration says."""
+    if job.cluster.device.needs_profile or job.profile.identity.method == "measured":
+        return job.profile.step_overhead_s * job.time_factor
+    fixed = job.efficiency.step_s + job.efficiency.step_per_node_s * job.cluster.num_nodes
+    return fixed * job.time_factor
+
+
+def _accumulation_s(layer: LayerProfile, job: Job) -> float:
+    if not job.execution.accumulates_apart:
+        return 0.0
+    return _moving_s(layer.num_params * ACCUMULATION_BYTES, job)
+
+
+def _moving_s(num_bytes: float, job: Job) -> float:
+    return num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
+
+
+def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> float:
+    """Seconds that the host takes to launch these kernels and collectives one by one."""
+    if not job.execution.eager_launch:
+        return 0.0
+    rate = job.efficiency
+    return work.num_kernels * rate.launch_s + sum(each.count for each in collectives) * rate.collective_launch_s
+
+
+def work_s(work: Work, samples: int, job: Job) -> float:
+    """Seconds of work on the device once it is launched."""
+    peak, rate = job.peak_flop_per_s, job.efficiency
+    memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
     busy = (
-        work.matmul_flop.at(samples) / (efficiency.matmul * peak)
-        + work.attention_flop.at(samples) / (efficiency.attention * peak)
-        + work.memory_bytes.at(samples) / (efficiency.memory * device.known_memory_bytes_per_s())
+        work.matmul_flop.at(samples) / (rate.matmul * peak * job.execution.linear_speedup)
+        + rate.operands * work.matmul_bytes.at(samples) / memory_bytes_per_s
+        + work.attention_flop.at(samples) / (rate.attention * peak)
+        + work.memory_bytes.at(samples) / (rate.memory * memory_bytes_per_s)
+        + work.num_kernels * rate.ramp_s
     )
-    return max(busy, work.num_kernels * efficiency.launch_s)
+    return busy * (1 + rate.straggling * log2(job.cluster.num_nodes))

@@ -18,7 +18,7 @@ alone, one device), all layers of a stage sharing one communication context:
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | optimizer    | 8 N / f      | always (two AdamW moments)                                 |
 | gathered     | q N          | f = 1 and ZeRO-2: the copy that computes, from forward to backward |
-| activations  | traced       | per microbatch in flight; the layer's input alone under full remat |
+| activations  | traced       | per microbatch in flight; what the remat choice keeps of them |
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
@@ -30,32 +30,36 @@ redistribution between two layouts; the two temporaries of an AdamW step, which 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard.cost.communication import Group, collective_s
-from steelyard.cost.compute import compute_time, optimizer_s
-from steelyard.cost.setting import MASTER_BYTES, Setting
+from steelyard.cost.compute import compute_time, launch_s, optimizer_s, work_s
+from steelyard.cost.execution import kept_state_bytes
+from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
-from steelyard.profiles.profile import CollectiveCount, LayerProfile
-
-_NUM_PENDING_COLLECTIVES = 3
-"""Results of collectives that PyTorch still holds when a layer runs; seen with gloo on 4 processes, torch 2.13."""
+from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
+class LayerBytes:
+    """Bytes of one layer on one rank."""
+
+    static_bytes: dict[str, int]
+    activation_bytes: int
+    """Per microbatch in flight."""
+    transient_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost(LayerBytes):
     """Seconds and bytes of one layer on one rank. ``forward_s`` and ``backward_s`` are of one microbatch."""
 
     forward_s: dict[str, float]
     backward_s: dict[str, float]
     once_s: dict[str, float]
     """Once a step, whatever the number of microbatches."""
-    static_bytes: dict[str, int]
-    activation_bytes: int
-    """Per microbatch in flight."""
-    transient_bytes: int
 
     @property
     def microbatch_s(self) -> float:
@@ -68,16 +72,30 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
 
     Raises `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
-    layer = _profile_of(kind, strategy, setting)
+    layer = layer_profile(kind, strategy, setting)
     samples = setting.microbatch_samples // strategy.data_degree
     forward, backward = _microbatch_time(layer, strategy, setting, samples)
+    once = _once_time(layer, strategy, setting, forward, backward) | _tied_time(kind, strategy, setting)
+    factor = setting.job.time_factor
+    held = layer_bytes(kind, strategy, setting)
     return LayerCost(
-        forward_s=forward,
-        backward_s=backward,
-        once_s=_once_time(layer, strategy, setting, sum(backward.values())) | _tied_time(kind, strategy, setting),
-        static_bytes=_static_bytes(layer, strategy, setting),
+        forward_s={name: factor * seconds for name, seconds in forward.items()},
+        backward_s={name: factor * seconds for name, seconds in backward.items()},
+        once_s={name: factor * seconds for name, seconds in once.items()},
+        static_bytes=held.static_bytes,
+        activation_bytes=held.activation_bytes,
+        transient_bytes=held.transient_bytes,
+    )
+
+
+def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerBytes:
+    """The memory of a layer of this kind under a legal strategy; a profile without times is enough."""
+    layer = layer_profile(kind, strategy, setting)
+    samples = setting.microbatch_samples // strategy.data_degree
+    return LayerBytes(
+        static_bytes=_static_bytes(kind, layer, strategy, setting),
         activation_bytes=_activation_bytes(layer, strategy, samples),
-        transient_bytes=_transient_bytes(layer, strategy, setting, samples),
+        transient_bytes=_transient_bytes(kind, layer, strategy, setting, samples),
     )
 
 
@@ -97,7 +115,8 @@ def level_group(strategy: Strategy, setting: Setting, *kinds: Parallelism) -> Gr
     return Group(size=1, stride=1, span=setting.devices_per_stage)
 
 
-def _profile_of(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerProfile:
+def layer_profile(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerProfile:
+    """The profile of a layer of this kind at the strategy's tensor-parallel degree; `InvalidProfileError` if none."""
     layer = setting.job.profile.layer(kind.name, strategy.tp, strategy.sp)
     if layer is None:
         raise InvalidProfileError(
@@ -118,8 +137,12 @@ def _microbatch_time(
     if not compute.includes_tp and strategy.tp > 1:
         forward["tp"] = _collectives_s(layer.forward_collectives, strategy, setting, samples)
         backward["tp"] = _collectives_s(layer.backward_collectives, strategy, setting, samples)
-    if strategy.remat is Remat.FULL:
-        backward["remat"] = compute.forward_s + forward.get("tp", 0.0)
+    lost_s = held_up_s(strategy, setting)
+    _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
+    _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
+    if strategy.remat is not Remat.NONE:
+        again_s = _recomputation_s(layer, strategy, setting, samples)
+        backward["remat"] = setting.job.execution.remat_fraction * again_s
     if strategy.fsdp > 1:
         gather_s, scatter_s = _sharding_s(layer, strategy, setting)
         forward["fsdp"] = _beside(sum(forward.values()), gather_s, setting)
@@ -128,14 +151,63 @@ def _microbatch_time(
     return forward, backward
 
 
-def _once_time(layer: LayerProfile, strategy: Strategy, setting: Setting, backward_s: float) -> dict[str, float]:
+def _recomputation_s(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int) -> float:
+    """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated."""
     job = setting.job
-    once = {"optimizer": optimizer_s(layer.num_params / strategy.fsdp, job)}
-    if strategy.dp > 1:
-        group = level_group(strategy, setting, *DATA_KINDS)
-        reduce_s = collective_s("all_reduce", layer.num_params * MASTER_BYTES, group, job.cluster, job.profile)
-        once["dp"] = _beside(backward_s, reduce_s, setting)
-    return once
+    if layer.times:
+        return layer.recomputation_s(strategy.remat, samples)
+    again = layer.recomputation(strategy.remat)
+    terms = {"compute": work_s(again.work, samples, job)}
+    if strategy.tp > 1:
+        terms["tp"] = _collectives_s(again.collectives, strategy, setting, samples)
+    _add_host(terms, launch_s(again.work, again.collectives, job))
+    return sum(terms.values())
+
+
+def held_up_s(strategy: Strategy, setting: Setting) -> float:
+    """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
+    between_nodes = setting.num_stages > 1 and setting.job.cluster.num_nodes > 1
+    return setting.job.execution.pipelined_collective_s * strategy.tp if between_nodes else 0.0
+
+
+def num_calls(collectives: tuple[CollectiveCount, ...]) -> int:
+    """How many collectives these are."""
+    return sum(each.count for each in collectives)
+
+
+def _add_host(terms: dict[str, float], launch_s: float) -> None:
+    """Adds what the device waits for the host where launching takes longer than what is launched."""
+    waits_s = launch_s - sum(terms.values())
+    if waits_s > 0:
+        terms["host"] = waits_s
+
+
+def _once_time(
+    layer: LayerProfile,
+    strategy: Strategy,
+    setting: Setting,
+    forward: dict[str, float],
+    backward: dict[str, float],
+) -> dict[str, float]:
+    """Seconds, once a step, of the optimizer and of reducing the gradients of a replicated layer.
+
+    Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
+    """
+    job, execution = setting.job, setting.job.execution
+    if strategy.dp == 1:
+        return {"optimizer": optimizer_s(layer.num_params / strategy.fsdp, job)}
+    group = level_group(strategy, setting, *DATA_KINDS)
+    gradient_bytes = layer.num_params * execution.reduce_bytes
+    shards = execution.optimizer_shards(strategy.dp)
+    if shards == 1:
+        exposed = _beside(sum(backward.values()), _collective_s("all_reduce", gradient_bytes, group, job), setting)
+    else:
+        owners = replace(group, size=shards)
+        kind: CollectiveKind = "reduce_scatter" if shards == strategy.dp else "all_reduce"
+        gather_s = _collective_s("all_gather", layer.num_params * job.compute_bytes, owners, job)
+        exposed = _beside(sum(backward.values()), _collective_s(kind, gradient_bytes, group, job), setting)
+        exposed += _beside(sum(forward.values()), gather_s, setting)
+    return {"optimizer": optimizer_s(layer.num_params / shards, job), "dp": exposed}
 
 
 def _tied_time(kind: LayerKind, strategy: Strategy, setting: Setting) -> dict[str, float]:
@@ -145,12 +217,12 @@ def _tied_time(kind: LayerKind, strategy: Strategy, setting: Setting) -> dict[st
         return {}
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
     tensor, data = (level_group(strategy, setting, *kinds) for kinds in ({Parallelism.TP}, {Parallelism.FSDP}))
-    seconds = collective_s("all_gather", matrix_bytes / tensor.size, data, job.cluster, job.profile)
-    seconds += collective_s("all_gather", matrix_bytes, tensor, job.cluster, job.profile)
+    seconds = _collective_s("all_gather", matrix_bytes / tensor.size, data, job)
+    seconds += _collective_s("all_gather", matrix_bytes, tensor, job)
     if setting.num_stages > 1:
         distance = (setting.num_stages - 1) * setting.devices_per_stage
         pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
-        seconds += collective_s("all_reduce", matrix_bytes, pair, job.cluster, job.profile)
+        seconds += _collective_s("all_reduce", matrix_bytes, pair, job)
     return {"tied": seconds}
 
 
@@ -164,8 +236,8 @@ def _sharding_s(layer: LayerProfile, strategy: Strategy, setting: Setting) -> tu
     """Seconds to gather the layer's parameters and to reduce and scatter its gradients."""
     job = setting.job
     group = level_group(strategy, setting, *DATA_KINDS)
-    gather = collective_s("all_gather", layer.num_params * job.compute_bytes, group, job.cluster, job.profile)
-    scatter = collective_s("reduce_scatter", layer.num_params * MASTER_BYTES, group, job.cluster, job.profile)
+    gather = _collective_s("all_gather", layer.num_params * job.compute_bytes, group, job)
+    scatter = _collective_s("reduce_scatter", layer.num_params * job.execution.reduce_bytes, group, job)
     return gather, scatter
 
 
@@ -174,64 +246,102 @@ def _collectives_s(
 ) -> float:
     job = setting.job
     group = level_group(strategy, setting, Parallelism.TP)
-    return sum(
-        each.count
-        * collective_s(each.kind, each.tensor_bytes.at(samples) / each.count, group, job.cluster, job.profile)
+    exposed = 1 - job.execution.hidden_tp
+    return exposed * sum(
+        each.count * _collective_s(each.kind, each.tensor_bytes.at(samples) / each.count, group, job)
         for each in collectives
     )
 
 
-def _static_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
+def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job) -> float:
+    return collective_s(kind, num_bytes, group, job.cluster, job.profile, job.efficiency.links)
+
+
+def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
+    if setting.job.execution.states is not None:
+        return kept_state_bytes(layer.num_params, strategy, setting.job.execution)
     sharded = -(-layer.num_params // strategy.fsdp)
     static = {
         "parameters": MASTER_BYTES * sharded,
-        "gradients": MASTER_BYTES * sharded,
+        "gradients": kept_gradient_bytes(kind, layer, strategy, setting),
         "optimizer": 2 * MASTER_BYTES * sharded,
     }
-    if _keeps_copy(strategy):
+    if kind.role is LayerRole.EMBEDDING and strategy.fsdp > 1 and setting.num_microbatches > 1:
+        static["working set"] = MASTER_BYTES * layer.num_params
+    if keeps_copy(strategy):
         static["gathered parameters"] = setting.job.compute_bytes * layer.num_params
     return static
 
 
+def kept_gradient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """Gradients that a rank keeps from one microbatch to the next; a layer that is not sharded keeps them as made."""
+    if strategy.fsdp == 1 and setting.num_microbatches > 1:
+        return MASTER_BYTES * layer.num_params * gradient_copies(kind, strategy)
+    return MASTER_BYTES * -(-layer.num_params // strategy.fsdp)
+
+
 def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: int) -> int:
-    saved = layer.input_bytes if strategy.remat is Remat.FULL else layer.saved_bytes
-    return int(saved.at(samples))
+    return int(held_bytes(layer, strategy).saved_bytes.at(samples))
 
 
-def _keeps_copy(strategy: Strategy) -> bool:
+def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomputation:
+    """Where the saved and the short-lived bytes of a layer stand under the strategy's remat choice."""
+    return layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
+
+
+def keeps_copy(strategy: Strategy) -> bool:
     """Whether the parameters in compute precision stay between the forward and the backward pass of a layer."""
     return strategy.fsdp == 1 or strategy.zero == 2
 
 
-def _transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int) -> int:
+def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int) -> int:
     """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
 
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
-    gradients in compute precision, and the reduction buffer of the layer before, taken as large as this layer's.
+    gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
     Reduction: beside the gradients, a replicated layer copies them twice (FSDP2 with a shard group of one rank divides
-    them into a new tensor); a sharded layer holds less than in its backward pass. The tensors of the last collectives
-    of tp outlive their use.
+    them into a new tensor); a sharded layer holds less than in its backward pass.
     """
+    if setting.job.execution.states is not None:
+        return _framework_transient_bytes(layer, strategy, samples)
     compute, params = setting.job.compute_bytes, layer.num_params
-    input_bytes, working = layer.input_bytes.at(samples), layer.backward_transient_bytes.at(samples)
-    if strategy.remat is Remat.FULL:
-        working = max(working, layer.forward_transient_bytes.at(samples))
-        working += max(0.0, layer.saved_bytes.at(samples) - input_bytes)
-    copy = 0 if _keeps_copy(strategy) else compute * params
+    held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
+    working = held.backward_transient_bytes.at(samples)
+    copy = 0 if keeps_copy(strategy) else compute * params
     buffer = compute * params if strategy.fsdp > 1 else 0
-    gradients = _new_gradient_bytes(layer, strategy, setting)
-    forward = copy + buffer + layer.forward_transient_bytes.at(samples)
-    backward = copy + (buffer if copy else 0) + working + gradients + MASTER_BYTES * params
+    gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
+    forward = copy + buffer + held.forward_transient_bytes.at(samples)
+    backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
     reduction = 2 * MASTER_BYTES * params + input_bytes if strategy.fsdp == 1 else 0
-    pending = _NUM_PENDING_COLLECTIVES * _collective_bytes(layer, samples)
-    return int(max(forward, backward, reduction) + pending) + _replicated_buffer_bytes(strategy, setting)
+    return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 
-def _collective_bytes(layer: LayerProfile, samples: int) -> float:
-    """The largest tensor that one tensor-parallel collective of the layer works on."""
-    calls = (*layer.forward_collectives, *layer.backward_collectives)
-    return max((each.tensor_bytes.at(samples) / each.count for each in calls), default=0.0)
+def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
+    """The buffer of the reduction before, which FSDP holds until the next one.
+
+    Behind a block there is a block or the head, whose own working set is the larger then: it is taken as large as this
+    layer's. Behind the head there is nothing but the last layer of the backward pass before: a block, or the embedding,
+    which counts its own (`_static_bytes`).
+    """
+    if kind.role is not LayerRole.HEAD:
+        return MASTER_BYTES * layer.num_params
+    if setting.num_microbatches == 1:
+        return 0
+    job = setting.job
+    blocks = {each.name for each in job.chain.kinds if each.role is LayerRole.BLOCK}
+    return MASTER_BYTES * max(each.num_params for each in job.profile.layers if each.kind in blocks)
+
+
+def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
+    """How many times its part of the gradient a rank makes: DTensor makes that of a tp embedding whole everywhere."""
+    return strategy.tp if kind.role is LayerRole.EMBEDDING else 1
+
+
+def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, samples: int) -> int:
+    """Largest short-lived memory of a framework whose states all have buffers of their own."""
+    held = held_bytes(layer, strategy)
+    return int(max(held.forward_transient_bytes.at(samples), held.backward_transient_bytes.at(samples)))
 
 
 def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
@@ -264,10 +374,13 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
 
     Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
     layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
-    of the microbatches in flight.
+    of the microbatches in flight. Interleaved, every chunk has these buffers, and all that it ever sent stays until the
+    step ends, since torch waits for the sends only then; see `steelyard.cost.predict` for what a stage has less.
     """
     count, stages = setting.num_microbatches, setting.num_stages
-    if stages == 1:
+    if stages == 1 or setting.job.execution.states is not None:
         return 0
+    if setting.num_chunks > 1:
+        return 4 * setting.num_chunks * count * setting.activation_bytes // setting.devices_per_stage
     kept = count if setting.schedule == "gpipe" or stages > 2 else min(count, stages)
     return (count + kept) * setting.activation_bytes // setting.devices_per_stage

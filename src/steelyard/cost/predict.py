@@ -7,10 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
-from steelyard.cost.build import overhead_bytes, slack_fraction, transfer_s
-from steelyard.cost.layer import LayerCost, layer_cost
+from steelyard.cost.build import context_bytes, slack_fraction, transfer_s
+from steelyard.cost.compute import step_overhead_s
+from steelyard.cost.layer import LayerCost, layer_bytes, layer_cost, pipeline_buffer_bytes
+from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
+from steelyard.cost.stage_memory import stage_layers, stage_terms
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.plan import Plan, StagePrediction
@@ -22,6 +25,8 @@ class PlanCost:
     """What a plan costs: the timeline of a step, and per stage the terms of time and memory."""
 
     timeline: Timeline
+    step_time_s: float
+    """Of the timeline and of what no layer accounts for."""
     stages: tuple[StagePrediction, ...]
     fits: bool
     tokens_per_s_per_device: float
@@ -30,38 +35,46 @@ class PlanCost:
 
 def predict(plan: Plan, job: Job) -> PlanCost:
     """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ."""
-    _check_same_job(plan, job)
-    setting = Setting(
-        job=job, num_stages=len(plan.stages), num_microbatches=plan.num_microbatches, schedule=plan.schedule
-    )
-    strategies = plan.strategies
-    distinct = tuple(dict.fromkeys(strategies))
-    switch = switch_table(distinct, setting)
-    place = {strategy: index for index, strategy in enumerate(distinct)}
-    switches = [0.0] + [float(switch[place[before], place[after]]) for before, after in pairwise(strategies)]
-    costs = _layer_costs(plan, setting)
-    stages, times = [], []
-    for index, stage in enumerate(plan.stages):
-        layers = range(stage.first_layer, stage.last_layer + 1)
-        stage_costs = [costs[layer] for layer in layers]
-        switch_s = sum(switches[layer] for layer in layers)
-        received_s = transfer_s(setting) if index else 0.0
+    setting = _setting(plan, job)
+    parts = _part_costs(plan, setting)
+    stages = []
+    for stage in range(plan.num_stages):
+        chunks = parts[stage :: plan.num_stages]
         stages.append(
-            StagePrediction(
-                time_s=_time_terms(stage_costs, switch_s, received_s, setting),
-                memory_bytes=_memory_terms(stage_costs, index, setting),
-            )
+            StagePrediction(time_s=_time_terms(chunks, setting), memory_bytes=_memory_terms(plan, stage, setting))
         )
-        times.append(_stage_times(stage_costs, switch_s, received_s))
-    timeline = simulate(times, plan.num_microbatches, plan.schedule)
-    step_s = timeline.step_time_s + job.profile.step_overhead_s
+    timeline = simulate(
+        [_stage_times(part) for part in parts], plan.num_microbatches, plan.schedule, num_chunks=plan.num_chunks
+    )
+    step_s = timeline.step_time_s + step_overhead_s(job)
     tokens_per_s = plan.global_batch * plan.seq_len / step_s / job.cluster.num_devices
     return PlanCost(
         timeline=timeline,
+        step_time_s=step_s,
         stages=tuple(stages),
         fits=all(stage.total_bytes <= job.budget_bytes for stage in stages),
         tokens_per_s_per_device=tokens_per_s,
         mfu=model_flop_utilisation(job, tokens_per_s),
+    )
+
+
+def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
+    """Bytes on a rank of each stage by term, as `predict` finds them; the profile needs no times.
+
+    Raises `InvalidPlanError` if plan and job differ.
+    """
+    setting = _setting(plan, job)
+    return tuple(_memory_terms(plan, stage, setting) for stage in range(plan.num_stages))
+
+
+def _setting(plan: Plan, job: Job) -> Setting:
+    _check_same_job(plan, job)
+    return Setting(
+        job=job,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        num_chunks=plan.num_chunks,
     )
 
 
@@ -81,7 +94,45 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
         forward = layer.forward
         per_sample = forward.matmul_flop.per_sample + 2 * forward.attention_flop.per_sample
         flop += 3 * per_sample * job.chain.layers.count(kind_index)
-    return flop / job.seq_len * tokens_per_s_per_device / job.cluster.device.peak(job.precision)
+    return flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartCost:
+    """What one part of the pipeline costs: a stage, or one of its chunks."""
+
+    layers: list[LayerCost]
+    switch_s: float
+    received_s: float
+    """Handing over an activation from the part before and its gradient back to it."""
+
+
+def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
+    strategies = plan.strategies
+    distinct = tuple(dict.fromkeys(strategies))
+    switch = switch_table(distinct, setting)
+    place = {strategy: index for index, strategy in enumerate(distinct)}
+    switches = [0.0] + [float(switch[place[before], place[after]]) for before, after in pairwise(strategies)]
+    costs = _layer_costs(plan, setting)
+    parts = []
+    for index, part in enumerate(plan.stages):
+        layers = range(part.first_layer, part.last_layer + 1)
+        stages_apart = 1 if index % plan.num_stages else plan.num_stages - 1
+        parts.append(
+            _PartCost(
+                layers=[costs[layer] for layer in layers],
+                switch_s=sum(switches[layer] for layer in layers),
+                received_s=_copies_sent(strategies[part.first_layer], setting) * transfer_s(setting, stages_apart)
+                if index
+                else 0.0,
+            )
+        )
+    return parts
+
+
+def _copies_sent(strategy: Strategy, setting: Setting) -> int:
+    """How often a stage's ranks hand over the same part of an activation where a framework sends it whole."""
+    return strategy.tp if setting.job.execution.transfer == "whole" and not strategy.sp else 1
 
 
 def _layer_costs(plan: Plan, setting: Setting) -> list[LayerCost]:
@@ -95,38 +146,72 @@ def _layer_costs(plan: Plan, setting: Setting) -> list[LayerCost]:
     return costs
 
 
-def _time_terms(costs: list[LayerCost], switch_s: float, received_s: float, setting: Setting) -> dict[str, float]:
-    """Seconds of one microbatch by term, once-a-step terms spread over the microbatches."""
+def _time_terms(chunks: list[_PartCost], setting: Setting) -> dict[str, float]:
+    """Seconds of one microbatch on a stage by term, once-a-step terms spread over the microbatches."""
     terms: Counter[str] = Counter()
-    for cost in costs:
-        for part in (cost.forward_s, cost.backward_s):
-            terms.update(part)
-        terms.update({name: seconds / setting.num_microbatches for name, seconds in cost.once_s.items()})
-    terms.update({"switch": switch_s, "pipeline": received_s})
+    for chunk in chunks:
+        for cost in chunk.layers:
+            for part in (cost.forward_s, cost.backward_s):
+                terms.update(part)
+            terms.update({name: seconds / setting.num_microbatches for name, seconds in cost.once_s.items()})
+        terms.update({"switch": chunk.switch_s, "pipeline": chunk.received_s})
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 
-def _memory_terms(costs: list[LayerCost], stage: int, setting: Setting) -> dict[str, int]:
-    """Bytes on one rank by term; they add up to the upper bound that is held against the budget."""
-    in_flight = setting.num_microbatches
-    if setting.schedule == "1f1b":
-        in_flight = min(in_flight, setting.num_stages - stage)
-    terms: Counter[str] = Counter()
-    for cost in costs:
-        terms.update(cost.static_bytes)
-        terms["activations"] += in_flight * cost.activation_bytes
-    terms["working set"] = max(cost.transient_bytes for cost in costs)
-    terms["context and buffers"] = overhead_bytes(setting)
-    terms["allocator slack"] = int(slack_fraction(setting.job) * terms.total())
+def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
+    """Bytes on one rank by term; they add up to the upper bound that is held against the budget.
+
+    The smaller of two bounds: that of the search, and that of a walk through the passes of the stage.
+    """
+    tensors = _added_terms(plan, stage, setting)
+    if setting.num_chunks == 1 and setting.job.execution.states is None:
+        walked = stage_terms(stage_layers(plan, stage, setting), stage, setting)
+        tensors = min(tensors, walked, key=lambda terms: sum(terms.values()))
+    terms = tensors | {"context": context_bytes(setting)}
+    terms["allocator slack"] = int(slack_fraction(setting.job) * sum(terms.values()))
     return {name: num_bytes for name, num_bytes in terms.items() if num_bytes}
 
 
-def _stage_times(costs: list[LayerCost], switch_s: float, received_s: float) -> StageTimes:
+def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
+    """The bound of the search: what all layers hold at most, and the largest short-lived memory on top."""
+    order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
+    chain, strategies = setting.job.chain, plan.strategies
+    chunks = [
+        [
+            layer_bytes(chain.kind_of(layer), strategies[layer], setting)
+            for layer in range(part.first_layer, part.last_layer + 1)
+        ]
+        for part in plan.stages[stage :: plan.num_stages]
+    ]
+    costs = [cost for chunk in chunks for cost in chunk]
+    terms: Counter[str] = Counter()
+    for cost in costs:
+        terms.update(cost.static_bytes)
+    terms["activations"] = order.peak_bytes([sum(cost.activation_bytes for cost in chunk) for chunk in chunks])
+    terms["pipeline buffers"] = pipeline_buffer_bytes(setting) - _absent_buffer_bytes(order, stage, setting)
+    terms["working set"] += max(cost.transient_bytes for cost in costs)
+    return dict(terms)
+
+
+def _absent_buffer_bytes(order: PassOrder, stage: int, setting: Setting) -> int:
+    """What an interleaved stage has less than `pipeline_buffer_bytes` counts.
+
+    The first part of the model receives no activations and sends no gradients, the last one the other way round. And
+    while the most microbatches are in flight, their gradients have not been sent.
+    """
+    if setting.num_chunks == 1 or not pipeline_buffer_bytes(setting):
+        return 0
+    absent = order.peak_bytes([1] * setting.num_chunks)
+    absent += 2 * setting.num_microbatches * ((stage == 0) + (stage == setting.num_stages - 1))
+    return absent * setting.activation_bytes // setting.devices_per_stage
+
+
+def _stage_times(part: _PartCost) -> StageTimes:
     return StageTimes(
-        forward_s=sum(sum(cost.forward_s.values()) for cost in costs) + switch_s / 2,
-        backward_s=sum(sum(cost.backward_s.values()) for cost in costs) + switch_s / 2,
-        once_s=sum(sum(cost.once_s.values()) for cost in costs),
-        transfer_s=received_s / 2,
+        forward_s=sum(sum(cost.forward_s.values()) for cost in part.layers) + part.switch_s / 2,
+        backward_s=sum(sum(cost.backward_s.values()) for cost in part.layers) + part.switch_s / 2,
+        once_s=sum(sum(cost.once_s.values()) for cost in part.layers),
+        transfer_s=part.received_s / 2,
     )
 
 

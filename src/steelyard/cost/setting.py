@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from steelyard.cost.efficiency import Efficiency, efficiency_of
+from steelyard.cost.execution import OURS, Execution
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision, Schedule
@@ -19,6 +21,8 @@ class Job:
     """What is trained on what: everything that does not change while pipeline settings are compared.
 
     ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold.
+    ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
+    all times are multiplied by ``time_factor``, which one measured run gives.
     """
 
     chain: ModelChain
@@ -28,6 +32,20 @@ class Job:
     global_batch: int
     precision: Precision
     budget_bytes: int
+    execution: Execution = OURS
+    rates: Efficiency | None = None
+    time_factor: float = 1.0
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """What fraction of the data sheet's rates the devices and links reach."""
+        network = self.cluster.inter_link
+        return self.rates or efficiency_of(self.cluster.device.name, network.name if network else "")
+
+    @property
+    def peak_flop_per_s(self) -> float:
+        """Dense matmul peak of a device in the type that matmuls compute in."""
+        return self.cluster.device.peak(self.execution.matmul_dtype or self.precision)
 
     @property
     def compute_bytes(self) -> int:
@@ -37,7 +55,7 @@ class Job:
     @property
     def overlaps(self) -> bool:
         """Whether sharded-data communication runs beside compute: on GPUs it has streams of its own, on CPUs not."""
-        return not self.cluster.device.needs_profile
+        return self.execution.overlaps_data and not self.cluster.device.needs_profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +66,8 @@ class Setting:
     num_stages: int
     num_microbatches: int
     schedule: Schedule
+    num_chunks: int = 1
+    """Parts of the model on every stage: more than one under interleaved 1F1B alone."""
 
     @property
     def devices_per_stage(self) -> int:

@@ -1,55 +1,196 @@
 r"""Plays a pipeline schedule event by event and yields the step time and the timeline.
 
-Each stage does its forward and backward passes in the schedule's order, one at a time; a pass starts when the stage is
-free and its input has arrived. After its last backward a stage does its once-a-step work (gradient reduction,
-optimizer).
+Each stage does its forward and backward passes in the schedule's order (`steelyard.cost.schedule`), one at a time; a
+pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
+stages, for ``transfer_s`` and arrives ``latency_s`` later; the sender goes on meanwhile, or waits for the link where
+sends are not overlapped. After the last backward of a chunk its gradients are reduced, in line or beside the passes
+that are left (the cool-down); after everything a stage does its once-a-step work (optimizer).
 
 Without transfers and with backward passes that take the same multiple of the forward pass on every stage, GPipe takes
 exactly $\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes that on equal stages and up to a fifth less on unequal ones, since
-the last passes of a fast stage hide behind those of a slow one before it. Never is a step shorter than the first pass
-of every stage before one, all passes of that stage, and the last pass of every stage before it.
+the last passes of a fast stage hide behind those of a slow one before it. Interleaved, with equal parts and P a divisor
+of m, the bubble is the share $(P-1)/(vm)$ of the work. Never is a step shorter than the first pass of every stage
+before one, all passes of that stage, and the last pass of every stage before it.
 
-Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, arXiv 2104.04473, section 2.2).
-Not modelled: a send that slows the sender's computation down.
+| symbol | argument           | meaning                              |
+|--------|--------------------|--------------------------------------|
+| $P$    |                    | stages: groups of ranks              |
+| $v$    | `num_chunks`       | parts of the model on every stage    |
+| $m$    | `num_microbatches` | microbatches of a step               |
+| $t_i$  |                    | forward and backward of a microbatch |
+
+Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved; arXiv 2104.04473, sections 2.2 and 2.3).
+Not modelled: a send that slows the sender's computation down; a reduction of gradients that holds back the gradient
+sent to the stage before, as FSDP's does in the last backward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
+import numpy as np
+
+from steelyard.cost.schedule import pass_order
 from steelyard.plan.plan import Schedule
 
-Pass = Literal["forward", "backward", "once"]
+Pass = Literal["forward", "backward", "sync", "once"]
+Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "waits for sync", "step ends"]
+
+_PASSES: tuple[Pass, ...] = ("forward", "backward", "sync")
+_FORWARD, _BACKWARD, _SYNC = range(3)
+_WAITS: dict[Pass, Wait] = {
+    "forward": "waits for activation",
+    "backward": "waits for gradient",
+    "sync": "waits for sync",
+    "once": "waits for sync",
+}
+_NOT_YET = -1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one stage: passes of a microbatch, once-a-step work, and one transfer from the stage before."""
+    """Seconds of one stage, or of one of its chunks: passes of a microbatch, work once a step, and one transfer."""
 
     forward_s: float
     backward_s: float
     once_s: float = 0.0
     transfer_s: float = 0.0
-    """One way; the gradient takes as long back."""
+    """For which the link from the part before is occupied; the gradient takes as long back."""
+    latency_s: float = 0.0
+    """From the end of a transfer to its arrival."""
+    sync_s: float = 0.0
+    """Reducing the gradients of all microbatches over the ranks of the stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One pass of a stage in the timeline."""
+    """One pass of a stage in the timeline; ``microbatch`` is −1 for what is done once a step."""
 
     stage: int
     kind: Pass
     microbatch: int
     start_s: float
     end_s: float
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """An activation or a gradient that occupies the link between two stages; ``chunk`` is the sender's."""
+
+    stage: int
+    chunk: int
+    kind: Literal["activation", "gradient"]
+    microbatch: int
+    receiver: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bubble:
+    """A time in which a stage computes nothing, and what it waits for."""
+
+    stage: int
+    reason: Wait
+    microbatch: int
+    """Whose pass ends the bubble; −1 where no pass of a microbatch does."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageRun:
+    """What the play of one stage left: pass after pass its code, start and end, and when its result was on the link."""
+
+    codes: list[int]
+    starts_s: list[float] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+    sent_s: list[float] = field(default_factory=list)
+    """End of the transfer."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """All passes of one step, per stage in order of time."""
+    """All passes of one step. Events are made when they are asked for: most callers want the step time alone."""
 
     step_time_s: float
-    stages: tuple[tuple[Event, ...], ...]
+    num_stages: int
+    num_microbatches: int
+    _wiring: "_Wiring"
+    _runs: tuple[_StageRun, ...]
+    _closing: tuple[tuple[Event, ...], ...]
+    """Of every stage, what it does beside or after the passes of its order."""
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Event, ...], ...]:
+        """For every stage its passes, those of all its chunks, in order of time; what is beside them comes last."""
+        return tuple((*self._events(stage), *self._closing[stage]) for stage in range(self.num_stages))
+
+    @cached_property
+    def sends(self) -> tuple[tuple[Send, ...], ...]:
+        """For every stage the transfers that it begins and that take time, in order."""
+        return tuple(tuple(self._sends(stage)) for stage in range(self.num_stages))
+
+    def beside(self, stage: int) -> tuple[Event, ...]:
+        """The reductions of gradients that a stage does beside its passes."""
+        return tuple(event for event in self._closing[stage] if event.kind == "sync")
+
+    def bubbles(self, stage: int) -> tuple[Bubble, ...]:
+        """The times at which a stage does nothing, named by what it waits for."""
+        events = [*self._events(stage), *(event for event in self._closing[stage] if event.kind == "once")]
+        gaps: list[tuple[Wait, int, float, float]] = [("pipeline fills", events[0].microbatch, 0.0, events[0].start_s)]
+        for before, after in pairwise(events):
+            gaps.append((_WAITS[after.kind], after.microbatch, before.end_s, after.start_s))
+        gaps.append(("step ends", -1, events[-1].end_s, self.step_time_s))
+        return tuple(
+            Bubble(stage=stage, reason=reason, microbatch=microbatch, start_s=start, end_s=end)
+            for reason, microbatch, start, end in gaps
+            if end > start
+        )
+
+    def bubble_share(self) -> float:
+        """The share of the step in which stages compute nothing, averaged over the stages."""
+        idle_s = sum(each.end_s - each.start_s for stage in range(self.num_stages) for each in self.bubbles(stage))
+        return idle_s / (self.step_time_s * self.num_stages) if self.step_time_s else 0.0
+
+    def _events(self, stage: int) -> list[Event]:
+        run = self._runs[stage]
+        events = []
+        for code, start, end in zip(run.codes, run.starts_s, run.ends_s, strict=True):
+            kind, chunk, microbatch = self._place(code)
+            microbatch = -1 if kind == _SYNC else microbatch
+            events.append(
+                Event(stage=stage, kind=_PASSES[kind], microbatch=microbatch, start_s=start, end_s=end, chunk=chunk)
+            )
+        return events
+
+    def _sends(self, stage: int) -> list[Send]:
+        run, wiring, sends = self._runs[stage], self._wiring, []
+        for code, end in zip(run.codes, run.sent_s, strict=True):
+            group = code // self.num_microbatches
+            if wiring.transfer_s[group] > 0:
+                kind, chunk, microbatch = self._place(code)
+                sends.append(
+                    Send(
+                        stage=stage,
+                        chunk=chunk,
+                        kind="activation" if kind == _FORWARD else "gradient",
+                        microbatch=microbatch,
+                        receiver=wiring.receiver[group],
+                        start_s=end - wiring.transfer_s[group],
+                        end_s=end,
+                    )
+                )
+        return sends
+
+    def _place(self, code: int) -> tuple[int, int, int]:
+        """Kind, chunk and microbatch of a pass."""
+        group, microbatch = divmod(code, self.num_microbatches)
+        kind, part = divmod(group, self._wiring.num_parts)
+        return kind, part // self.num_stages, microbatch
 
 
 def closed_form_s(stage_times_s: Sequence[float], num_microbatches: int) -> float:
@@ -57,57 +198,173 @@ def closed_form_s(stage_times_s: Sequence[float], num_microbatches: int) -> floa
     return sum(stage_times_s) + (num_microbatches - 1) * max(stage_times_s)
 
 
-def simulate(stages: Sequence[StageTimes], num_microbatches: int, schedule: Schedule) -> Timeline:
-    """The timeline of one step."""
-    orders = [_order(index, len(stages), num_microbatches, schedule) for index in range(len(stages))]
-    ends: dict[tuple[int, Pass, int], float] = {}
-    timeline: list[list[Event]] = [[] for _ in stages]
-    free = [0.0] * len(stages)
-    position = [0] * len(stages)
-    remaining = sum(map(len, orders))
-    while remaining:
-        for index, stage in enumerate(stages):
-            while position[index] < len(orders[index]):
-                kind, microbatch = orders[index][position[index]]
-                ready = _ready_s(stages, ends, index, kind, microbatch)
-                if ready is None:
-                    break
-                start = max(free[index], ready)
-                end = start + (stage.forward_s if kind == "forward" else stage.backward_s)
-                ends[index, kind, microbatch] = free[index] = end
-                timeline[index].append(Event(stage=index, kind=kind, microbatch=microbatch, start_s=start, end_s=end))
-                position[index] += 1
-                remaining -= 1
-    for index, stage in enumerate(stages):
-        end = free[index] + stage.once_s
-        timeline[index].append(Event(stage=index, kind="once", microbatch=-1, start_s=free[index], end_s=end))
-        free[index] = end
-    return Timeline(step_time_s=max(free), stages=tuple(tuple(events) for events in timeline))
+def simulate(
+    parts: Sequence[StageTimes],
+    num_microbatches: int,
+    schedule: Schedule,
+    *,
+    num_chunks: int = 1,
+    overlap_sends: bool = True,
+    overlap_sync: bool = False,
+) -> Timeline:
+    """The timeline of one step.
+
+    ``parts`` are the stages in the order of the layers, ``num_chunks`` times as many where they are interleaved: part
+    k then lies on stage k mod P. Without ``overlap_sends`` a stage waits until its result has left; with
+    ``overlap_sync`` it reduces a chunk's gradients beside the passes that are left, else at once.
+    Raises `InvalidPlanError` for a number of microbatches that cannot be interleaved.
+    """
+    num_stages = len(parts) // num_chunks
+    wiring = _wire(parts, num_stages)
+    runs = []
+    for stage in range(num_stages):
+        codes = _codes(stage, num_stages, num_microbatches, schedule, num_chunks)
+        if not overlap_sync:
+            codes = _with_sync(codes, parts, num_microbatches)
+        runs.append(_StageRun(codes=codes))
+    _play(runs, wiring, num_microbatches, overlap_sends=overlap_sends)
+    closing = tuple(
+        tuple(_close(run, stage, parts, num_stages, num_microbatches, overlap_sync=overlap_sync))
+        for stage, run in enumerate(runs)
+    )
+    return Timeline(
+        step_time_s=max(event.end_s for events in closing for event in events),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        _wiring=wiring,
+        _runs=tuple(runs),
+        _closing=closing,
+    )
 
 
-def _order(stage: int, num_stages: int, num_microbatches: int, schedule: Schedule) -> list[tuple[Pass, int]]:
-    """Passes of one stage in the order in which it does them."""
-    forwards: list[tuple[Pass, int]] = [("forward", m) for m in range(num_microbatches)]
-    backwards: list[tuple[Pass, int]] = [("backward", m) for m in range(num_microbatches)]
-    if schedule == "gpipe":
-        return forwards + backwards
-    warm_up = min(num_microbatches, num_stages - stage)
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [backward, forward]
-    return order + backwards[num_microbatches - warm_up :]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wiring:
+    """What follows from a pass and how long it takes, by pass group: its kind times the number of parts, and its part.
+
+    A pass has the code group · m + microbatch.
+    """
+
+    num_parts: int
+    duration_s: list[float]
+    consumer: list[int]
+    """Group of the pass that takes the result, or −1."""
+    receiver: list[int]
+    """Stage of that pass."""
+    transfer_s: list[float]
+    latency_s: list[float]
+    link: list[int]
+    """Of the stage's links, that which the result takes."""
 
 
-def _ready_s(
-    stages: Sequence[StageTimes], ends: dict[tuple[int, Pass, int], float], stage: int, kind: Pass, microbatch: int
-) -> float | None:
-    """When the input of a pass has arrived, or None if the pass that makes it has not been played yet."""
-    if kind == "forward":
-        if stage == 0:
-            return 0.0
-        made, transfer = ends.get((stage - 1, "forward", microbatch)), stages[stage].transfer_s
-    elif stage == len(stages) - 1:
-        made, transfer = ends.get((stage, "forward", microbatch)), 0.0
-    else:
-        made, transfer = ends.get((stage + 1, "backward", microbatch)), stages[stage + 1].transfer_s
-    return None if made is None else made + transfer
+def _wire(parts: Sequence[StageTimes], num_stages: int) -> _Wiring:
+    count = len(parts)
+    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * count]
+    receiver, transfer_s, latency_s = [], [], []
+    for group, target in enumerate(consumer):
+        sender, receiving = group % count % num_stages, target % count % num_stages
+        crossed = parts[max(group % count, target % count)]
+        is_sent = target >= 0 and sender != receiving
+        receiver.append(receiving)
+        transfer_s.append(crossed.transfer_s if is_sent else 0.0)
+        latency_s.append(crossed.latency_s if is_sent else 0.0)
+    return _Wiring(
+        num_parts=count,
+        duration_s=[getattr(part, name) for name in ("forward_s", "backward_s", "sync_s") for part in parts],
+        consumer=consumer,
+        receiver=receiver,
+        transfer_s=transfer_s,
+        latency_s=latency_s,
+        link=[group % count % num_stages * num_stages + stage for group, stage in enumerate(receiver)],
+    )
+
+
+def _codes(stage: int, num_stages: int, num_microbatches: int, schedule: Schedule, num_chunks: int) -> list[int]:
+    order = pass_order(stage, num_stages, num_microbatches, schedule, num_chunks)
+    part = order.chunk * num_stages + stage
+    group = np.where(order.is_backward, _BACKWARD * num_stages * num_chunks, 0) + part
+    codes: list[int] = (group * num_microbatches + order.microbatch).tolist()
+    return codes
+
+
+def _with_sync(codes: list[int], parts: Sequence[StageTimes], num_microbatches: int) -> list[int]:
+    """The order with the reduction of its gradients after the last backward of every chunk that has one."""
+    result = []
+    for code in codes:
+        result.append(code)
+        group, microbatch = divmod(code, num_microbatches)
+        kind, part = divmod(group, len(parts))
+        if kind == _BACKWARD and microbatch == num_microbatches - 1 and parts[part].sync_s:
+            result.append((_SYNC * len(parts) + part) * num_microbatches)
+    return result
+
+
+def _play(runs: Sequence[_StageRun], wiring: _Wiring, num_microbatches: int, *, overlap_sends: bool) -> None:
+    """Fills in the times of every run: each stage goes on until an input is missing, and again when it has arrived."""
+    count, num_stages = wiring.num_parts, len(runs)
+    arrival_s = [_NOT_YET] * (3 * count * num_microbatches)
+    arrival_s[:num_microbatches] = [0.0] * num_microbatches
+    arrival_s[2 * count * num_microbatches :] = [0.0] * (count * num_microbatches)
+    free_s, link_free_s = [0.0] * num_stages, [0.0] * num_stages**2
+    duration_s, consumer, receiver, link = wiring.duration_s, wiring.consumer, wiring.receiver, wiring.link
+    transfer_s, latency_s = wiring.transfer_s, wiring.latency_s
+    awaited, ready = [-1] * num_stages, list(range(num_stages))
+    while ready:
+        stage = ready.pop()
+        run, now = runs[stage], free_s[stage]
+        for index in range(len(run.ends_s), len(run.codes)):
+            code = run.codes[index]
+            arrived = arrival_s[code]
+            if arrived < 0.0:
+                awaited[stage] = code
+                break
+            group, microbatch = divmod(code, num_microbatches)
+            start = arrived if arrived > now else now
+            now = sent = start + duration_s[group]
+            run.starts_s.append(start)
+            run.ends_s.append(now)
+            target = consumer[group]
+            if target >= 0:
+                if transfer_s[group]:
+                    free = link_free_s[link[group]]
+                    sent = (free if free > now else now) + transfer_s[group]
+                    link_free_s[link[group]] = sent
+                    now = now if overlap_sends else sent
+                target = target * num_microbatches + microbatch
+                arrival_s[target] = sent + latency_s[group]
+                if awaited[receiver[group]] == target:
+                    awaited[receiver[group]] = -1
+                    ready.append(receiver[group])
+            run.sent_s.append(sent)
+        free_s[stage] = now
+    assert all(len(run.ends_s) == len(run.codes) for run in runs), "the orders of the stages wait for each other"
+
+
+def _close(
+    run: _StageRun,
+    stage: int,
+    parts: Sequence[StageTimes],
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    overlap_sync: bool,
+) -> list[Event]:
+    """What a stage does beside and after its passes: overlapped reductions of gradients, then its work once a step."""
+    events: list[Event] = []
+    synced_s = 0.0
+    mine = range(stage, len(parts), num_stages)
+    if overlap_sync:
+        ended_s = dict(zip(run.codes, run.ends_s, strict=True))
+        last = {part: ended_s[(len(parts) + part + 1) * num_microbatches - 1] for part in mine if parts[part].sync_s}
+        for part, end_s in sorted(last.items(), key=lambda item: item[1]):
+            start_s = max(end_s, synced_s)
+            synced_s = start_s + parts[part].sync_s
+            events.append(_once_event("sync", stage, part // num_stages, start_s, synced_s))
+    now = max(run.ends_s[-1], synced_s)
+    for part in mine:
+        events.append(_once_event("once", stage, part // num_stages, now, now + parts[part].once_s))
+        now += parts[part].once_s
+    return events
+
+
+def _once_event(kind: Pass, stage: int, chunk: int, start_s: float, end_s: float) -> Event:
+    return Event(stage=stage, kind=kind, microbatch=-1, start_s=start_s, end_s=end_s, chunk=chunk)

@@ -47,8 +47,9 @@ def _switch_s(before: Layout, after: Layout, setting: Setting) -> float:
         group = Group(size=sizes[axis], stride=stride, span=setting.devices_per_stage)
         if kind == "all_to_all" and job.cluster.device.needs_profile:
             kind, fraction = "all_gather", fraction * sizes[axis]
-        total += collective_s(kind, fraction * setting.activation_bytes, group, job.cluster, job.profile)
-    return total
+        num_bytes = fraction * setting.activation_bytes
+        total += collective_s(kind, num_bytes, group, job.cluster, job.profile, job.efficiency.links)
+    return job.time_factor * total
 
 
 def placements(layout: Layout, sizes: tuple[int, ...]) -> Placement:

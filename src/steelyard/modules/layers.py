@@ -21,6 +21,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import layer_modules
+from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.plan.strategy import Remat
 
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
@@ -47,7 +48,7 @@ class LayerContext:
 
 
 class ChainLayer(nn.Module, ABC):
-    """One layer of the chain; ``remat`` decides whether its forward pass is run again in the backward pass."""
+    """One layer of the chain; ``remat`` decides how much of its forward pass is run again in the backward pass."""
 
     def __init__(self, remat: Remat) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class ChainLayer(nn.Module, ABC):
         """The layer's output; recomputed in backward where the strategy says so."""
         if self.remat is Remat.NONE:
             return self.run(inputs, context)
-        return checkpoint(self.run, inputs, context, use_reentrant=False)
+        return checkpoint(self.run, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
 
 
 class EmbeddingLayer(ChainLayer):

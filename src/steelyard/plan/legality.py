@@ -3,8 +3,13 @@
 One rule, one reason in words; the same function serves a plan that a user wrote and every candidate of a search.
 """
 
-from steelyard.model.chain import LayerKind
+from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.strategy import Remat, Strategy
+
+_PRODUCTS = {
+    LayerRole.EMBEDDING: "an embedding has none",
+    LayerRole.HEAD: "those of the head are the logits, most of what it holds",
+}
 
 
 def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: int, seq_len: int) -> str | None:
@@ -23,8 +28,8 @@ def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: i
             return f"tp {strategy.tp} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
     if strategy.sp and seq_len % strategy.tp:
         return f"sp over {strategy.tp} ranks does not divide the sequence length {seq_len}"
-    if strategy.remat is Remat.SELECTIVE:
-        return "selective remat can neither be priced nor run yet, only none and full"
+    if strategy.remat is Remat.SELECTIVE and kind.role is not LayerRole.BLOCK:
+        return f"selective remat, which keeps matrix products, is for blocks: {_PRODUCTS[kind.role]}"
     if not strategy.is_aligned:
         return f"the levels of {strategy.parallel} are not runs of the stage mesh"
     return None

@@ -15,7 +15,7 @@ from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 
 Precision = Literal["fp32", "bf16"]
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 
 
 class PlanPart(BaseModel):
@@ -59,7 +59,10 @@ class LayerRun(PlanPart):
 
 
 class StagePlan(PlanPart):
-    """A pipeline stage: its ranks (first and last, both included) and its layers in order."""
+    """A part of the pipeline: its ranks (first and last, both included) and its layers in order.
+
+    The whole of a stage, or one of its chunks under interleaved 1F1B.
+    """
 
     ranks: tuple[int, int]
     runs: tuple[LayerRun, ...] = Field(min_length=1)
@@ -86,7 +89,10 @@ class StagePlan(PlanPart):
 
 
 class StagePrediction(PlanPart):
-    """What one stage is predicted to take: seconds of a microbatch and bytes per rank, each term by its name."""
+    """What one stage is predicted to take: seconds of a microbatch and bytes per rank, each term by its name.
+
+    Of all its chunks together.
+    """
 
     time_s: dict[str, float]
     memory_bytes: dict[str, int]
@@ -143,6 +149,8 @@ class Plan(PlanPart):
     precision: Precision
     schedule: Schedule = "1f1b"
     stages: tuple[StagePlan, ...] = Field(min_length=1)
+    """The parts of the pipeline in the order of the layers: one for each stage; under interleaved-1f1b with v chunks a
+    stage v times as many, the ranks of all stages repeating in order."""
     prediction: Prediction | None = None
 
     @model_validator(mode="after")
@@ -165,7 +173,21 @@ class Plan(PlanPart):
     @property
     def num_devices(self) -> int:
         """Ranks of the whole plan."""
-        return sum(stage.num_devices for stage in self.stages)
+        return sum(stage.num_devices for stage in self.stages[: self.num_stages])
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, each a group of ranks of its own."""
+        return len({part.ranks for part in self.stages})
+
+    @property
+    def num_chunks(self) -> int:
+        """Parts of the model that every stage holds: more than one under interleaved 1F1B alone."""
+        return len(self.stages) // self.num_stages
+
+    def chunks(self, stage: int) -> tuple[StagePlan, ...]:
+        """The parts of the model that the ranks of ``stage`` hold, in the order of the layers."""
+        return self.stages[stage :: self.num_stages]
 
     @property
     def microbatch_samples(self) -> int:
@@ -187,6 +209,23 @@ def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[Layer
             runs.append(LayerRun.of(first_layer + start, first_layer + index - 1, strategies[start]))
             start = index
     return tuple(runs)
+
+
+def microbatches_per_round(num_microbatches: int, num_stages: int) -> int:
+    """Microbatches that a stage takes through one chunk before it turns to the next, under interleaved 1F1B.
+
+    There are ⌊m / P⌋ rounds, at least one, of equal length: P microbatches where P divides m. Raises
+    `InvalidPlanError` where m cannot be divided so; the rule is that of `torch.distributed.pipelining`.
+    """
+    rounds = max(1, num_microbatches // num_stages)
+    if num_microbatches % rounds:
+        raise InvalidPlanError(
+            field="num_microbatches",
+            found=f"{num_microbatches} for {num_stages} stages under interleaved-1f1b",
+            expected=f"a multiple of its {rounds} rounds ({num_microbatches} // {num_stages})",
+            hint=f"take a multiple of {num_stages} microbatches",
+        )
+    return num_microbatches // rounds
 
 
 def _check_config(plan: Plan, chain: ModelChain) -> None:
@@ -215,12 +254,42 @@ def _check_batch(plan: Plan) -> None:
             expected="at least as many microbatches as stages under 1f1b",
             hint="raise num_microbatches or use the gpipe schedule",
         )
+    if plan.schedule == "interleaved-1f1b":
+        microbatches_per_round(plan.num_microbatches, plan.num_stages)
 
 
 def _check_ranks(plan: Plan) -> None:
+    if plan.schedule == "interleaved-1f1b":
+        _check_chunks(plan)
+    _check_consecutive(plan.stages[: plan.num_stages] if plan.schedule == "interleaved-1f1b" else plan.stages)
+
+
+def _check_chunks(plan: Plan) -> None:
+    """Whether the parts are P·v, v at least 2, and part k lies on the ranks of part k mod P."""
+    count, num_parts = plan.num_stages, len(plan.stages)
+    if count < 2 or num_parts % count or num_parts == count:
+        raise InvalidPlanError(
+            field="stages",
+            found=f"{num_parts} parts on {count} ranges of ranks",
+            expected="two or more stages with two or more chunks each: the same number of parts on every range of "
+            "ranks",
+            hint="list the ranks of all stages once for each chunk, or use the 1f1b schedule",
+        )
+    for index, part in enumerate(plan.stages):
+        expected = plan.stages[index % count].ranks
+        if part.ranks != expected:
+            raise InvalidPlanError(
+                field=f"stages[{index}].ranks",
+                found=f"[{part.ranks[0]}, {part.ranks[1]}]",
+                expected=f"[{expected[0]}, {expected[1]}]: the ranks of the {count} stages in the same order again",
+                hint="part k of an interleaved plan runs on the ranks of part k mod the number of stages",
+            )
+
+
+def _check_consecutive(stages: tuple[StagePlan, ...]) -> None:
     expected_first = 0
-    size = plan.stages[0].num_devices
-    for index, stage in enumerate(plan.stages):
+    size = stages[0].num_devices
+    for index, stage in enumerate(stages):
         first, last = stage.ranks
         if first != expected_first or last - first + 1 != size or size < 1:
             raise InvalidPlanError(
@@ -283,11 +352,11 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
 
 
 def _check_prediction(plan: Plan) -> None:
-    if plan.prediction is not None and len(plan.prediction.stages) != len(plan.stages):
+    if plan.prediction is not None and len(plan.prediction.stages) != plan.num_stages:
         raise InvalidPlanError(
             field="prediction.stages",
             found=f"{len(plan.prediction.stages)} stages",
-            expected=f"one prediction for each of the {len(plan.stages)} stages of the plan",
+            expected=f"one prediction for each of the {plan.num_stages} stages of the plan",
             hint="remove the prediction, which belongs to another plan",
         )
 

@@ -4,7 +4,8 @@ All processes run a short chain (embedding, two blocks, head) at the same time, 
 layer meets the caches that its neighbours leave, and processors that are shared between processes are shared in the
 measurement. Tensor-parallel groups are real and take neighbouring ranks. Every layer is wrapped in ``replicate`` over
 a group of one rank, so that the hooks of the runtime's wrapper are in the seconds and its collectives are not.
-Gradients accumulate, as they do over the microbatches of a step.
+Gradients accumulate, as they do over the microbatches of a step. What a remat choice adds is measured with all layers
+that may take it under it at once.
 
 The seconds of a layer are the mean over the faster half of the repetitions and over the ranks, stretched so that the
 chain takes as long as on its slowest rank, since a step waits for that one: where processes share processors, some
@@ -114,23 +115,47 @@ def measure_layers(
 ) -> dict[str, tuple[MeasuredTime, ...]]:
     """The times of each kind of layer in the chain for each number of samples; a collective call.
 
-    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 3 at least.
+    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 3 at least, half of them
+    without remat.
     """
     times: dict[str, list[MeasuredTime]] = {kind: [] for kind in short.kinds}
     repetition_laps(short, min(samples))
     for count in sorted(set(samples)):
-        laps_s = _typical_laps(short, count, budget_s=budget_s * count / sum(set(samples)))
-        forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
-        for kind, measured in times.items():
-            own = [index for index, name in enumerate(short.kinds) if name == kind]
-            measured.append(
-                MeasuredTime(
-                    samples=count,
-                    forward_s=sum(forward_s[index] for index in own) / len(own),
-                    backward_s=sum(backward_s[index] for index in own) / len(own),
-                )
+        share_s = budget_s * count / sum(set(samples))
+        plain = _times_by_kind(short, count, Remat.NONE, budget_s=share_s / 2)
+        full, selective = (
+            _times_by_kind(short, count, remat, budget_s=share_s / 4) for remat in (Remat.FULL, Remat.SELECTIVE)
+        )
+        for kind, (forward_s, backward_s) in plain.items():
+            measured = MeasuredTime(
+                samples=count,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                full_s=max(sum(full[kind]) - forward_s - backward_s, 0.0),
+                selective_s=max(sum(selective[kind]) - forward_s - backward_s, 0.0) if kind in selective else None,
             )
+            times[kind].append(measured)
     return {kind: tuple(measured) for kind, measured in times.items()}
+
+
+def _times_by_kind(short: ShortChain, samples: int, remat: Remat, *, budget_s: float) -> dict[str, tuple[float, float]]:
+    """Forward and backward seconds of each kind of layer that may take a remat choice, under that choice."""
+    choosing = [layer for layer in short.layers if remat is not Remat.SELECTIVE or isinstance(layer, BlockLayer)]
+    for layer in choosing:
+        layer.remat = remat
+    laps_s = _typical_laps(short, samples, budget_s=budget_s)
+    for layer in choosing:
+        layer.remat = Remat.NONE
+    forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
+    found: dict[str, tuple[float, float]] = {}
+    for kind in {name for name, layer in zip(short.kinds, short.layers, strict=True) if layer in choosing}:
+        own = [index for index, name in enumerate(short.kinds) if name == kind]
+        found[kind] = (_mean(forward_s, own), _mean(backward_s, own))
+    return found
+
+
+def _mean(seconds: Sequence[float], indices: Sequence[int]) -> float:
+    return sum(seconds[index] for index in indices) / len(indices)
 
 
 def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: Stopwatch) -> None:

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidProfileError
 
+RematChoice = Literal["selective", "full"]
+"""The choices that compute something again."""
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
@@ -61,20 +63,41 @@ class CollectiveCount(ProfilePart):
 
 
 class MeasuredTime(ProfilePart):
-    """Seconds of one layer for this many samples on a rank, tensor-parallel collectives included."""
+    """Seconds of one layer for this many samples on a rank, tensor-parallel collectives included.
+
+    ``selective_s`` and ``full_s`` are what a remat choice adds to a forward and a backward pass together.
+    """
 
     samples: int = Field(ge=1)
     forward_s: float = Field(gt=0)
     backward_s: float = Field(gt=0)
+    selective_s: float | None = Field(default=None, ge=0)
+    """Absent where the choice is not for the layer, or was not measured."""
+    full_s: float | None = Field(default=None, ge=0)
+    """Absent where it was not measured."""
+
+
+class Recomputation(ProfilePart):
+    """A layer under one remat choice: what it holds, and what its backward pass does beyond that of no remat.
+
+    The bytes stand in the place of those of the layer of the same name.
+    """
+
+    remat: RematChoice
+    work: Work
+    collectives: tuple[CollectiveCount, ...] = ()
+    saved_bytes: Affine
+    forward_transient_bytes: Affine
+    backward_transient_bytes: Affine
 
 
 class LayerProfile(ProfilePart):
     """One layer kind at one tensor-parallel degree, with sequence parallelism on or off.
 
     ``num_params`` on one rank after tp, before any data sharding; ``saved_bytes`` kept for backward without remat (its
-    input included); ``input_bytes`` of the activation that enters, which is what full remat keeps;
-    ``forward_transient_bytes`` and ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved
-    activations, parameters and their gradients.
+    input included); ``input_bytes`` of the activation that enters; ``forward_transient_bytes`` and
+    ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved activations, parameters and their
+    gradients; ``recomputations`` has one entry per remat choice that the layer may take.
     """
 
     kind: str
@@ -89,6 +112,7 @@ class LayerProfile(ProfilePart):
     input_bytes: Affine
     forward_transient_bytes: Affine
     backward_transient_bytes: Affine
+    recomputations: tuple[Recomputation, ...]
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
 
@@ -103,6 +127,34 @@ class LayerProfile(ProfilePart):
                 hint="sort the measurements and remove repeated ones",
             )
         return self
+
+    def recomputation(self, remat: str) -> Recomputation:
+        """The layer under a remat choice; raises `InvalidProfileError` where the profile has no entry for it."""
+        for entry in self.recomputations:
+            if entry.remat == remat:
+                return entry
+        raise InvalidProfileError(
+            field=f"layers.{self.kind}.recomputations",
+            found=f"no entry for remat {remat} (tp {self.tp})",
+            expected="one for every remat choice of the strategies",
+            hint="trace or profile the model again",
+        )
+
+    def recomputation_s(self, remat: str, samples: int) -> float:
+        """Measured seconds that a remat choice adds to forward and backward together, at ``samples`` as in `time_s`.
+
+        Raises `InvalidProfileError` where they were not measured.
+        """
+        measured = self.time_s(samples)
+        seconds = measured.full_s if remat == "full" else measured.selective_s
+        if seconds is None:
+            raise InvalidProfileError(
+                field=f"layers.{self.kind}.times",
+                found=f"no seconds of remat {remat} (tp {self.tp})",
+                expected="measured seconds for every remat choice of the strategies",
+                hint="profile the model again",
+            )
+        return seconds
 
     def time_s(self, samples: int) -> MeasuredTime:
         """Measured seconds at ``samples``, linear between measured sizes.
@@ -119,20 +171,35 @@ class LayerProfile(ProfilePart):
                 expected=f"measurements that reach {samples} samples on a rank",
                 hint="profile with more microbatch sizes (steelyard profile --samples …)",
             )
-        if len(sizes) == 1:
-            only = self.times[0]
-            ratio = samples / only.samples
-            return MeasuredTime(samples=samples, forward_s=only.forward_s * ratio, backward_s=only.backward_s * ratio)
         upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
         low, high = self.times[upper - 1], self.times[upper]
-        part = (samples - low.samples) / (high.samples - low.samples)
-        near = low if samples < low.samples else high
-        least = 0.0 if 0 <= part <= 1 else 0.25 * samples / near.samples
         return MeasuredTime(
             samples=samples,
-            forward_s=max((1 - part) * low.forward_s + part * high.forward_s, least * near.forward_s),
-            backward_s=max((1 - part) * low.backward_s + part * high.backward_s, least * near.backward_s),
+            forward_s=_at(samples, (low, low.forward_s), (high, high.forward_s)),
+            backward_s=_at(samples, (low, low.backward_s), (high, high.backward_s)),
+            selective_s=_known_at(samples, (low, low.selective_s), (high, high.selective_s)),
+            full_s=_known_at(samples, (low, low.full_s), (high, high.full_s)),
         )
+
+
+def _known_at(
+    samples: int, low: tuple[MeasuredTime, float | None], high: tuple[MeasuredTime, float | None]
+) -> float | None:
+    """As `_at`, or None where one of the seconds is not known."""
+    if low[1] is None or high[1] is None:
+        return None
+    return _at(samples, (low[0], low[1]), (high[0], high[1]))
+
+
+def _at(samples: int, low: tuple[MeasuredTime, float], high: tuple[MeasuredTime, float]) -> float:
+    """Seconds at ``samples`` from those at two sizes; in proportion to the samples where both are one size."""
+    near, near_s = low if samples < low[0].samples else high
+    distance = high[0].samples - low[0].samples
+    if distance <= 0:
+        return near_s * samples / near.samples
+    part = (samples - low[0].samples) / distance
+    least_s = 0.0 if 0 <= part <= 1 else 0.25 * near_s * samples / near.samples
+    return max((1 - part) * low[1] + part * high[1], least_s)
 
 
 class CollectiveProfile(ProfilePart):
@@ -171,7 +238,7 @@ class ProfileIdentity(ProfilePart):
 class Profile(ProfilePart):
     """Everything the cost model knows about a model on a device."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     identity: ProfileIdentity
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     collectives: tuple[CollectiveProfile, ...] = ()

@@ -13,22 +13,24 @@ MAX_STAGE_COLUMNS = 4
 """More stages than these are shown as rows, with their totals alone."""
 
 
-def plan_view(plan: Plan) -> RenderableType:
+def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> RenderableType:
     """The whole plan as one renderable: headline, stages and layers, and with a prediction time, memory and rivals."""
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), stage_table(plan)]
     if plan.prediction is not None:
         parts += [
-            term_table(plan.prediction) if len(plan.stages) <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
+            term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {_source(plan.prediction)}", style="dim"),
         ]
-        if plan.prediction.alternatives:
-            parts.append(alternative_table(plan.prediction))
+        if plan.prediction.alternatives and num_alternatives > 0:
+            parts.append(alternative_table(plan.prediction, num_alternatives))
     return Group(*parts)
 
 
 def headline(plan: Plan) -> str:
     """The decision in one sentence."""
-    stages = format_plural(len(plan.stages), "stage") + (f" ({plan.schedule})" if len(plan.stages) > 1 else "")
+    stages = format_plural(plan.num_stages, "stage") + (f" ({plan.schedule})" if plan.num_stages > 1 else "")
+    if plan.num_chunks > 1:
+        stages += f" of {format_plural(plan.num_chunks, 'chunk')}"
     microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
     text = (
         f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
@@ -47,7 +49,7 @@ def headline(plan: Plan) -> str:
 
 
 def stage_table(plan: Plan) -> Table:
-    """A row for every run of equal layers: stage, ranks, layers, strategy."""
+    """A row for every run of equal layers: stage (and its chunk), ranks, layers, strategy."""
     chain = plan.chain()
     table = Table(title="Strategies", title_justify="left", header_style="bold")
     for column in ("stage", "ranks", "layers", "parallel", "remat"):
@@ -56,7 +58,7 @@ def stage_table(plan: Plan) -> Table:
         for run_index, run in enumerate(stage.runs):
             first = run_index == 0
             table.add_row(
-                str(index) if first else "",
+                _part_name(plan, index) if first else "",
                 f"{stage.ranks[0]}–{stage.ranks[1]}" if first else "",
                 _layers_text(chain, run),
                 run.parallel + ("+sp" if run.sp else "") + (" zero2" if run.zero == 2 else ""),
@@ -104,18 +106,22 @@ def total_table(prediction: Prediction) -> Table:
     return table
 
 
-def alternative_table(prediction: Prediction) -> Table:
+def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -> Table:
     """The best candidates that lost, and why."""
-    title = (
-        f"What lost (best {min(SHOWN_ALTERNATIVES, len(prediction.alternatives))} of {len(prediction.alternatives)})"
-    )
+    title = f"What lost (best {min(shown, len(prediction.alternatives))} of {len(prediction.alternatives)})"
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in ("candidate", "step", "why"):
         table.add_column(column)
-    for alternative in prediction.alternatives[:SHOWN_ALTERNATIVES]:
+    for alternative in prediction.alternatives[:shown]:
         step = "–" if alternative.step_time_s is None else format_seconds(alternative.step_time_s)
         table.add_row(alternative.description, step, alternative.reason)
     return table
+
+
+def _part_name(plan: Plan, index: int) -> str:
+    """The stage of a part of the pipeline and, interleaved, which chunk it is."""
+    chunk, stage = divmod(index, plan.num_stages)
+    return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"
 
 
 def _left(prediction: Prediction, total_bytes: int) -> str:

@@ -25,7 +25,7 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
     for rank in record.ranks:
         expected = None if predicted_bytes is None else predicted_bytes[rank.stage]
         table.add_row(
-            f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if len(plan.stages) > 1 else ""),
+            f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if plan.num_stages > 1 else ""),
             "–" if expected is None else format_bytes(expected),
             format_bytes(rank.peak_bytes),
             "–" if expected is None else f"{expected / rank.peak_bytes:.2f}",

@@ -33,7 +33,7 @@ def observe_layers(model: ParallelModel) -> Iterator[dict[int, torch.Size]]:
 
     handles = [
         layer.register_forward_hook(keep(int(name), isinstance(layer, EmbeddingLayer)))
-        for name, layer in model.stage.layers.items()
+        for name, layer in model.layers.items()
     ]
     try:
         yield shapes
@@ -49,7 +49,7 @@ def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tu
     """
     mine = {
         int(name): str(applied_strategy(layer, shapes[int(name)], seq_len=model.plan.seq_len))
-        for name, layer in model.stage.layers.items()
+        for name, layer in model.layers.items()
     }
     reports: list[dict[int, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(reports, mine)

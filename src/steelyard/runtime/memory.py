@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -72,8 +73,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _follow(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
+        tensor = held_tensor(tensor)
         if tensor.is_meta:
             return
         storage = tensor.untyped_storage()
@@ -100,6 +100,13 @@ class LiveStorages(TorchDispatchMode):
             return result
 
         return resize_
+
+
+def held_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that has the memory of ``tensor``: a DTensor and the result of a collective only wrap another."""
+    while isinstance(tensor, DTensor | AsyncCollectiveTensor):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
+    return tensor
 
 
 class _CudaPeak:

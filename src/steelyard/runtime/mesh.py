@@ -72,7 +72,7 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
     """
     sizes = mesh_axes(plan.stages[0].num_devices)
     names = tuple(f"a{index}" for index in range(len(sizes)))
-    world = init_device_mesh(device_type, (len(plan.stages), 1, *sizes), mesh_dim_names=(_PIPELINE, _ONE, *names))
+    world = init_device_mesh(device_type, (plan.num_stages, 1, *sizes), mesh_dim_names=(_PIPELINE, _ONE, *names))
     wanted = {
         axes
         for strategy in plan.strategies

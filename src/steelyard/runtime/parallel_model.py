@@ -5,12 +5,13 @@ Legend of shape suffixes: N samples of the global batch, B samples of this rank 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain as concatenated
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -18,27 +19,35 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model
+from steelyard.modules.layers import ChainLayer
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.runtime.checks import check_same_model, check_world_size
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
-from steelyard.runtime.stage import StageModule, build_stage, local_hidden_shape
+from steelyard.runtime.stage import StageModule, build_chunks, local_hidden_shape
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
 
-_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
 
 
 class ParallelModel:
     """This rank's part of a model that is trained under a plan. Made by `parallelize`."""
 
-    def __init__(self, plan: Plan, chain: ModelChain, mesh: PlanMesh, stage: StageModule, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, chain: ModelChain, mesh: PlanMesh, chunks: tuple[StageModule, ...], device: torch.device
+    ) -> None:
         self.plan = plan
         self.chain = chain
         self.mesh = mesh
-        self.stage = stage
+        self.chunks = chunks
         self.device = device
-        self._tied: TiedEmbedding | None = find_tied_embedding(plan, chain, stage)
-        self._step_microbatches = self._pipeline_step() if len(plan.stages) > 1 else self._accumulate
+        self._tied: TiedEmbedding | None = find_tied_embedding(plan, chain, self.layers)
+        self._step_microbatches = self._pipeline_step() if plan.num_stages > 1 else self._accumulate
+
+    @property
+    def layers(self) -> dict[str, ChainLayer]:
+        """The layers of this rank, those of all its chunks, by their number in the chain."""
+        return {name: layer for chunk in self.chunks for name, layer in chunk.layers.items()}
 
     @property
     def is_first_stage(self) -> bool:
@@ -48,7 +57,7 @@ class ParallelModel:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank reads labels and computes a share of the loss."""
-        return self.mesh.stage_index == len(self.plan.stages) - 1
+        return self.mesh.stage_index == self.plan.num_stages - 1
 
     def input_samples(self) -> list[int] | None:
         """The samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
@@ -66,7 +75,8 @@ class ParallelModel:
         inputs, labels = self.input_samples(), self.label_samples()
         tokens_BS = read(inputs)[:, :-1].to(self.device) if inputs is not None else None  # noqa: N806
         labels_BS = read(labels)[:, 1:].to(self.device) if labels is not None else None  # noqa: N806
-        self.stage.begin_step(self.plan.num_microbatches)
+        for chunk in self.chunks:
+            chunk.begin_step(self.plan.num_microbatches)
         with self._vocabulary_parallel_loss():
             losses = self._step_microbatches(tokens_BS, labels_BS)
         if self._tied is not None:
@@ -75,11 +85,11 @@ class ParallelModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's sharded parameters by their path below the chain's layers, ``3.block.mlp.up_proj.weight``."""
-        return self.stage.layers.named_parameters()
+        return concatenated.from_iterable(chunk.layers.named_parameters() for chunk in self.chunks)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's sharded parameters."""
-        return self.stage.layers.parameters()
+        return concatenated.from_iterable(chunk.layers.parameters() for chunk in self.chunks)
 
     def num_local_params(self) -> int:
         """Entries of this rank's shards of the parameters."""
@@ -97,7 +107,7 @@ class ParallelModel:
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm."""
         square = torch.zeros((), device=self.device)
-        for layer_name, layer in self.stage.layers.items():
+        for layer_name, layer in self.layers.items():
             strategy = self.plan.strategies[int(layer_name)]
             for parameter in layer.parameters():
                 if parameter.grad is None or (self._tied is not None and self._tied.is_copy(parameter)):
@@ -125,24 +135,22 @@ class ParallelModel:
         losses = []
         count = self.plan.num_microbatches
         for tokens, labels in zip(tokens_BS.chunk(count), labels_BS.chunk(count), strict=True):
-            loss = self.stage(tokens, labels_BS=labels)
+            loss = self.chunks[0](tokens, labels_BS=labels)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
     def _pipeline_step(self) -> Callable[[Tensor | None, Tensor | None], list[Tensor]]:
         plan = self.plan
-        pipe_stage = PipelineStage(
-            self.stage,
-            self.mesh.stage_index,
-            len(plan.stages),
-            self.device,
-            input_args=self._example(is_input=True),
-            output_args=self._example(is_input=False),
-            group=self.mesh.pipeline.get_group(),
-        )
+        parts = [
+            self._pipeline_part(chunk, number * plan.num_stages + self.mesh.stage_index)
+            for number, chunk in enumerate(self.chunks)
+        ]
         schedule = _SCHEDULES[plan.schedule](
-            pipe_stage, plan.num_microbatches, loss_fn=lambda loss, _labels: loss, scale_grads=False
+            parts if plan.schedule == "interleaved-1f1b" else parts[0],
+            plan.num_microbatches,
+            loss_fn=lambda loss, _labels: loss,
+            scale_grads=False,
         )
 
         def step(tokens_BS: Tensor | None, labels_BS: Tensor | None) -> list[Tensor]:  # noqa: N803
@@ -156,17 +164,29 @@ class ParallelModel:
 
         return step
 
-    def _example(self, *, is_input: bool) -> Tensor:
-        """A tensor of the shape and type that the stage receives or sends for one microbatch."""
-        stage_plan = self.plan.stages[self.mesh.stage_index]
-        if is_input and self.is_first_stage:
+    def _pipeline_part(self, chunk: StageModule, index: int) -> PipelineStage:
+        """Part ``index`` of the pipeline, which torch calls a stage, in the order of the layers."""
+        return PipelineStage(
+            chunk,
+            index,
+            len(self.plan.stages),
+            self.device,
+            input_args=self._example(index, is_input=True),
+            output_args=self._example(index, is_input=False),
+            group=self.mesh.pipeline.get_group(),
+        )
+
+    def _example(self, index: int, *, is_input: bool) -> Tensor:
+        """A tensor of the shape and type that part ``index`` receives or sends for one microbatch."""
+        part = self.plan.stages[index]
+        if is_input and index == 0:
             samples = self.plan.microbatch_samples // self.plan.strategies[0].data_degree
             return torch.empty(samples, self.plan.seq_len, dtype=torch.long, device="meta")
-        if not is_input and self.is_last_stage:
+        if not is_input and index == len(self.plan.stages) - 1:
             return torch.empty((), device="meta", requires_grad=True)
-        sender = self.plan.strategies[stage_plan.first_layer - 1 if is_input else stage_plan.last_layer]
+        sender = self.plan.strategies[part.first_layer - 1 if is_input else part.last_layer]
         shape = local_hidden_shape(self.plan, self.chain, sender)
-        return torch.empty(shape, dtype=self.stage.dtype, device="meta", requires_grad=True)
+        return torch.empty(shape, dtype=self.chunks[0].dtype, device="meta", requires_grad=True)
 
     @contextmanager
     def _vocabulary_parallel_loss(self) -> Iterator[None]:
@@ -193,13 +213,19 @@ def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> Paralle
     Raises `InvalidPlanError` if the world size or the model is not the plan's.
     """
     check_world_size(plan, dist.get_world_size())
-    chain = plan.chain()
-    check_same_model(model.config, chain)
+    check_same_model(model.config, plan.chain())
     device_type = default_device_type()
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    mesh = build_mesh(plan, device_type)
-    stage = build_stage(model, plan, chain, mesh, seed=seed, device=device)
-    return ParallelModel(plan, chain, mesh, stage, device)
+    return parallelize_on(build_mesh(plan, device_type), device, model, plan, seed=seed)
+
+
+def parallelize_on(
+    mesh: PlanMesh, device: torch.device, model: PreTrainedModel, plan: Plan, *, seed: int
+) -> ParallelModel:
+    """This rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
+    chain = plan.chain()
+    chunks = build_chunks(model, plan, chain, mesh, seed=seed, device=device)
+    return ParallelModel(plan, chain, mesh, chunks, device)
 
 
 def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:

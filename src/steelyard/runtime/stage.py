@@ -1,4 +1,6 @@
-"""One pipeline stage as a module: its layers in order, with a redistribution wherever two layers differ in layout.
+"""One part of the pipeline as a module: its layers in order, redistributing wherever two layers differ in layout.
+
+A part is a whole stage or, interleaved, one of its chunks.
 
 Legend of shape suffixes: B samples of this rank in a microbatch, S sequence length, s sequence of this rank, H hidden.
 """
@@ -14,14 +16,14 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_rotary, layer_modules, materialize_layer, untie_embedding
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, StagePlan
 from steelyard.plan.strategy import Strategy
 from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.sharding import shard_layer
 
 
 class LayerLoop(nn.Module):
-    """The layers of a stage in order, each fed in the placement that it wants.
+    """The layers of a part in order, each fed in the placement that it wants.
 
     FSDP's root: its layers then share streams, so that the parameters of the next layer are gathered while one
     computes. It is a module of its own because `torch.distributed.pipelining` would otherwise take over when the
@@ -53,7 +55,7 @@ class LayerLoop(nn.Module):
 
 
 class StageModule(nn.Module):
-    """The layers of one stage. Takes token ids [B, S] on the first stage and the hidden state [B, s, H] elsewhere.
+    """The layers of one part. Takes token ids [B, S] in the first part and the hidden state [B, s, H] elsewhere.
 
     The hidden state arrives in the layout of the layer before, so the receiver redistributes. ``num_microbatches``
     backward passes make a step: replicated layers reduce their gradients in the last of them, sharded layers in each
@@ -90,7 +92,7 @@ class StageModule(nn.Module):
         self._set_last_backward(num_microbatches == 1)
 
     def forward(self, inputs: Tensor, labels_BS: Tensor | None = None) -> Tensor:  # noqa: N803
-        """The hidden state for the next stage, or on the last stage this rank's share of the loss of a microbatch."""
+        """The hidden state for the next part, or in the last part this rank's share of the loss of a microbatch."""
         context = LayerContext(
             side=self.side(self._seq_len, self.dtype, inputs.device),
             labels_BS=labels_BS,
@@ -119,14 +121,28 @@ def redistribute(
     return DTensor.from_local(local, mesh, current, run_check=False).redistribute(placements=wanted).to_local()
 
 
-def build_stage(
+def build_chunks(
     model: PreTrainedModel, plan: Plan, chain: ModelChain, mesh: PlanMesh, *, seed: int, device: torch.device
-) -> StageModule:
-    """This rank's stage of the plan: its layers made one by one, each sharded before the next takes memory."""
-    stage_plan = plan.stages[mesh.stage_index]
-    strategies = stage_plan.strategies
+) -> tuple[StageModule, ...]:
+    """This rank's parts of the pipeline: their layers made one by one, each sharded before the next takes memory."""
     if chain.tied_embeddings:
         untie_embedding(model)
+    return tuple(
+        _build_chunk(model, plan, part, chain, mesh, seed=seed, device=device) for part in plan.chunks(mesh.stage_index)
+    )
+
+
+def _build_chunk(
+    model: PreTrainedModel,
+    plan: Plan,
+    stage_plan: StagePlan,
+    chain: ModelChain,
+    mesh: PlanMesh,
+    *,
+    seed: int,
+    device: torch.device,
+) -> StageModule:
+    strategies = stage_plan.strategies
     layers: dict[str, ChainLayer] = {}
     reduce_late: list[FSDPModule] = []
     for index, strategy in enumerate(strategies, start=stage_plan.first_layer):

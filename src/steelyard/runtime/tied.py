@@ -8,6 +8,8 @@ Costs a second copy of the matrix with its gradient and optimizer states, and on
 gradients and, with several stages, their exchange between the first and the last.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Plan
-from steelyard.runtime.stage import StageModule
 
 
 class TiedEmbedding:
@@ -48,20 +49,20 @@ class TiedEmbedding:
             _set_gradient(parameter, full)
 
 
-def find_tied_embedding(plan: Plan, chain: ModelChain, stage: StageModule) -> TiedEmbedding | None:
-    """This rank's part in tying, or None where the model is not tied or the rank's stage has neither copy.
+def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> TiedEmbedding | None:
+    """This rank's part in tying, or None where the model is not tied or none of the rank's ``layers`` has a copy.
 
     A collective call on every rank: with more than one stage it makes the groups that pair the first and last stage.
     """
     if not chain.tied_embeddings:
         return None
-    pair = _pair_group(plan) if len(plan.stages) > 1 else None
+    pair = _pair_group(plan) if plan.num_stages > 1 else None
     embedding, head = "0", str(chain.num_layers - 1)
-    if embedding not in stage.layers and head not in stage.layers:
+    if embedding not in layers and head not in layers:
         return None
     return TiedEmbedding(
-        embedding=stage.layers[embedding].embedding.weight if embedding in stage.layers else None,
-        head=stage.layers[head].output.weight if head in stage.layers else None,
+        embedding=layers[embedding].embedding.weight if embedding in layers else None,
+        head=layers[head].output.weight if head in layers else None,
         pair=pair,
     )
 

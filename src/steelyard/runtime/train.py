@@ -126,7 +126,9 @@ class _Trainer:
 
     def _state_tensors(self) -> Iterator[Tensor]:
         states = (state.values() for optimizer in self._optimizers for state in optimizer.state.values())
-        for tensor in concatenated(self.model.stage.parameters(), self.model.stage.buffers(), *states):
+        chunks = self.model.chunks
+        tensors = (concatenated(chunk.parameters(), chunk.buffers()) for chunk in chunks)
+        for tensor in concatenated(*tensors, *states):
             if isinstance(tensor, Tensor):
                 yield tensor
 

@@ -8,9 +8,9 @@ Not counted: work inside an operation that PyTorch does not list in its FLOP reg
 
 import sys
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -55,6 +55,26 @@ class OpCounts:
     num_kernels: int = 0
     collectives: dict[CollectiveKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes of the whole tensor of each call."""
+
+    def copy(self) -> "OpCounts":
+        """The totals as they are now."""
+        collectives = defaultdict(list, {kind: list(calls) for kind, calls in self.collectives.items()})
+        return replace(self, collectives=collectives)
+
+    def beyond(self, other: "OpCounts") -> "OpCounts":
+        """What these totals have more than ``other``, of which they hold everything."""
+        collectives: dict[CollectiveKind, list[float]] = defaultdict(list)
+        for kind, calls in self.collectives.items():
+            if more := Counter(calls) - Counter(other.collectives.get(kind, ())):
+                collectives[kind] = list(more.elements())
+        return OpCounts(
+            matmul_flop=self.matmul_flop - other.matmul_flop,
+            attention_flop=self.attention_flop - other.attention_flop,
+            matmul_bytes=self.matmul_bytes - other.matmul_bytes,
+            memory_bytes=self.memory_bytes - other.memory_bytes,
+            num_kernels=self.num_kernels - other.num_kernels,
+            collectives=collectives,
+        )
 
 
 class OpCounter(TorchDispatchMode):

@@ -1,4 +1,9 @@
-"""Runs one layer forward and backward on fake tensors and reports what one rank does and holds."""
+"""Runs one layer forward and backward on fake tensors and reports what one rank does and holds.
+
+Selective remat runs as in training, with PyTorch's own contexts. Full remat needs no run of its own: PyTorch computes
+the layer again up to where its last tensor is saved for backward, which the run without remat shows; what is held then
+is bounded by the larger of that part of the forward pass and of the backward pass without remat.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +36,17 @@ class Observation:
     backward: OpCounts
     saved_bytes: int
     input_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    recomputed: dict[Remat, "Recomputed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What changes under a remat choice: the work that backward does in addition, and the bytes held."""
+
+    work: OpCounts
+    saved_bytes: int
     forward_transient_bytes: int
     backward_transient_bytes: int
 
@@ -69,6 +85,13 @@ class LayerSetting:
 
 def observe(setting: LayerSetting, sizes: tuple[int, ...]) -> list[Observation]:
     """One observation of the layer per number of samples."""
+    with fake_layer(setting) as (model, layer):
+        return [_observe_size(setting, model, layer, samples) for samples in sizes]
+
+
+@contextmanager
+def fake_layer(setting: LayerSetting) -> Iterator[tuple[PreTrainedModel, ChainLayer]]:
+    """A model and its layer on fake tensors, tensor-parallel as the setting says, to be run in the context."""
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         model = build_one_block_model(setting.chain, setting.dtype)
         layer = build_layer(model, setting.chain, setting.layer, Remat.NONE)
@@ -76,42 +99,110 @@ def observe(setting: LayerSetting, sizes: tuple[int, ...]) -> list[Observation]:
             apply_tensor_parallel(layer, model, setting.chain, setting.role, setting.mesh, sp=setting.sp)
             if setting.role is LayerRole.HEAD:
                 stack.enter_context(loss_parallel())
-        return [_observe_size(setting, model, layer, samples) for samples in sizes]
+        yield model, layer
 
 
 def _observe_size(setting: LayerSetting, model: PreTrainedModel, layer: ChainLayer, samples: int) -> Observation:
+    plain = run_layer(setting, model, layer, samples)
+    recomputed = {Remat.FULL: _under_full(plain)}
+    if setting.role is LayerRole.BLOCK:
+        layer.remat = Remat.SELECTIVE
+        selective = run_layer(setting, model, layer, samples)
+        layer.remat = Remat.NONE
+        recomputed[Remat.SELECTIVE] = Recomputed(
+            work=selective.backward.beyond(plain.backward),
+            saved_bytes=selective.saved_bytes,
+            forward_transient_bytes=selective.forward_peak_bytes - selective.saved_bytes,
+            backward_transient_bytes=selective.backward_peak_bytes - selective.saved_bytes,
+        )
+    return Observation(
+        num_params=sum(_local_size(parameter) for parameter in layer.parameters()),
+        forward=plain.forward,
+        backward=plain.backward,
+        saved_bytes=plain.saved_bytes,
+        input_bytes=plain.input_bytes,
+        forward_transient_bytes=plain.forward_peak_bytes - plain.saved_bytes,
+        backward_transient_bytes=plain.backward_peak_bytes - plain.saved_bytes,
+        recomputed=recomputed,
+    )
+
+
+def _under_full(plain: "LayerRun") -> Recomputed:
+    kept_bytes = plain.input_bytes + plain.label_bytes
+    again_bytes = plain.needed_peak_bytes + plain.output_bytes
+    return Recomputed(
+        work=plain.needed,
+        saved_bytes=kept_bytes,
+        forward_transient_bytes=plain.forward_peak_bytes - kept_bytes,
+        backward_transient_bytes=max(again_bytes, plain.backward_peak_bytes) - kept_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """Counts of a forward and a backward pass, and the bytes alive in them (parameters and gradients left out).
+
+    ``needed`` is the part of the forward pass that ends with the last tensor saved for backward; ``label_bytes`` are
+    of the labels that the head reads.
+    """
+
+    forward: OpCounts
+    needed: OpCounts
+    backward: OpCounts
+    input_bytes: int
+    label_bytes: int
+    output_bytes: int
+    saved_bytes: int
+    forward_peak_bytes: int
+    needed_peak_bytes: int
+    backward_peak_bytes: int
+
+
+def run_layer(setting: LayerSetting, model: PreTrainedModel, layer: ChainLayer, samples: int) -> LayerRun:
+    """Runs a `fake_layer` once forward and backward."""
     context, inputs = _inputs(setting, model, layer, samples)
     for parameter in layer.parameters():
         parameter.grad = None
     counter = OpCounter()
-    side_tensors = [context.side.position_ids, *context.side.position_embeddings]
-    counter.ignore(
-        [*layer.parameters(), *side_tensors, *(mask for mask in context.side.masks.values() if mask is not None)]
-    )
+    counter.ignore([*layer.parameters(), *_side_tensors(context)])
     counter.watch([inputs])
     input_ids = counter.storage_ids([inputs])
+    needed, num_needed = OpCounts(), 0
+
+    def save(tensor: Tensor) -> Tensor:
+        nonlocal needed, num_needed
+        needed, num_needed = counter.counts.copy(), len(counter.log)
+        return tensor
+
     with counter:
-        output = layer(inputs, context)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            output = layer(inputs, context)
         forward, counter.counts = counter.counts, OpCounts()
-        forward_events = len(counter.log)
+        num_forward = len(counter.log)
         output_ids = counter.storage_ids([output])
+        output_bytes = output.numel() * output.element_size()
         gradient = torch.empty_like(output)
         output.backward(gradient)
-        backward = counter.counts
         gradients = counter.storage_ids(p.grad for p in layer.parameters() if p.grad is not None)
-    input_bytes = inputs.numel() * inputs.element_size()
     del output, gradient
     history = live_bytes(counter.log, without=gradients)
-    saved = live_bytes(counter.log[:forward_events], without=output_ids - input_ids)[-1]
-    return Observation(
-        num_params=sum(_local_size(parameter) for parameter in layer.parameters()),
+    return LayerRun(
         forward=forward,
-        backward=backward,
-        saved_bytes=saved,
-        input_bytes=input_bytes,
-        forward_transient_bytes=max(history[: forward_events + 1]) - saved,
-        backward_transient_bytes=max(history[forward_events:]) - saved,
+        needed=needed,
+        backward=counter.counts,
+        input_bytes=inputs.numel() * inputs.element_size(),
+        label_bytes=context.labels_BS.nbytes if setting.role is LayerRole.HEAD else 0,
+        output_bytes=output_bytes,
+        saved_bytes=live_bytes(counter.log[:num_forward], without=output_ids - input_ids)[-1],
+        forward_peak_bytes=max(history[: num_forward + 1]),
+        needed_peak_bytes=max(history[: num_needed + 1]),
+        backward_peak_bytes=max(history[num_forward:]),
     )
+
+
+def _side_tensors(context: LayerContext) -> list[Tensor]:
+    side = context.side
+    return [side.position_ids, *side.position_embeddings, *(mask for mask in side.masks.values() if mask is not None)]
 
 
 def _inputs(

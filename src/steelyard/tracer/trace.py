@@ -17,12 +17,14 @@ import transformers
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
+from steelyard.plan.strategy import Remat
 from steelyard.profiles.profile import (
     Affine,
     CollectiveCount,
     LayerProfile,
     Profile,
     ProfileIdentity,
+    Recomputation,
     Work,
 )
 from steelyard.tracer.counting import OpCounts
@@ -30,6 +32,9 @@ from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observ
 
 _SIZES = (2, 8)
 """Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
+
+_Direction = Callable[[Observation], OpCounts]
+_Line = Callable[[Callable[[Observation], float]], Affine]
 
 
 def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: Iterable[int]) -> Profile:
@@ -94,11 +99,19 @@ def _layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation]
         input_bytes=line(lambda o: o.input_bytes),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
+        recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
     )
 
 
-_Direction = Callable[[Observation], OpCounts]
-_Line = Callable[[Callable[[Observation], float]], Affine]
+def _recomputation(remat: Remat, observations: list[Observation], line: _Line) -> Recomputation:
+    return Recomputation(
+        remat=remat.value,
+        work=_work(lambda o: o.recomputed[remat].work, observations, line),
+        collectives=_collectives(lambda o: o.recomputed[remat].work, observations, line),
+        saved_bytes=line(lambda o: o.recomputed[remat].saved_bytes),
+        forward_transient_bytes=line(lambda o: o.recomputed[remat].forward_transient_bytes),
+        backward_transient_bytes=line(lambda o: o.recomputed[remat].backward_transient_bytes),
+    )
 
 
 def _work(direction: _Direction, observations: list[Observation], line: _Line) -> Work:

@@ -1,0 +1,112 @@
+"""``steelyard check``: runs a plan's ranks on fake tensors and says whether it fits, beside what was predicted."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cost.predict import predict_memory
+from steelyard.plan.file import read_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning import make_job
+from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
+
+
+def check(
+    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Check it for another cluster than the plan names.")
+    ] = None,
+    memory: Memory = None,
+    profile: ProfileOption = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="Ranks that are run at once; default: one per core.", min=1)
+    ] = None,
+    every_microbatch: Annotated[
+        bool, typer.Option("--every-microbatch", help="Run all microbatches, also those that repeat others.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
+    plan = read_plan(path)
+    budgets = _stage_budgets(plan, cluster, memory, profile)
+    from steelyard.runtime.distinct_ranks import distinct_ranks
+    from steelyard.runtime.dry_run import dry_run_all
+
+    groups = distinct_ranks(plan)
+    found = dry_run_all(
+        plan,
+        [group.rank for group in groups],
+        num_processes=processes or os.cpu_count() or 1,
+        every_microbatch=every_microbatch,
+    )
+    checked: list[CheckedRank] = []
+    for group, rank in zip(groups, found, strict=True):
+        checked.append(
+            CheckedRank(
+                rank=group.rank,
+                stage=group.stage,
+                ranks=group.ranks,
+                terms=rank.later_steps.terms,
+                where=rank.later_steps.where,
+                first_step_bytes=rank.first_step.total_bytes,
+                wall_s=rank.wall_s,
+                budget=budgets[group.stage],
+            )
+        )
+    if as_json:
+        print_json(_as_json(checked))
+    else:
+        Console().print(check_view(plan, checked))
+        for line in misfit_lines(checked):
+            print(line)
+    if not all(rank.fits for rank in checked):
+        raise typer.Exit(1)
+
+
+def _stage_budgets(plan: Plan, cluster: str | None, memory: str | None, profile: str | None) -> list[StageBudget]:
+    """The prediction and the budget of each stage: those in the plan, or new ones where the plan has none."""
+    prediction = plan.prediction
+    if prediction is not None and not (cluster or memory or profile):
+        return [
+            StageBudget(predicted=stage.memory_bytes, budget_bytes=prediction.budget_bytes)
+            for stage in prediction.stages
+        ]
+    job = make_job(
+        plan.chain().config,
+        cluster or plan.cluster,
+        global_batch=plan.global_batch,
+        seq_len=plan.seq_len,
+        precision=plan.precision,
+        memory=memory,
+        profile=profile,
+    )
+    return [StageBudget(predicted=terms, budget_bytes=job.budget_bytes) for terms in predict_memory(plan, job)]
+
+
+def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:
+    return {
+        "fits": all(rank.fits for rank in checked),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stage": rank.stage,
+                "stands_for": list(rank.ranks),
+                "fits": rank.fits,
+                "over_bytes": max(0, rank.over_bytes),
+                "peak_bytes": rank.peak_bytes,
+                "peak_terms": rank.terms,
+                "peak_where": rank.where,
+                "first_step_peak_bytes": rank.first_step_bytes,
+                "allowance_bytes": rank.allowance_bytes,
+                "budget_bytes": rank.budget.budget_bytes,
+                "predicted_bytes": rank.budget.tensor_bytes,
+                "predicted_terms": rank.budget.predicted,
+                "wall_s": rank.wall_s,
+            }
+            for rank in checked
+        ],
+    }

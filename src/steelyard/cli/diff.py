@@ -1,0 +1,51 @@
+"""``steelyard diff``: what two plans do and cost differently."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from steelyard.cli.options import AsJson, print_json
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.file import read_plan
+from steelyard.plan.plan import Plan
+from steelyard.report.compare_view import changed_layers, compare_view, fullest_terms, step_terms
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan file.", metavar="FIRST")],
+    second: Annotated[Path, typer.Argument(help="Another plan of the same model.", metavar="SECOND")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two plans of a model: time by term, memory by term, layers that differ."""
+    one, other = read_plan(first), read_plan(second)
+    if one.chain().num_layers != other.chain().num_layers:
+        raise InvalidPlanError(
+            field=str(second),
+            found=f"{other.model.name} with {other.chain().num_layers} layers",
+            expected=f"{one.chain().num_layers} layers, as {one.model.name} in {first} has",
+            hint="compare plans of the same model",
+        )
+    if as_json:
+        print_json({"first": _terms(one), "second": _terms(other), "layers": _changes(one, other)})
+    else:
+        Console().print(compare_view(one, other))
+
+
+def _terms(plan: Plan) -> dict[str, Any]:
+    prediction = plan.prediction
+    if prediction is None:
+        return {}
+    return {
+        "step_time_s": prediction.step_time_s,
+        "time_s": step_terms(plan, prediction),
+        "memory_bytes": fullest_terms(prediction),
+    }
+
+
+def _changes(one: Plan, other: Plan) -> list[dict[str, Any]]:
+    return [
+        {"layers": [start, end], "first": before, "second": after}
+        for start, end, before, after in changed_layers(one, other)
+    ]

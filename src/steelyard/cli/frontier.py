@@ -1,0 +1,124 @@
+"""``steelyard frontier``: time against memory, and time and money against the number of devices."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from steelyard.cli.options import (
+    AsJson,
+    ClusterOption,
+    GlobalBatch,
+    Memory,
+    Model,
+    PrecisionOption,
+    ProfileOption,
+    SeqLen,
+    print_json,
+)
+from steelyard.cli.plan import check_precision
+from steelyard.cli.progress import progress
+from steelyard.errors import UserError
+from steelyard.plan.choices import TradeOffs
+from steelyard.planning import PlanOptions, find_trade_offs, make_job
+from steelyard.report.frontier_table import frontier_note, frontier_view
+from steelyard.report.html_figure import html_figure
+from steelyard.report.panels import figure_title, panels
+from steelyard.report.svg import svg_figure
+
+POINTS = 16
+
+
+def frontier(
+    model: Model,
+    cluster: ClusterOption,
+    seq_len: SeqLen,
+    global_batch: GlobalBatch,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write a figure: a path that ends in .html or .svg.")
+    ] = None,
+    memory: Memory = None,
+    precision: PrecisionOption = "bf16",
+    profile: ProfileOption = None,
+    points: Annotated[
+        int, typer.Option("--points", help="Memory budgets to search: more give a finer frontier.", min=3)
+    ] = POINTS,
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", help="Device counts to compare, as in 8,16,32; default: a few around the cluster's."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", help="Price of a device-hour, to show the cost of tokens.", min=0)
+    ] = None,
+    max_tp: Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show every time/memory trade-off, and what more or fewer devices would do."""
+    draw = None if output is None else _check_figure(output)
+    counts = None if devices is None else parse_counts(devices)
+    with progress("counting the model's layers", silent=as_json) as show:
+        job = make_job(
+            model,
+            cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            precision=check_precision(precision),
+            memory=memory,
+            profile=profile,
+        )
+        found = find_trade_offs(
+            job,
+            PlanOptions(max_tp=max_tp),
+            max_searches=points,
+            device_counts=counts,
+            price_per_device_hour=price,
+            progress=show,
+        )
+    if output is not None and draw is not None:
+        _write(output, draw, found)
+    if as_json:
+        print_json(found.model_dump(mode="json", exclude_none=True))
+    else:
+        console = Console()
+        console.print(frontier_view(found))
+        if output is not None:
+            console.print(f"figure written to {output}")
+    if not found.points and all(point.step_time_s is None for point in found.devices):
+        raise typer.Exit(1)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """The device counts in ``8,16,32``; raises `UserError` for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise UserError(
+            field="--devices",
+            found=repr(text),
+            expected="whole numbers of 1 or more",
+            hint="write for example --devices 8,16,32",
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _check_figure(path: Path) -> str:
+    kind = path.suffix.lower().lstrip(".")
+    if kind not in ("html", "svg"):
+        raise UserError(
+            field="--output",
+            found=repr(str(path)),
+            expected="a path that ends in .html or .svg",
+            hint=f"write for example -o {path.with_suffix('.html').name}",
+        )
+    return kind
+
+
+def _write(path: Path, kind: str, found: TradeOffs) -> None:
+    title, drawn = figure_title(found), panels(found)
+    text = svg_figure(title, drawn) if kind == "svg" else html_figure(title, drawn, note=frontier_note(found))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            field="--output", found=f"{path}: {error.strerror}", expected="a path that can be written"
+        ) from error

@@ -1,0 +1,140 @@
+"""What fraction of a data sheet's rates a device reaches: a few numbers per device generation, fitted to public runs.
+
+The numbers stand in ``efficiency.yaml`` beside this file, with what they were fitted on, when and how well;
+`benchmarks/calibrate.py` writes it. A measured profile takes the place of all of them.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from steelyard.errors import InvalidProfileError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEfficiency:
+    """Fractions of a link's rate that collectives and transfers reach, and multiples of its latency that they take."""
+
+    intra: float
+    """Of the link inside a node."""
+    inter: float
+    """Of the link between nodes."""
+    intra_latency: float
+    inter_latency: float
+
+
+IDEAL_LINKS = LinkEfficiency(intra=1.0, inter=1.0, intra_latency=1.0, inter_latency=1.0)
+"""Links at the rate and the latency that the cluster states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """How near a device comes to its data sheet, and what it spends on what no data sheet states."""
+
+    matmul: float
+    """Of the dense peak, on matmuls so large that their operands do not count."""
+    operands: float
+    """Part of the operands' traffic that the matrix units wait for."""
+    attention: float
+    """Of the dense peak, in fused (flash) attention."""
+    memory: float
+    """Of the memory's rate, in kernels that only move bytes."""
+    ramp_s: float
+    """From the end of one kernel to the full rate of the next."""
+    launch_s: float
+    """Of the host, per kernel launched one by one."""
+    collective_launch_s: float
+    """Of the host, per collective."""
+    links: LinkEfficiency
+    straggling: float
+    """Part that compute takes longer for each doubling of the number of nodes: the slowest rank sets the pace."""
+    step_s: float
+    """Once a step, whatever its size: loop, data, loss and gradient norm."""
+    step_per_node_s: float
+    """Once a step for each node: what all ranks do together, one after another."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Row(_Part):
+    devices: tuple[str, ...]
+    """Beginnings of the names of the catalogue's devices."""
+    matmul: float = Field(gt=0, le=1)
+    attention: float = Field(gt=0, le=1)
+    assumed: bool = False
+    """Whether no run of such a device was among those that were fitted."""
+
+
+class _NetworkRow(_Part):
+    links: tuple[str, ...]
+    """Words in the names of links between nodes."""
+    rate: float = Field(gt=0, le=1)
+
+
+class _EfficiencyFile(_Part):
+    version: int
+    fitted: dict[str, str]
+    generations: dict[str, _Row]
+    operands: float = Field(ge=0)
+    memory: float = Field(gt=0, le=1)
+    ramp_us: float = Field(ge=0)
+    launch_us: float = Field(ge=0)
+    collective_launch_us: float = Field(ge=0)
+    intra: float = Field(gt=0, le=1)
+    networks: dict[str, _NetworkRow]
+    intra_latency: float = Field(gt=0)
+    inter_latency: float = Field(gt=0)
+    straggling: float = Field(ge=0)
+    step_ms: float = Field(ge=0)
+    step_per_node_ms: float = Field(ge=0)
+
+
+@cache
+def efficiency_of(device_name: str, network: str) -> Efficiency:
+    """The efficiency of a device and of the link between nodes, by their names.
+
+    That of its generation or network, or of ``other`` for one that none names.
+    """
+    file = _file()
+    reached = next(
+        (row for row in file.networks.values() if any(word in network.lower() for word in row.links)),
+        file.networks["other"],
+    )
+    row = next(
+        (row for row in file.generations.values() if device_name.lower().startswith(row.devices)),
+        file.generations["other"],
+    )
+    return Efficiency(
+        matmul=row.matmul,
+        attention=row.attention,
+        operands=file.operands,
+        memory=file.memory,
+        ramp_s=file.ramp_us * 1e-6,
+        launch_s=file.launch_us * 1e-6,
+        collective_launch_s=file.collective_launch_us * 1e-6,
+        links=LinkEfficiency(
+            intra=file.intra,
+            inter=reached.rate,
+            intra_latency=file.intra_latency,
+            inter_latency=file.inter_latency,
+        ),
+        straggling=file.straggling,
+        step_s=file.step_ms * 1e-3,
+        step_per_node_s=file.step_per_node_ms * 1e-3,
+    )
+
+
+@cache
+def _file() -> _EfficiencyFile:
+    text = resources.files("steelyard.cost").joinpath("efficiency.yaml").read_text(encoding="utf-8")
+    file = _EfficiencyFile.model_validate(yaml.safe_load(text))
+    if "other" not in file.generations or "other" not in file.networks:
+        raise InvalidProfileError(
+            field="efficiency.yaml", found="no row named other", expected="one in generations and one in networks"
+        )
+    return file

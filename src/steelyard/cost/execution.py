@@ -1,0 +1,76 @@
+"""How a framework carries a plan out, where that changes what a step costs; the default is `steelyard.runtime`.
+
+Every field says what a framework does, read off its code or its papers; only ``pipelined_collective_s`` was measured. `steelyard.validation` has one
+value per framework that others published runs of; plans made here take the default.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from steelyard.plan.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes per parameter that a rank keeps between steps, and from which ZeRO stage on each part is sharded.
+
+    ``zero`` is 0 (nothing sharded), 1 (optimizer), 2 (and gradients) or 3 (and parameters).
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    zero: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What a framework does otherwise than this project's runtime."""
+
+    matmul_dtype: str | None = None
+    """Type that matmuls compute in where it is not the job's precision (fp16, fp8)."""
+    linear_speedup: float = 1.0
+    """How much faster linear layers run than at ``matmul_dtype``'s reached rate (fp8 beside bf16 attention)."""
+    states: StateBytes | None = None
+    """States kept in buffers of the framework's own; None for FSDP2 as the runtime uses it."""
+    reduce_bytes: int = 4
+    """Bytes per parameter that gradients are reduced in."""
+    accumulates_apart: bool = False
+    """Whether each microbatch's gradients are made in compute precision and then added to fp32 ones."""
+    overlaps_data: bool = True
+    """Whether data-parallel communication runs beside compute."""
+    hidden_tp: float = 0.0
+    """Part of tensor-parallel communication that runs beside compute."""
+    shard_degree: int | None = None
+    """Ranks over which states are sharded where that is not all data ranks."""
+    transfer: Literal["divided", "whole"] = "divided"
+    """Whether tensor-parallel ranks without sp send each a part of the activation between stages, or all of it."""
+    eager_launch: bool = True
+    """Whether the host launches every kernel (False under CUDA graphs or compiled regions)."""
+    pipelined_collective_s: float = 0.0
+    """What the host loses per tensor-parallel collective and rank of its group where stages exchange activations
+    between nodes. Seen, not explained: in nanotron a block takes 3 ms per microbatch and rank, however small it is."""
+    remat_fraction: float = 1.0
+    """Part of the forward pass that remat runs again: 1 for full, less where a framework recomputes every n-th layer."""
+
+    def optimizer_shards(self, data_degree: int) -> int:
+        """Ranks over which the optimizer states of a replicated layer are divided."""
+        if self.states is None or self.states.zero == 0:
+            return 1
+        return min(self.shard_degree or data_degree, data_degree)
+
+
+OURS = Execution()
+
+
+def kept_state_bytes(num_params: int, strategy: Strategy, execution: Execution) -> dict[str, int]:
+    """Bytes of a layer's states on one rank in a framework that has buffers of its own for each of them."""
+    states = execution.states
+    assert states is not None, "only frameworks with states of their own are asked"
+    shards = strategy.fsdp if strategy.fsdp > 1 else min(execution.shard_degree or strategy.dp, strategy.dp)
+    parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
+    first_sharded = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    return {
+        name: -(-num_params * each // (shards if states.zero >= first_sharded[name] else 1))
+        for name, each in parts.items()
+    }

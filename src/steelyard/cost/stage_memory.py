@@ -1,0 +1,291 @@
+r"""The most bytes that a rank of a stage holds, found by walking through its passes layer by layer.
+
+The search adds up what layers hold and puts the largest short-lived memory on top, since it must price a layer without
+knowing the others. A finished plan is known whole: when layer $l$ of a stage works in a backward pass, the layers
+behind it have freed what they saved, and in the first backward pass those before it have no gradients yet. With $n$
+other microbatches in flight
+
+$$M = \sum_j (p_j + o_j) + \sum_{j \in G} g_j + n \sum_j b_j + \sum_{j < l} (b_j + k_j) + b_l + u_l + \text{buffers}$$
+
+and the bound is the largest $M$ over all passes and layers.
+
+| symbol | bytes            | meaning                                                                               |
+|--------|------------------|---------------------------------------------------------------------------------------|
+| $p, o$ | 4 N / f, 8 N / f | parameters and optimizer states                                                       |
+| $g$    | 4 N / f          | gradients, of the layers $G$ that have worked backwards before                        |
+| $b$    | traced           | saved by one microbatch                                                               |
+| $k$    | q N              | the copy that computes, of layers that keep it                                        |
+| $u$    | see `_forward_bytes`, `_backward_bytes`, `_reduction_bytes` | what the layer needs while it works           |
+
+Not modelled: what a redistribution between two layouts takes beyond its result.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from steelyard.cost.layer import gradient_copies, held_bytes, keeps_copy, kept_gradient_bytes, layer_profile
+from steelyard.cost.schedule import pass_order
+from steelyard.cost.setting import MASTER_BYTES, Setting
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Strategy
+
+_TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of one layer on one rank, for one microbatch where they depend on samples."""
+
+    params: int
+    """Entries on a rank after tp, before data sharding."""
+    shards: int
+    copy: int
+    """All parameters in compute precision."""
+    keeps_copy: bool
+    kept_gradients: int
+    """What is kept from one microbatch to the next."""
+    made_gradients: int
+    """What one backward pass makes beside the gradients that are kept."""
+    saved: int
+    input: int
+    forward: int
+    backward: int
+
+    @property
+    def shard(self) -> int:
+        """The rank's parameters in fp32."""
+        return MASTER_BYTES * -(-self.params // self.shards)
+
+    @property
+    def reduced(self) -> int:
+        """The buffer that gradients are reduced from."""
+        return MASTER_BYTES * self.params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """The layers of one stage with what enters and leaves it."""
+
+    layers: tuple[LayerMemory, ...]
+    received: int
+    """The activation of a microbatch that comes from the stage before; 0 on the first."""
+    sent: int
+    """The activation of a microbatch that goes to the next stage; 0 on the last."""
+    received_is_saved: bool
+    """Whether the first layer works on the very tensor that arrived."""
+    token_bytes: int
+    """Token ids and labels of one microbatch."""
+    side_bytes: int
+    """What all layers read beside the hidden state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """The state of a stage as a pass begins: microbatches in flight beside the pass's own, and what was done before."""
+
+    in_flight: int
+    is_backward: bool
+    is_first: bool
+    """Whether no backward pass has ended yet."""
+    is_last_backward: bool
+    follows_forward: bool
+
+
+def stage_terms(stage: StageLayers, index: int, setting: Setting) -> dict[str, int]:
+    """The bytes of tensors by term at the moment when a rank of stage ``index`` holds most."""
+    always = Counter(
+        {
+            "parameters": sum(layer.shard for layer in stage.layers),
+            "optimizer": 2 * sum(layer.shard for layer in stage.layers),
+            "pipeline buffers": setting.num_microbatches * (stage.received + stage.sent),
+        }
+    )
+    tokens = setting.num_microbatches * stage.token_bytes
+    best: Counter[str] = Counter()
+    for moment in _moments(index, setting):
+        for terms in _pass_terms(stage, moment):
+            if terms.total() > best.total():
+                best = terms
+    always["working set"] += tokens
+    return dict(always + best)
+
+
+def _moments(index: int, setting: Setting) -> list[_Moment]:
+    """The distinct states in which a stage begins a pass."""
+    order = pass_order(index, setting.num_stages, setting.num_microbatches, setting.schedule)
+    if setting.num_stages == 1:
+        directions = [False, True] * setting.num_microbatches
+    else:
+        directions = [bool(each) for each in order.is_backward]
+    moments: dict[_Moment, None] = {}
+    in_flight = backwards = 0
+    before = True
+    for is_backward in directions:
+        backwards += is_backward
+        moment = _Moment(
+            in_flight=in_flight - is_backward,
+            is_backward=is_backward,
+            is_first=backwards <= is_backward,
+            is_last_backward=is_backward and backwards == setting.num_microbatches,
+            follows_forward=not before,
+        )
+        moments[moment] = None
+        in_flight += -1 if is_backward else 1
+        before = is_backward
+    return list(moments)
+
+
+def _pass_terms(stage: StageLayers, moment: _Moment) -> Iterator[Counter[str]]:
+    """The terms at the fullest moment of each layer in one pass, without what is always there."""
+    layers = stage.layers
+    others = moment.in_flight * _in_flight_bytes(stage)
+    saved_before = -stage.received if stage.received_is_saved else 0
+    saved_before += stage.side_bytes
+    copies_all = sum(layer.copy for layer in layers if layer.keeps_copy)
+    copies_before = 0
+    for place, layer in enumerate(layers):
+        copies = copies_before + (layer.copy if layer.keeps_copy else 0)
+        if not moment.is_backward and moment.in_flight and moment.follows_forward:
+            copies = copies_all
+        later = range(place + 1, len(layers))
+        has_gradients = later if moment.is_first and moment.is_backward else range(len(layers))
+        if moment.is_first and not moment.is_backward:
+            has_gradients = range(0)
+        terms = Counter(
+            {
+                "gradients": sum(layers[other].kept_gradients for other in has_gradients),
+                "gathered parameters": copies,
+                "activations": others + saved_before + layer.saved + (stage.sent if moment.is_backward else 0),
+            }
+        )
+        if moment.is_backward:
+            terms["working set"] = max(_backward_bytes(layers, place, moment), _reduction_bytes(layers, place, moment))
+        else:
+            terms["working set"] = _forward_bytes(layer) + _reducing_bytes(layers, len(layers), moment)
+        yield terms
+        saved_before += layer.saved
+        copies_before += layer.copy if layer.keeps_copy else 0
+
+
+def _in_flight_bytes(stage: StageLayers) -> int:
+    """What a microbatch holds between its forward and its backward pass."""
+    saved = sum(layer.saved for layer in stage.layers) + stage.side_bytes + stage.sent
+    return saved - (stage.received if stage.received_is_saved else 0)
+
+
+def _forward_bytes(layer: LayerMemory) -> int:
+    """Working activations, and for a sharded layer its parameters and the buffer they were gathered in."""
+    gathered = 0 if layer.keeps_copy else layer.copy
+    return layer.forward + gathered + (layer.copy if layer.shards > 1 else 0)
+
+
+def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+    """While autograd works: activations, parameters, new gradients, and the buffers of the neighbours.
+
+    The next layer to work is gathered, and the layer that worked before still reduces.
+    """
+    layer = layers[place]
+    total = layer.backward + layer.made_gradients
+    if not layer.keeps_copy:
+        total += layer.copy
+    if place and not layers[place - 1].keeps_copy:
+        total += layers[place - 1].copy
+    return total + _reducing_bytes(layers, place + 1, moment)
+
+
+def _reducing_bytes(layers: tuple[LayerMemory, ...], first: int, moment: _Moment) -> int:
+    """The buffer of the last reduction before the layers from ``first`` on, which FSDP holds until the next one.
+
+    Within a backward pass that is the nearest layer behind. Before the first layer that reduces it is the one that
+    reduced last in the backward pass before.
+    """
+    for layer in layers[first:]:
+        if layer.shards > 1 or moment.is_last_backward:
+            return layer.reduced
+    if moment.is_first:
+        return 0
+    return next((layer.reduced for layer in layers if layer.shards > 1), 0)
+
+
+def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+    """As a layer's gradients are reduced: the new gradients, the buffer they are copied to, and the result.
+
+    A replicated layer adds those of all microbatches up first, in fp32, and reduces them in the last backward pass.
+    """
+    layer = layers[place]
+    accumulates = layer.shards == 1 and layer.copy < layer.reduced
+    if layer.shards == 1 and not moment.is_last_backward:
+        return layer.input + layer.made_gradients + (layer.reduced if accumulates and moment.is_first else 0)
+    made = 0 if accumulates and not moment.is_first else layer.made_gradients
+    total = layer.input + made + layer.reduced + layer.shard
+    if place and not layers[place - 1].keeps_copy:
+        total += layers[place - 1].copy
+    return total
+
+
+def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> LayerMemory:
+    """The bytes of a layer of one kind under a strategy."""
+    job = setting.job
+    kind = job.chain.kinds[kind_index]
+    layer = layer_profile(kind, strategy, setting)
+    held = held_bytes(layer, strategy)
+    samples = setting.microbatch_samples // strategy.data_degree
+    return LayerMemory(
+        params=layer.num_params,
+        shards=strategy.fsdp,
+        copy=job.compute_bytes * layer.num_params,
+        keeps_copy=keeps_copy(strategy),
+        kept_gradients=kept_gradient_bytes(kind, layer, strategy, setting),
+        made_gradients=_made_gradients(layer.num_params * gradient_copies(kind, strategy), strategy, setting),
+        saved=int(held.saved_bytes.at(samples)),
+        input=int(layer.input_bytes.at(samples)),
+        forward=int(held.forward_transient_bytes.at(samples)),
+        backward=int(held.backward_transient_bytes.at(samples)),
+    )
+
+
+def hidden_bytes(strategy: Strategy, setting: Setting) -> int:
+    """A rank's hidden state of one microbatch after a layer of this strategy."""
+    divided = strategy.data_degree * (strategy.tp if strategy.sp else 1)
+    return setting.activation_bytes // divided
+
+
+def stage_layers(plan: Plan, index: int, setting: Setting) -> StageLayers:
+    """What stage ``index`` of a plan of single chunks consists of."""
+    part, strategies, chain = plan.stages[index], plan.strategies, setting.job.chain
+    places = range(part.first_layer, part.last_layer + 1)
+    is_first, is_last = index == 0, index == len(plan.stages) - 1
+    before = strategies[part.first_layer - 1] if not is_first else None
+    samples = [strategies[0].data_degree] * is_first + [strategies[-1].data_degree] * is_last
+    known: dict[tuple[int, Strategy], LayerMemory] = {}
+    for place in places:
+        key = chain.layers[place], strategies[place]
+        if key not in known:
+            known[key] = layer_memory(*key, setting)
+    return StageLayers(
+        layers=tuple(known[chain.layers[place], strategies[place]] for place in places),
+        received=0 if before is None else hidden_bytes(before, setting),
+        sent=0 if is_last else hidden_bytes(strategies[part.last_layer], setting),
+        received_is_saved=before is not None and before.layout == strategies[part.first_layer].layout,
+        token_bytes=sum(setting.microbatch_samples // degree for degree in samples)
+        * (setting.job.seq_len + 1)
+        * _TOKEN_BYTES,
+        side_bytes=_side_bytes(setting),
+    )
+
+
+def _side_bytes(setting: Setting) -> int:
+    """Positions, rotary embedding and the mask of a sliding window, which every forward pass makes for all layers."""
+    job, config = setting.job, setting.job.chain.config
+    head_dim = config.get("head_dim") or job.chain.hidden_size // config["num_attention_heads"]
+    window = config.get("sliding_window")
+    total = job.seq_len * (_TOKEN_BYTES + 2 * head_dim * job.compute_bytes)
+    return total + (job.seq_len**2 * job.compute_bytes if window and window < job.seq_len else 0)
+
+
+def _made_gradients(num_params: int, strategy: Strategy, setting: Setting) -> int:
+    """Gradients in compute precision; under tp in fp32 autograd adds the DTensors of two microbatches out of place."""
+    made = setting.job.compute_bytes * num_params
+    adds_apart = strategy.fsdp == 1 and strategy.tp > 1 and setting.num_microbatches > 1
+    return 2 * made if adds_apart and setting.job.compute_bytes == MASTER_BYTES else made

@@ -1,0 +1,125 @@
+"""What could be chosen instead of a plan, as data: trade-offs, rivals, and what was left out of the search.
+
+These values travel from `steelyard.planning`, which finds them, to `steelyard.report`, which shows them, and are what
+``--json`` prints. Memory is bytes per device, the allocator's slack included; times are those of the simulator.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from steelyard.plan.plan import Plan, PlanPart
+
+Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
+
+
+class FrontierPoint(PlanPart):
+    """The fastest plan of all that take at most this memory."""
+
+    memory_bytes: int
+    step_time_s: float
+    tokens_per_s: float
+    num_stages: int
+    num_microbatches: int
+    setting: str
+    strategies: str
+    is_chosen: bool = False
+    """The fastest plan within the budget: what `steelyard plan` chooses."""
+
+
+class DevicePoint(PlanPart):
+    """The fastest plan on a number of devices, or the reason why there is none."""
+
+    num_devices: int
+    cluster: str
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    memory_bytes: int | None = None
+    cost_per_billion_tokens: float | None = None
+    """In the currency of the price; absent where no price was given."""
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    setting: str | None = None
+    strategies: str | None = None
+    reason: str = ""
+    """Why nothing fits; empty where something does."""
+
+
+class TradeOffs(PlanPart):
+    """Time against memory on one cluster, and time and money against the number of devices."""
+
+    model: str
+    cluster: str
+    seq_len: int
+    global_batch: int
+    precision: str
+    budget_bytes: int
+    price_per_device_hour: float | None = None
+    points: tuple[FrontierPoint, ...] = ()
+    """Most memory and least time first."""
+    is_complete: bool = True
+    """No plan worth having is missing between the first and the last point."""
+    devices: tuple[DevicePoint, ...] = ()
+    profile: dict[str, str] = Field(default_factory=dict)
+    """The identity of the profile that the costs came from."""
+
+
+class StrategyVerdict(PlanPart):
+    """Whether a strategy could be of use to a kind of layer in a pipeline setting, and if not, why."""
+
+    kind: str
+    """Empty where the reason holds for all of them."""
+    strategy: str
+    verdict: Verdict
+    reason: str = ""
+    """What forbids it, or the strategy that is no worse in anything; empty for one that is undominated."""
+
+
+class ExcludedValues(PlanPart):
+    """Values of a setting that were never searched, and why."""
+
+    what: str
+    """stages, microbatches or schedule."""
+    values: str
+    """As in ``3, 5–7``."""
+    reason: str
+
+
+class Rival(PlanPart):
+    """The best plan under a restriction, next to the plan that is explained."""
+
+    name: str
+    """The restriction: ``without tp``."""
+    step_time_s: float | None = None
+    """Absent where nothing fits."""
+    slowdown: float | None = None
+    """Its step time over that of the plan, minus one; negative where it is faster."""
+    missing_bytes: int | None = None
+    """Bytes per device that the nearest plan lacks; absent where one fits, or no memory would help."""
+    setting: str = ""
+    strategies: str = ""
+
+
+class WhyNot(PlanPart):
+    """The best plan that does what was asked for, or why there is none."""
+
+    asked: str
+    plan: Plan | None = None
+    reasons: tuple[str, ...] = ()
+    """Empty where there is a plan."""
+
+
+class Explanation(PlanPart):
+    """Why a plan and not another one: each rival was searched again under its restriction."""
+
+    binds: str
+    """What a faster plan would need, in a sentence."""
+    rivals: tuple[Rival, ...] = ()
+    budgets: tuple[Rival, ...] = ()
+    """The best plans with a little more and a little less memory per device."""
+    notes: tuple[str, ...] = ()
+    why_not: WhyNot | None = None
+    excluded: tuple[ExcludedValues, ...] = ()
+    """Pipeline settings that were never searched."""
+    verdicts: tuple[StrategyVerdict, ...] = ()
+    """What became of every strategy of the tree, in the pipeline setting of the plan."""

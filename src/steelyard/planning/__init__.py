@@ -1,0 +1,57 @@
+"""From a model, a cluster and a budget to a plan: the planner's parts in their order, one after another.
+
+| module     | from → to                                                                        |
+|------------|----------------------------------------------------------------------------------|
+| `job`      | config, cluster, batch → job, with its profile (traced, or given as measured)    |
+| `problem`  | job and options → cost tables, one for every pipeline setting                    |
+| `choose`   | cost tables → search → the best few re-scored by the simulator → plan            |
+| `assemble` | outcome of a search → plan without prediction                                    |
+| `pins`     | what layers must have, as a user writes it → cost tables that allow nothing else |
+| `insist`   | job and a pin → what it costs, or what forbids it                                |
+| `price`    | plan without prediction → plan with it                                           |
+| `devices`  | job → the same on other numbers of devices; the fewest that do                   |
+| `batch`    | job → the global batch that is worth its size                                    |
+| `rivals`   | job and plan → the best plans under restrictions                                 |
+| `excluded` | job → what was never searched, and why                                           |
+| `explain`  | job and plan → what binds, the rivals, what memory is worth                      |
+| `frontier` | job → time against memory, time and money against devices                        |
+"""
+
+from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
+from steelyard.planning.choose import NothingFitsError, PlanningResult, find_plan, plan_job
+from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
+from steelyard.planning.explain import explain_plan
+from steelyard.planning.frontier import find_trade_offs
+from steelyard.planning.insist import why_not
+from steelyard.planning.job import make_job
+from steelyard.planning.pins import Pin, parse_pin
+from steelyard.planning.price import job_of, price_plan, uniform_plan, with_price
+from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings, stage_strategies
+
+__all__ = [
+    "BatchGrowth",
+    "BatchTrial",
+    "FewestDevices",
+    "NothingFitsError",
+    "Pin",
+    "PlanOptions",
+    "PlanningResult",
+    "device_counts",
+    "explain_plan",
+    "find_plan",
+    "find_trade_offs",
+    "grow_batch",
+    "job_of",
+    "make_job",
+    "make_problem",
+    "parse_pin",
+    "pipeline_settings",
+    "plan_fewest_devices",
+    "plan_job",
+    "price_plan",
+    "stage_strategies",
+    "uniform_plan",
+    "why_not",
+    "with_devices",
+    "with_price",
+]

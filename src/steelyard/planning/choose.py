@@ -1,0 +1,171 @@
+"""Chooses the plan: searches all pipeline settings and lets the simulator rank the best few."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.cost.build import usable_bytes
+from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.setting import Job, Setting
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster
+from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
+from steelyard.planning.assemble import bare_plan, describe_setting, summarise
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
+from steelyard.profiles.profile import Profile
+from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome, search
+from steelyard.units import format_bytes, format_plural
+
+NUM_RESCORED = 5
+"""Settings whose best plans the simulator ranks in the end, or more where more alternatives are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningResult:
+    """Outcome of planning: a plan with its cost, or the nearest miss where nothing fits."""
+
+    job: Job
+    search: SearchResult
+    plan: Plan | None
+    cost: PlanCost | None
+    miss: NearestMiss | None
+    miss_text: str
+
+
+class NothingFitsError(UserError):
+    """No plan fits the budget. Carries the nearest miss in bytes as its message."""
+
+    exit_code = 1
+
+
+def find_plan(
+    config: str | Path | Mapping[str, Any],
+    cluster: str | Cluster,
+    *,
+    global_batch: int,
+    seq_len: int,
+    precision: Precision = "bf16",
+    memory: str | int | None = None,
+    profile: str | Path | Profile | None = None,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """The fastest plan to train a model on a cluster within the memory of its devices.
+
+    ``config`` is a packaged model's name, the path of a ``config.json``, or its content; ``cluster`` as in
+    ``8x8xh100-80gb`` or a YAML file's path; ``memory`` per device as in ``20GiB`` or in bytes, else all it has;
+    ``profile`` a measured profile (its path or value), else the model is traced and the catalogue's rates are used.
+    Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
+    """
+    job = make_job(
+        config,
+        cluster,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        precision=precision,
+        memory=memory,
+        profile=profile,
+    )
+    result = plan_job(job, options or PlanOptions())
+    if result.plan is None:
+        raise NothingFitsError(
+            field="memory",
+            found=f"{format_bytes(job.budget_bytes)} per device, in which no plan fits",
+            expected=result.miss_text,
+            hint="more memory per device, more devices, or a smaller sequence length",
+        )
+    return result.plan
+
+
+def plan_job(
+    job: Job, options: PlanOptions, *, top: int = NUM_RESCORED, problem: Problem | None = None
+) -> PlanningResult:
+    """Searches every pipeline setting of a job and turns the best into a plan.
+
+    ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``problem`` saves
+    building the cost tables again where `make_problem` has built those of this job and these options.
+    """
+    settings = pipeline_settings(job, options)
+    num_rescored = max(top, NUM_RESCORED)
+    found = search(
+        (problem or make_problem(job, options)).settings,
+        usable_bytes(job),
+        num_alternatives=num_rescored - 1,
+        partition=options.partition,
+        time_limit_s=options.time_limit_s,
+    )
+    if found.best is None:
+        miss = found.nearest_miss
+        return PlanningResult(
+            job=job, search=found, plan=None, cost=None, miss=miss, miss_text=_miss_text(job, found, settings)
+        )
+    candidates = [bare_plan(job, outcome) for outcome in found.ranked[:num_rescored]]
+    costs = [predict(plan, job) for plan in candidates]
+    best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    prediction = _prediction(job, found, candidates, costs, best)
+    plan = candidates[best].model_copy(update={"prediction": prediction})
+    return PlanningResult(job=job, search=found, plan=plan, cost=costs[best], miss=None, miss_text="")
+
+
+def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int) -> Prediction:
+    cost = costs[best]
+    steps_s = [each.step_time_s for each in costs]
+    alternatives = [
+        Alternative(
+            description=describe_setting(found.ranked[index]),
+            step_time_s=steps_s[index],
+            reason=f"{steps_s[index] / steps_s[best] - 1:.1%} slower: {summarise(candidates[index])}",
+        )
+        for index in sorted(range(len(candidates)), key=lambda index: (steps_s[index], index))
+        if index != best
+    ]
+    unsolved = (each for each in found.settings if each.result.solution is None)
+    for outcome in (*found.ranked[len(candidates) :], *unsolved):
+        alternatives.append(Alternative(description=describe_setting(outcome), reason=_why_lost(job, outcome)))
+    status = "optimal for the cost tables" if found.status == "optimal" else f"best so far, gap {found.gap:.2%}"
+    if best > 0:
+        status = f"fastest in simulation among the search's best {len(candidates)}; in its closed form another is"
+    return Prediction(
+        step_time_s=steps_s[best],
+        tokens_per_s_per_device=cost.tokens_per_s_per_device,
+        mfu=cost.mfu,
+        budget_bytes=job.budget_bytes,
+        stages=cost.stages,
+        certificate=status,
+        lower_bound_s=found.lower_bound_s,
+        profile=job.profile.identity.summary(),
+        alternatives=tuple(alternatives),
+    )
+
+
+def _why_lost(job: Job, outcome: SettingOutcome) -> str:
+    """The reason of the search; bytes that are missing are those of a device, the allocator's slack included."""
+    miss = outcome.result.miss
+    if miss is None:
+        return outcome.reason
+    missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes
+    return (
+        f"does not fit: misses {format_bytes(missing)}; {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+    )
+
+
+def device_bytes(job: Job, tensor_bytes: int) -> int:
+    """Bytes that a device needs to hold these bytes of tensors: with the allocator's slack."""
+    return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
+
+
+def _miss_text(job: Job, found: SearchResult, settings: list[Setting]) -> str:
+    miss, index = found.nearest_miss, found.nearest_index
+    if miss is None or index is None:
+        return "a strategy for every layer, but some layer has no legal one (see the reasons)"
+    needed = device_bytes(job, miss.needed_bytes)
+    setting = settings[index]
+    stages = format_plural(setting.num_stages, "stage")
+    microbatches = format_plural(setting.num_microbatches, "microbatch", "microbatches")
+    return (
+        f"at least {format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
+        f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "
+        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+    )

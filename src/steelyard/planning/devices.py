@@ -1,0 +1,98 @@
+"""Another number of devices of the same sort: divisors of a node on one node, beyond that whole nodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from steelyard.cost.setting import Job
+from steelyard.errors import InvalidClusterError, UserError
+from steelyard.hardware import Cluster, parse_cluster
+from steelyard.planning.choose import PlanningResult, plan_job
+from steelyard.planning.problem import PlanOptions
+from steelyard.units import format_plural
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewestDevices:
+    """Device counts tried from the fewest upwards, and the plan on the first of them that holds one."""
+
+    tried: tuple[tuple[int, str], ...]
+    """A device count and why no plan was found on so many; empty for the one that was taken."""
+    result: PlanningResult
+
+
+def device_counts(cluster: Cluster) -> tuple[int, ...]:
+    """Counts that a part of this cluster may have: the divisors of a node, then whole nodes; rising."""
+    size = cluster.devices_per_node
+    within = [count for count in range(1, size) if size % count == 0]
+    return (*within, *(nodes * size for nodes in range(1, cluster.num_nodes + 1)))
+
+
+def doubled_counts(cluster: Cluster) -> tuple[int, ...]:
+    """A few counts around that of the cluster for comparison: from a quarter to twice as many, by factors of two."""
+    count = cluster.num_devices
+    return tuple(each for each in (count // 4, count // 2, count, 2 * count) if _is_possible(cluster, each))
+
+
+def with_devices(cluster: Cluster, count: int) -> Cluster:
+    """The same sort of cluster with ``count`` devices; raises `InvalidClusterError` where nodes cannot give so many."""
+    size = cluster.devices_per_node
+    if count == cluster.num_devices:
+        return cluster
+    if not _is_possible(cluster, count):
+        divisors = ", ".join(str(each) for each in range(1, size) if size % each == 0)
+        raise InvalidClusterError(
+            field="devices",
+            found=str(count),
+            expected=f"a multiple of the {size} devices of a node" + (f", or {divisors}" if divisors else ""),
+            hint="name counts such as --devices " + ",".join(str(nodes * size) for nodes in (1, 2, 4)),
+        )
+    nodes, per_node = (1, count) if count < size else (count // size, size)
+    if cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}":
+        return replace(parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}"), device=cluster.device)
+    name = f"{cluster.name} ({nodes}x{per_node})"
+    return replace(cluster, name=name, num_nodes=nodes, devices_per_node=per_node)
+
+
+def job_on(job: Job, count: int) -> Job:
+    """The same job on ``count`` devices; raises `UserError` where its profile was measured on another number."""
+    if job.profile.identity.method == "measured" and count != job.cluster.num_devices:
+        raise UserError(
+            field="--devices",
+            found=str(count),
+            expected=f"{job.cluster.num_devices}, on which the profile was measured",
+            hint="leave --profile out to have other device counts priced by the catalogue",
+        )
+    return replace(job, cluster=with_devices(job.cluster, count))
+
+
+def plan_fewest_devices(
+    job: Job, options: PlanOptions, *, top: int, progress: Callable[[str], None] = lambda _: None
+) -> FewestDevices:
+    """The fastest plan on the fewest devices of the job's cluster that hold any; infeasible if all of them do not."""
+    tried: list[tuple[int, str]] = []
+    measured = job.profile.identity.method == "measured"
+    for count in (job.cluster.num_devices,) if measured else device_counts(job.cluster):
+        progress(f"planning for {format_plural(count, 'device')}")
+        result = plan_or_reason(job_on(job, count), options, top=top)
+        if isinstance(result, str):
+            tried.append((count, result))
+            continue
+        tried.append((count, result.miss_text))
+        if result.plan is not None:
+            return FewestDevices(tried=tuple(tried), result=result)
+    return FewestDevices(tried=tuple(tried), result=plan_job(job, options, top=top))
+
+
+def plan_or_reason(job: Job, options: PlanOptions, *, top: int) -> PlanningResult | str:
+    """What `plan_job` gives, or in words why a fixed number of stages or microbatches has no place in this job."""
+    try:
+        return plan_job(job, options, top=top)
+    except UserError as error:
+        if error.field not in ("num_stages", "num_microbatches"):
+            raise
+        return f"{error.field} is fixed at {error.found}, which is not {error.expected}"
+
+
+def _is_possible(cluster: Cluster, count: int) -> bool:
+    size = cluster.devices_per_node
+    return count >= 1 and (size % count == 0 if count < size else count % size == 0)

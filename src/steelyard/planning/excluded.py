@@ -1,0 +1,99 @@
+"""What the search never looked at, and why: pipeline settings and strategies that were not built into tables."""
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import get_args
+
+from steelyard.cost.setting import Job
+from steelyard.plan.choices import ExcludedValues, StrategyVerdict
+from steelyard.plan.plan import Schedule
+from steelyard.plan.strategy import Parallelism, Remat, Strategy
+from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options, stage_strategies
+from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, refusal
+
+_WHY_NO_SCHEDULE: dict[str, str] = {
+    "gpipe": "searched only where there are fewer microbatches than stages: elsewhere 1f1b holds fewer activations "
+    "and takes no longer",
+    "interleaved-1f1b": "not searched; a plan written by hand may use it",
+}
+
+
+def excluded_settings(job: Job, options: PlanOptions) -> tuple[ExcludedValues, ...]:
+    """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
+    settings = pipeline_settings(job, options)
+    devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
+    searched = {setting.num_stages for setting in settings}
+    why_not_stages = {
+        count: f"fixed at {options.num_stages}"
+        if options.num_stages is not None
+        else f"does not divide the {devices} devices"
+        if devices % count
+        else f"more stages than the {layers} layers"
+        for count in range(1, devices + 1)
+        if count not in searched
+    }
+    searched = {setting.num_microbatches for setting in settings}
+    why_not_counts = {
+        count: f"fixed at {options.num_microbatches}"
+        if options.num_microbatches is not None
+        else f"does not divide the global batch of {batch}"
+        for count in range(1, batch + 1)
+        if count not in searched
+    }
+    used = {setting.schedule for setting in settings}
+    return (
+        *_by_reason("stages", why_not_stages),
+        ExcludedValues(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
+        *_by_reason("microbatches", why_not_counts),
+        ExcludedValues(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
+        *(
+            ExcludedValues(what="schedule", values=name, reason=_WHY_NO_SCHEDULE.get(name, "not searched"))
+            for name in get_args(Schedule)
+            if name not in used or name == "gpipe"
+        ),
+    )
+
+
+def excluded_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
+    """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
+    mixed = [
+        "-".join(str(level) for level in levels)
+        for levels in enumerate_levels(devices_per_stage, SpaceOptions().kinds)
+        if {Parallelism.DP, Parallelism.FSDP} <= {level.kind for level in levels}
+    ]
+    return (
+        *(_verdict(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, options)),
+        *(_verdict(text, "dp and fsdp are not mixed in one layer") for text in mixed),
+    )
+
+
+def not_offered(job: Job, devices_per_stage: int, options: PlanOptions) -> list[tuple[Strategy, str]]:
+    """The strategies that the rules of the tree allow and that were not offered, each with its reason."""
+    offered = set(stage_strategies(job, devices_per_stage, options))
+    whole = SpaceOptions(zero_stages=(3, 2), remats=tuple(Remat), aligned_only=False)
+    limits = space_options(job, options)
+    return [
+        (strategy, refusal(strategy, limits) or f"the profile has no tp {strategy.tp}")
+        for strategy in enumerate_strategies(devices_per_stage, whole)
+        if strategy not in offered
+    ]
+
+
+def _verdict(strategy: str, reason: str) -> StrategyVerdict:
+    return StrategyVerdict(kind="", strategy=strategy, verdict="not offered", reason=reason)
+
+
+def _by_reason(what: str, reasons: dict[int, str]) -> list[ExcludedValues]:
+    return [
+        ExcludedValues(
+            what=what, values=ranges_text(value for value, why in reasons.items() if why == reason), reason=reason
+        )
+        for reason in dict.fromkeys(reasons.values())
+    ]
+
+
+def ranges_text(values: Iterable[int]) -> str:
+    """Whole numbers with runs drawn together, ``3, 5–7``."""
+    ordered = sorted(values)
+    runs = [[value for _, value in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)

@@ -1,0 +1,113 @@
+"""Why a plan and not another: what binds, the best rival under every restriction, and what memory is worth."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from steelyard.cost.build import build_tables
+from steelyard.cost.setting import Job, Setting
+from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
+from steelyard.plan.legality import illegal_reason
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Strategy
+from steelyard.planning.excluded import excluded_settings, excluded_strategies
+from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.problem import PlanOptions, make_problem, stage_strategies
+from steelyard.planning.rivals import Contest, find_rivals
+from steelyard.search import strategy_verdicts
+from steelyard.units import GIB, format_bytes, format_seconds
+
+SMALL_BUDGET_BYTES = 16 * GIB
+"""Below this a sixteenth of the budget takes the place of one GiB."""
+SAME = 5e-4
+"""Step times that differ by less than this fraction are called the same."""
+UNLIMITED_FACTOR = 2**20
+
+
+def explain_plan(
+    plan: Plan,
+    job: Job,
+    options: PlanOptions,
+    *,
+    everything: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Explanation:
+    """What binds a plan and what its rivals cost, searched among all that ``options`` allow.
+
+    ``everything`` adds the settings that were never searched and a verdict on every strategy of the plan's setting.
+    """
+    progress("building cost tables")
+    problem = make_problem(job, options)
+    priced = with_price(plan, job)
+    assert priced.prediction is not None, "just priced"
+    contest = Contest(job=job, tables=problem.settings, step_s=priced.prediction.step_time_s)
+    progress("searching the rivals of the plan")
+    rivals = find_rivals(contest, plan, options)
+    budgets = _other_budgets(contest)
+    return Explanation(
+        binds=_what_binds(contest, rivals[0]),
+        rivals=tuple(rival for rival in rivals if rival.name != "any plan" or (rival.slowdown or 0.0) < -SAME),
+        budgets=budgets,
+        notes=_notes(plan, priced),
+        excluded=excluded_settings(job, options) if everything else (),
+        verdicts=plan_verdicts(plan, job, options) if everything else (),
+    )
+
+
+def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
+    """What became of every strategy of the tree in the pipeline setting of a plan."""
+    setting = Setting(
+        job=job, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule
+    )
+    tables = build_tables(setting, stage_strategies(job, setting.devices_per_stage, options))
+
+    def why_illegal(kind: int, strategy: Strategy) -> str | None:
+        return illegal_reason(
+            job.chain.kinds[kind], strategy, microbatch_samples=setting.microbatch_samples, seq_len=job.seq_len
+        )
+
+    return strategy_verdicts(tables, why_illegal) + excluded_strategies(job, setting.devices_per_stage, options)
+
+
+def _other_budgets(contest: Contest) -> tuple[Rival, ...]:
+    """The best plans with a GiB per device more and less, or with a sixteenth of a small budget."""
+    budget = contest.job.budget_bytes
+    change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
+    return tuple(
+        replace(contest, job=replace(contest.job, budget_bytes=changed)).rival(
+            f"{format_bytes(change)} {word}", contest.tables
+        )
+        for word, changed in (("more", budget + change), ("less", budget - change))
+    )
+
+
+def _what_binds(contest: Contest, best: Rival) -> str:
+    roomy = replace(contest.job, budget_bytes=contest.job.budget_bytes * UNLIMITED_FACTOR)
+    free = replace(contest, job=roomy).rival("unlimited memory", contest.tables)
+    if best.step_time_s is None or free.step_time_s is None:
+        return "Memory binds: the search finds no plan that fits."
+    gain = 1 - free.step_time_s / best.step_time_s
+    if gain <= SAME:
+        return (
+            "Memory does not bind: with any amount of it the best plan takes as long. Computation and communication do."
+        )
+    return (
+        f"Memory binds: with any amount of it a step would take {format_seconds(free.step_time_s)}, {gain:.1%} less "
+        f"({free.setting}: {free.strategies})."
+    )
+
+
+def _notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
+    """Where the plan's own prediction is not what is computed now."""
+    if plan.prediction is None or priced.prediction is None:
+        return ()
+    before, now = plan.prediction.step_time_s, priced.prediction.step_time_s
+    notes = []
+    if abs(now / before - 1) > SAME:
+        notes.append(
+            f"The file says {format_seconds(before)} a step; with the costs of now it is {format_seconds(now)}, with "
+            "which the rivals are compared."
+        )
+    over = peak_bytes(priced) - priced.prediction.budget_bytes
+    if over > 0:
+        notes.append(f"The plan itself does not fit: it misses {format_bytes(over)} per device.")
+    return tuple(notes)

@@ -1,0 +1,129 @@
+"""Time against memory, and time and money against the number of devices, for choosing a plan or hardware."""
+
+from collections.abc import Callable, Sequence
+
+from steelyard.cost.build import usable_bytes
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
+from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
+from steelyard.plan.plan import Plan
+from steelyard.planning.assemble import bare_plan, describe_plan, summarise
+from steelyard.planning.choose import plan_job
+from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
+from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.search import sampled_frontier
+
+SHOWN_BUDGETS = 2
+"""The frontier reaches up to this many times the budget, to show what more memory would buy."""
+SECONDS_PER_HOUR = 3600
+BILLION = 10**9
+
+Progress = Callable[[str], None]
+
+
+def find_trade_offs(
+    job: Job,
+    options: PlanOptions,
+    *,
+    max_searches: int,
+    device_counts: Sequence[int] | None = None,
+    price_per_device_hour: float | None = None,
+    progress: Progress = lambda _: None,
+) -> TradeOffs:
+    """The frontier of the job, and its best plan on other numbers of devices.
+
+    ``device_counts`` defaults to a few around that of the job, or to its own alone where the profile was measured on
+    this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
+    """
+    if device_counts is None:
+        measured = job.profile.identity.method == "measured"
+        device_counts = (job.cluster.num_devices,) if measured else doubled_counts(job.cluster)
+    jobs = [job_on(job, count) for count in sorted(set(device_counts))]
+    points, is_complete = memory_points(job, options, max_searches=max_searches, progress=progress)
+    devices = []
+    for each in jobs:
+        progress(f"planning for {each.cluster.num_devices} devices")
+        devices.append(device_point(each, options, price_per_device_hour))
+    return TradeOffs(
+        model=job.chain.name,
+        cluster=job.cluster.name,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        precision=job.precision,
+        budget_bytes=job.budget_bytes,
+        price_per_device_hour=price_per_device_hour,
+        points=points,
+        is_complete=is_complete,
+        devices=tuple(devices),
+        profile=job.profile.identity.summary(),
+    )
+
+
+def memory_points(
+    job: Job, options: PlanOptions, *, max_searches: int, progress: Progress = lambda _: None
+) -> tuple[tuple[FrontierPoint, ...], bool]:
+    """Points of the frontier of time against memory, fastest first, and whether none between them is missing.
+
+    The point within the budget is what `plan_job` chooses. The others are the search's, priced by the simulator; one
+    that is no faster in simulation than a point of less memory is left out.
+    """
+    progress("building cost tables")
+    problem = make_problem(job, options)
+    budget = usable_bytes(job)
+    progress(f"searching {max_searches} memory budgets")
+    frontier = sampled_frontier(
+        problem.settings, most_bytes=SHOWN_BUDGETS * budget, budgets=(budget,), max_searches=max_searches
+    )
+    chosen = plan_job(job, options, problem=problem).plan
+    within = next((step for step in frontier.steps if step.peak_bytes <= budget), None)
+    points = [
+        _point(job, chosen, is_chosen=True) if step is within and chosen else _point(job, bare_plan(job, step.outcome))
+        for step in frontier.steps
+    ]
+    kept: list[FrontierPoint] = []
+    for point in reversed(points):
+        if point.is_chosen:
+            kept = [other for other in kept if other.step_time_s > point.step_time_s]
+        if not kept or point.step_time_s < kept[-1].step_time_s:
+            kept.append(point)
+    return tuple(reversed(kept)), frontier.is_complete
+
+
+def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | None) -> DevicePoint:
+    """The best plan of a job as a point of time and money against devices."""
+    result = plan_or_reason(job, options, top=1)
+    count = job.cluster.num_devices
+    plan = None if isinstance(result, str) else result.plan
+    if plan is None or plan.prediction is None:
+        reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
+        return DevicePoint(num_devices=count, cluster=job.cluster.name, reason=reason)
+    point = _point(job, plan)
+    cost = None
+    if price_per_device_hour is not None:
+        cost = price_per_device_hour * count / SECONDS_PER_HOUR * BILLION / point.tokens_per_s
+    return DevicePoint(
+        num_devices=count,
+        cluster=job.cluster.name,
+        step_time_s=point.step_time_s,
+        tokens_per_s=point.tokens_per_s,
+        memory_bytes=point.memory_bytes,
+        cost_per_billion_tokens=cost,
+        num_stages=point.num_stages,
+        num_microbatches=point.num_microbatches,
+        setting=point.setting,
+        strategies=point.strategies,
+    )
+
+
+def _point(job: Job, plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
+    cost = predict(plan, job)
+    return FrontierPoint(
+        memory_bytes=max(stage.total_bytes for stage in cost.stages),
+        step_time_s=cost.step_time_s,
+        tokens_per_s=cost.tokens_per_s_per_device * job.cluster.num_devices,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        setting=describe_plan(plan),
+        strategies=summarise(plan),
+        is_chosen=is_chosen,
+    )

@@ -1,0 +1,79 @@
+"""The job that a user's arguments describe, with the profile it is priced by: traced, or given as measured."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from steelyard.cost.setting import Job
+from steelyard.errors import InvalidProfileError, UserError
+from steelyard.hardware import Cluster, parse_cluster
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config, load_model
+from steelyard.plan.file import parse_file
+from steelyard.plan.plan import Precision
+from steelyard.profiles.profile import Profile
+from steelyard.tracer.cache import cached_trace
+from steelyard.units import parse_bytes
+
+
+def make_job(
+    config: str | Path | Mapping[str, Any] | ModelChain,
+    cluster: str | Cluster,
+    *,
+    global_batch: int,
+    seq_len: int,
+    precision: Precision,
+    memory: str | int | None,
+    profile: str | Path | Profile | None,
+) -> Job:
+    """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given."""
+    chain = _chain_of(config)
+    machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    if memory is not None:
+        machines = machines.with_memory(parse_bytes(memory) if isinstance(memory, str) else memory)
+    for field, value in (("global_batch", global_batch), ("seq_len", seq_len)):
+        if value < 1:
+            raise UserError(
+                field=field, found=str(value), expected="1 or more", hint=f"give --{field.replace('_', '-')}"
+            )
+    if isinstance(profile, str | Path):
+        profile = parse_file(Path(profile), Profile, InvalidProfileError, what="profile")
+    if profile is None:
+        degrees = tuple(d for d in range(1, machines.devices_per_node + 1) if machines.devices_per_node % d == 0)
+        profile = cached_trace(chain, seq_len=seq_len, precision=precision, tp_degrees=degrees)
+    else:
+        _check_profile(profile, chain, machines, seq_len, precision)
+    return Job(
+        chain=chain,
+        profile=profile,
+        cluster=machines,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        budget_bytes=machines.device.known_memory_bytes(),
+    )
+
+
+def _chain_of(config: str | Path | Mapping[str, Any] | ModelChain) -> ModelChain:
+    if isinstance(config, ModelChain):
+        return config
+    return chain_from_config(config, name="model") if isinstance(config, Mapping) else load_model(config)
+
+
+def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:
+    identity = profile.identity
+    wanted: list[tuple[str, object, object]] = [
+        ("config_hash", identity.config_hash, chain.config_hash),
+        ("seq_len", identity.seq_len, seq_len),
+        ("precision", identity.precision, precision),
+    ]
+    if identity.method == "measured":
+        wanted.append(("num_devices", identity.num_devices, cluster.num_devices))
+    for field, found, expected in wanted:
+        if found != expected:
+            raise InvalidProfileError(
+                field=f"identity.{field}",
+                found=str(found),
+                expected=f"{expected}, as in this job",
+                hint="profile again for this model, length, precision and number of devices",
+            )

@@ -1,0 +1,144 @@
+"""Decisions that a user takes beforehand: which strategies some layers may take, and what it costs to insist.
+
+A pin reads ``layers 0-3: tp=4``, ``blocks 8-15: fsdp8, remat=full`` or, for all layers, ``tp=8``. Layer 0 is the
+embedding, as in a plan file; block 0 is layer 1. In the cost tables a pinned layer becomes a kind of its own, with
+fewer strategies legal, so that the search needs to know nothing of pins.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from steelyard.cost.tables import CostTables
+from steelyard.errors import InvalidPlanError, UserError, nearest
+from steelyard.plan.strategy import Remat, Strategy, parse_parallel
+
+_PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
+_DEGREES = ("dp", "fsdp", "tp")
+_SETTING_KEYS = ("stages", "microbatches", "schedule")
+_KEYS = (*_DEGREES, "sp", "zero", "remat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """What the layers from ``first`` to ``last`` (both included; all where None) must have, as key and value."""
+
+    text: str
+    first: int | None
+    last: int | None
+    wanted: tuple[tuple[str, str], ...]
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Whether the strategy has all that is wanted of it."""
+        return all(_value(strategy, key) == value for key, value in self.wanted if key not in _SETTING_KEYS)
+
+    def takes(self, num_stages: int, num_microbatches: int, schedule: str) -> bool:
+        """Whether the pipeline setting has all that is wanted of it."""
+        found = {"stages": str(num_stages), "microbatches": str(num_microbatches), "schedule": schedule}
+        return all(found[key] == value for key, value in self.wanted if key in _SETTING_KEYS)
+
+    def covers(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, is pinned."""
+        return self.first is None or self.last is None or self.first <= layer <= self.last
+
+
+def parse_pin(text: str, *, option: str, num_layers: int, with_settings: bool = False) -> Pin:
+    """The pin that ``text`` writes; raises `UserError` naming the ``option`` for anything else.
+
+    ``with_settings`` allows stages, microbatches and schedule beside the means of a layer.
+    """
+    place, colon, rest = text.rpartition(":")
+    first, last = _layers(place.strip(), option, num_layers) if colon else (None, None)
+    keys = _KEYS + (_SETTING_KEYS if with_settings else ())
+    wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
+    return Pin(text=text, first=first, last=last, wanted=wanted)
+
+
+def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
+    """The tables with every pinned layer as a kind of its own that allows only what its pins do."""
+    if not pins:
+        return tables
+    kinds: dict[tuple[int, tuple[int, ...]], int] = {}
+    layers = []
+    for layer, kind in enumerate(tables.layers):
+        key = (kind, tuple(index for index, pin in enumerate(pins) if pin.covers(layer)))
+        layers.append(kinds.setdefault(key, len(kinds)))
+    source = [kind for kind, _ in kinds]
+    legal = tables.legal[source].copy()
+    for row, (_, own) in enumerate(kinds):
+        for index in own:
+            legal[row] &= np.array([pins[index].allows(strategy) for strategy in tables.strategies], dtype=bool)
+    return replace(
+        tables,
+        kinds=tuple(tables.kinds[kind] + "".join(f" ({pins[index].text})" for index in own) for kind, own in kinds),
+        layers=tuple(layers),
+        legal=legal,
+        time_s=tables.time_s[source],
+        static_bytes=tables.static_bytes[source],
+        activation_bytes=tables.activation_bytes[source],
+        transient_bytes=tables.transient_bytes[source],
+        switch_s=tables.switch_s[source],
+    )
+
+
+def _value(strategy: Strategy, key: str) -> str:
+    if key == "parallel":
+        return strategy.parallel
+    if key == "sp":
+        return "on" if strategy.sp else "off"
+    return str(getattr(strategy, key))
+
+
+def _layers(place: str, option: str, num_layers: int) -> tuple[int, int]:
+    named = {"embedding": (0, 0), "head": (num_layers - 1, num_layers - 1), "blocks": (1, num_layers - 2)}
+    if place in named:
+        return named[place]
+    match = _PLACE.fullmatch(place)
+    shift = 1 if match and match.group(1).startswith("block") else 0
+    first = int(match.group(2)) + shift if match else -1
+    last = int(match.group(3)) + shift if match and match.group(3) else first
+    if match is None or not 0 <= first <= last < num_layers:
+        raise UserError(
+            field=option,
+            found=repr(place),
+            expected=f"layers 0-{num_layers - 1}, blocks 0-{num_layers - 3}, embedding or head before the colon",
+            hint=f"write for example {option} 'layers 0-3: tp=4'",
+        )
+    return first, last
+
+
+def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str, str]]:
+    key, equals, value = (piece.strip() for piece in part.partition("="))
+    if not equals:
+        return _levels(part, option)
+    if key not in keys:
+        raise UserError(field=option, found=repr(key), expected="one of " + ", ".join(keys), hint=nearest(key, keys))
+    choices = {"sp": ("on", "off"), "zero": ("2", "3"), "remat": tuple(each.value for each in Remat)}.get(key)
+    if choices is not None and value not in choices:
+        raise UserError(
+            field=option, found=repr(part), expected=f"{key}=" + "|".join(choices), hint="correct the value"
+        )
+    if choices is None and key != "schedule" and not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise UserError(field=option, found=repr(part), expected=f"{key}= a whole number of 1 or more", hint="")
+    return [(key, value)]
+
+
+def _levels(part: str, option: str) -> list[tuple[str, str]]:
+    """What ``fsdp4-tp2+sp`` asks for: these levels in this order."""
+    levels, plus, suffix = part.partition("+")
+    try:
+        parallel = Strategy(levels=parse_parallel(levels)).parallel
+    except InvalidPlanError as error:
+        raise UserError(
+            field=option,
+            found=repr(part),
+            expected="requirements such as tp=4, remat=full or fsdp4-tp2, separated by commas",
+            hint=error.hint,
+        ) from None
+    if plus and suffix != "sp":
+        raise UserError(
+            field=option, found=repr(part), expected="nothing but +sp after the levels", hint="write tp2+sp"
+        )
+    return [("parallel", parallel), *([("sp", "on")] if plus else [])]

@@ -1,0 +1,85 @@
+"""What a given plan costs: for one written by hand, or to compare a chosen one with."""
+
+from pathlib import Path
+
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
+from steelyard.plan.strategy import parse_strategy
+from steelyard.planning.assemble import assemble_plan
+from steelyard.planning.job import make_job
+from steelyard.profiles.profile import Profile
+
+
+def price_plan(
+    plan: Plan, *, cluster: str | None = None, memory: str | None = None, profile: str | Path | Profile | None = None
+) -> Plan:
+    """The plan with its predictions filled in, as for one written by hand.
+
+    The prediction makes no claim about other plans. Raises `UserError` where the cluster's rates are not known and no
+    profile is given.
+    """
+    return with_price(plan, job_of(plan, cluster=cluster, memory=memory, profile=profile))
+
+
+def job_of(
+    plan: Plan,
+    *,
+    cluster: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | Profile | None = None,
+) -> Job:
+    """The job that a plan is for, on its cluster or another one, with the memory of its devices or another one."""
+    return make_job(
+        plan.chain(),
+        cluster or plan.cluster,
+        global_batch=plan.global_batch,
+        seq_len=plan.seq_len,
+        precision=plan.precision,
+        memory=memory,
+        profile=profile,
+    )
+
+
+def with_price(plan: Plan, job: Job) -> Plan:
+    """The plan with its prediction for a job of the same model and batch."""
+    cost = predict(plan, job)
+    prediction = Prediction(
+        step_time_s=cost.step_time_s,
+        tokens_per_s_per_device=cost.tokens_per_s_per_device,
+        mfu=cost.mfu,
+        budget_bytes=job.budget_bytes,
+        stages=cost.stages,
+        certificate="priced as given, not searched",
+        lower_bound_s=0.0,
+        profile=job.profile.identity.summary(),
+    )
+    return plan.model_copy(update={"prediction": prediction})
+
+
+def uniform_plan(job: Job, strategy_text: str) -> Plan:
+    """The plan of one stage that uses one strategy everywhere and, of all microbatch counts, takes the least memory."""
+    strategy = parse_strategy(strategy_text)
+    layers = job.chain.num_layers
+    stage = StagePlan(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
+    best: Plan | None = None
+    for count in range(1, job.global_batch + 1):
+        if job.global_batch % count or (job.global_batch // count) % strategy.data_degree:
+            continue
+        plan = with_price(assemble_plan(job, count, "1f1b", (stage,)), job)
+        if best is None or peak_bytes(plan) < peak_bytes(best):
+            best = plan
+    if best is None:
+        raise UserError(
+            field="parallel",
+            found=strategy_text,
+            expected=f"a data degree that divides the batch of {job.global_batch}",
+            hint="change the strategy or the batch",
+        )
+    return best
+
+
+def peak_bytes(plan: Plan) -> int:
+    """Bytes of the fullest device; 0 for a plan without prediction."""
+    return max(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else 0

@@ -1,0 +1,89 @@
+"""The cost tables of a job: every pipeline setting with every strategy that the options offer."""
+
+from dataclasses import dataclass
+
+from steelyard.cost.build import build_tables, usable_bytes
+from steelyard.cost.setting import Job, Setting
+from steelyard.errors import UserError
+from steelyard.plan.strategy import Remat, Strategy, ZeroStage
+from steelyard.planning.pins import Pin, pinned
+from steelyard.search import Partition, Problem, SpaceOptions, enumerate_strategies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the search may choose from; everything that is not set is searched."""
+
+    max_tp: int | None = None
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
+    zero_stages: tuple[ZeroStage, ...] = (3, 2)
+    partition: Partition = "exact"
+    time_limit_s: float | None = None
+    pins: tuple[Pin, ...] = ()
+
+
+def make_problem(job: Job, options: PlanOptions) -> Problem:
+    """The cost tables of every pipeline setting of a job, as `search` takes them and a problem file holds them."""
+    tables = tuple(
+        pinned(build_tables(setting, stage_strategies(job, setting.devices_per_stage, options)), options.pins)
+        for setting in pipeline_settings(job, options)
+    )
+    return Problem(
+        name=f"{job.chain.name} on {job.cluster.name}",
+        budget_bytes=usable_bytes(job),
+        settings=tables,
+        samples=(job.global_batch,) * len(tables),
+    )
+
+
+def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
+    """Every number of stages that divides the devices with every number of microbatches that divides the batch.
+
+    1F1B wherever there are as many microbatches as stages; GPipe, which holds more activations, only where not.
+    """
+    devices, layers = job.cluster.num_devices, job.chain.num_layers
+    stages = [p for p in range(1, min(devices, layers) + 1) if devices % p == 0]
+    counts = [m for m in range(1, job.global_batch + 1) if job.global_batch % m == 0]
+    if options.num_stages is not None:
+        stages = _pinned("num_stages", options.num_stages, stages, f"the {devices} devices")
+    if options.num_microbatches is not None:
+        counts = _pinned("num_microbatches", options.num_microbatches, counts, f"the batch of {job.global_batch}")
+    settings = [
+        Setting(job=job, num_stages=p, num_microbatches=m, schedule="1f1b" if m >= p else "gpipe")
+        for p in stages
+        for m in counts
+    ]
+    return [
+        each
+        for each in settings
+        if all(pin.takes(each.num_stages, each.num_microbatches, each.schedule) for pin in options.pins)
+    ]
+
+
+def stage_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[Strategy, ...]:
+    """The leaves of the decision tree for a stage, as far as the profile has their tensor-parallel degrees."""
+    degrees = {layer.tp for layer in job.profile.layers}
+    return tuple(s for s in enumerate_strategies(devices_per_stage, space_options(job, options)) if s.tp in degrees)
+
+
+def space_options(job: Job, options: PlanOptions) -> SpaceOptions:
+    """What the decision tree may use for this job: tensor parallelism stays inside a node."""
+    return SpaceOptions(
+        remats=options.remats,
+        zero_stages=options.zero_stages,
+        max_tp=options.max_tp,
+        devices_per_node=job.cluster.devices_per_node,
+    )
+
+
+def _pinned(field: str, value: int, allowed: list[int], of_what: str) -> list[int]:
+    if value not in allowed:
+        raise UserError(
+            field=field,
+            found=str(value),
+            expected=f"a divisor of {of_what}: " + ", ".join(map(str, allowed)),
+            hint="leave it out to have it searched",
+        )
+    return [value]

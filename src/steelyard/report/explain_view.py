@@ -1,0 +1,157 @@
+"""An explanation of a plan for the terminal: a screenful, or with everything that was not chosen."""
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from steelyard.plan.choices import ExcludedValues, Explanation, Rival, StrategyVerdict, Verdict
+from steelyard.plan.plan import Plan, Prediction
+from steelyard.report.compare_view import compare_view
+from steelyard.report.plan_table import (
+    MAX_STAGE_COLUMNS,
+    alternative_table,
+    headline,
+    stage_table,
+    term_table,
+    total_table,
+)
+from steelyard.units import format_bytes, format_seconds
+
+SMALL_SHARE = 0.01
+"""Terms that take less than this share are drawn together."""
+
+
+def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
+    """The decision, where time and memory go, what binds, and the rivals; with ``everything`` all that lost too."""
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), stage_table(plan)]
+    if plan.prediction is not None:
+        parts += [Text(line) for line in prediction_lines(plan, plan.prediction)]
+    if explanation.binds:
+        parts.append(Text(explanation.binds))
+    parts += [Text(f"Note: {note}", style="yellow") for note in explanation.notes]
+    if explanation.rivals:
+        parts.append(rival_table("Best plan instead", explanation.rivals))
+    if explanation.budgets:
+        parts.append(rival_table("Best plan with another memory per device", explanation.budgets))
+    if everything:
+        parts += _everything(plan, explanation)
+    return Group(*parts)
+
+
+def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
+    """The plan beside the best one that does what was asked for, or what stands in the way; ``everything`` adds
+    nothing."""
+    asked = explanation.why_not
+    assert asked is not None, "asked for an answer that is not there"
+    if asked.plan is None:
+        return Group(
+            Text(headline(plan), style="bold"),
+            Text(f"No plan has {asked.asked}:", style="bold"),
+            *(Text(f"  {reason}") for reason in asked.reasons),
+        )
+    return compare_view(plan, asked.plan, ("this plan", asked.asked))
+
+
+def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """Where the time of the slowest stage goes, what the pipeline adds, what fills the fullest stage, and the proof."""
+    stages = prediction.stages
+    slowest = max(range(len(stages)), key=lambda index: stages[index].total_time_s)
+    fullest = max(range(len(stages)), key=lambda index: stages[index].total_bytes)
+    busy_s = stages[slowest].total_time_s
+    left = prediction.budget_bytes - stages[fullest].total_bytes
+    lines = [
+        f"Time: {_stage(plan, slowest, 'is the slowest')}{format_seconds(busy_s)} a microbatch, of it "
+        f"{shares(stages[slowest].time_s)}."
+    ]
+    idle = 1 - plan.num_microbatches * busy_s / prediction.step_time_s
+    if plan.num_stages > 1 and idle > 0:
+        lines.append(f"Pipeline: that stage waits for {idle:.1%} of a step while the pipeline fills and drains.")
+    lines.append(
+        f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}, of it "
+        f"{shares(stages[fullest].memory_bytes)}; "
+        + (f"{format_bytes(left)} left." if left >= 0 else f"{format_bytes(-left)} too much.")
+    )
+    return [*lines, f"Proof: {prediction.certificate}."]
+
+
+def shares(terms: Mapping[str, float]) -> str:
+    """The largest terms first with their share of the sum, small ones drawn together."""
+    total = sum(terms.values()) or 1.0
+    ordered = sorted(terms.items(), key=lambda item: -item[1])
+    shown = [(name, value / total) for name, value in ordered if value / total >= SMALL_SHARE]
+    rest = 1 - sum(share for _, share in shown)
+    texts = [f"{name} {share:.0%}" for name, share in shown]
+    return ", ".join(texts + ([f"the rest {rest:.1%}"] if rest >= 0.0005 else []))
+
+
+def rival_table(title: str, rivals: Sequence[Rival]) -> Table:
+    """A row for each restriction: step time, how much slower, and the plan, or the bytes that are missing."""
+    table = _table(title)
+    table.add_column("", no_wrap=True)
+    for column in ("step", "slower"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("plan")
+    for rival in rivals:
+        if rival.step_time_s is None:
+            missing = rival.missing_bytes
+            reason = "no legal strategy" if missing is None else f"does not fit: misses {format_bytes(missing)}"
+            table.add_row(rival.name, "–", "–", reason)
+        else:
+            slowdown = rival.slowdown or 0.0
+            slower = f"{slowdown:+.1%}" if abs(slowdown) >= 0.0005 else "same"
+            table.add_row(rival.name, format_seconds(rival.step_time_s), slower, f"{rival.setting}: {rival.strategies}")
+    return table
+
+
+def excluded_table(excluded: Sequence[ExcludedValues]) -> Table:
+    """Pipeline settings that were never searched."""
+    table = _table("Never searched")
+    for column in ("", "values", "why"):
+        table.add_column(column)
+    for each in excluded:
+        table.add_row(each.what, each.values, each.reason)
+    return table
+
+
+def verdict_table(verdicts: Sequence[StrategyVerdict]) -> Table:
+    """Every strategy of the tree for a stage: for which layers it could be of use, and why not for the others."""
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for each in verdicts:
+        kinds.setdefault((each.verdict, each.reason, each.strategy), []).append(each.kind or "any")
+    strategies: dict[tuple[str, str, str], list[str]] = {}
+    for (verdict, reason, strategy), found in kinds.items():
+        strategies.setdefault((verdict, reason, ", ".join(found)), []).append(strategy)
+    table = _table("Strategies in the pipeline setting of this plan")
+    for column in ("verdict", "layers", "strategies", "why"):
+        table.add_column(column)
+    order = list(get_args(Verdict))
+    for (verdict, reason, layers), found in sorted(strategies.items(), key=lambda item: -order.index(item[0][0])):
+        table.add_row(verdict, layers, ", ".join(found), reason)
+    return table
+
+
+def _everything(plan: Plan, explanation: Explanation) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    prediction = plan.prediction
+    if prediction is not None:
+        wide = len(prediction.stages) <= MAX_STAGE_COLUMNS
+        parts.append(term_table(prediction) if wide else total_table(prediction))
+        if prediction.alternatives:
+            parts.append(alternative_table(prediction, len(prediction.alternatives)))
+    if explanation.excluded:
+        parts.append(excluded_table(explanation.excluded))
+    if explanation.verdicts:
+        parts.append(verdict_table(explanation.verdicts))
+    return parts
+
+
+def _stage(plan: Plan, index: int, what: str) -> str:
+    return f"stage {index} {what}, " if plan.num_stages > 1 else ""
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))

@@ -1,0 +1,90 @@
+"""Trade-offs as tables for the terminal: time against memory, time and money against devices."""
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from steelyard.plan.choices import DevicePoint, TradeOffs
+from steelyard.report.panels import figure_title
+from steelyard.units import format_bytes, format_count, format_seconds
+
+SAMPLED = (
+    "sampled: every row is the fastest plan within its memory; between two rows the time lies between theirs "
+    "(--points looks at more budgets)"
+)
+COMPLETE = "complete: no plan between these rows is worth having"
+
+
+def frontier_view(found: TradeOffs) -> RenderableType:
+    """What was found, as one renderable."""
+    parts: list[RenderableType] = [Text(figure_title(found), style="bold")]
+    if found.points:
+        parts += [frontier_table(found), Text(frontier_note(found), style="dim")]
+    if found.devices:
+        parts.append(device_table(found))
+    return Group(*parts)
+
+
+def frontier_note(found: TradeOffs) -> str:
+    """Whether the frontier has every step, in a sentence."""
+    return COMPLETE if found.is_complete else SAMPLED
+
+
+def frontier_table(found: TradeOffs) -> Table:
+    """A row for every point, most memory first; the plan within the budget is marked."""
+    table = _table(f"Least step time within a memory budget (here {format_bytes(found.budget_bytes)} per device)")
+    table.add_column("")
+    for column in ("memory", "step", "tokens/s", "stages", "micro\nbatches"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("strategies")
+    for point in found.points:
+        over = point.memory_bytes > found.budget_bytes
+        table.add_row(
+            "▶" if point.is_chosen else "",
+            format_bytes(point.memory_bytes),
+            format_seconds(point.step_time_s),
+            format_count(point.tokens_per_s),
+            str(point.num_stages),
+            str(point.num_microbatches),
+            point.strategies,
+            style="bold" if point.is_chosen else "dim" if over else "",
+        )
+    return table
+
+
+def device_table(found: TradeOffs) -> Table:
+    """A row for every number of devices: its best plan, or why there is none."""
+    priced = found.price_per_device_hour is not None
+    table = _table(f"Best plan on a number of devices, {format_bytes(found.budget_bytes)} each")
+    cost = ("cost of\n10⁹ tokens",) if priced else ()
+    for column in ("devices", "step", "tokens/s", *cost, "stages", "micro\nbatches"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("strategies")
+    for point in found.devices:
+        here = point.cluster == found.cluster
+        table.add_row(*_device_cells(point, priced), style="bold" if here else "")
+    return table
+
+
+def _device_cells(point: DevicePoint, priced: bool) -> list[str]:
+    cells = [
+        None if point.step_time_s is None else format_seconds(point.step_time_s),
+        None if point.tokens_per_s is None else format_count(point.tokens_per_s),
+        *(
+            (None if point.cost_per_billion_tokens is None else _money(point.cost_per_billion_tokens),)
+            if priced
+            else ()
+        ),
+        None if point.num_stages is None else str(point.num_stages),
+        None if point.num_microbatches is None else str(point.num_microbatches),
+    ]
+    return [str(point.num_devices), *(cell or "–" for cell in cells), point.strategies or point.reason]
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))
+
+
+def _money(amount: float) -> str:
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.2f}"

@@ -1,0 +1,167 @@
+"""The timeline of a step as a Chrome trace-event file, which Perfetto and chrome://tracing show.
+
+Every stage is a process of the trace with up to three tracks: its passes and bubbles, what it sends, and gradients
+that it reduces beside its passes. Times are in microseconds, as the format wants them, rounded to nanoseconds.
+
+A step of many microbatches is shown in part: the passes of the first and of the last ones, where pipelines differ; what
+lies between is one slice that says how many passes it stands for.
+
+Source: Trace Event Format (Google, 2016), the types ``X`` (complete event) and ``M`` (metadata).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from steelyard.cost.simulator import Bubble, Event, Send, Timeline
+from steelyard.plan.plan import Plan
+from steelyard.units import format_plural
+
+MAX_EVENTS = 80_000
+"""Slices of a trace that is shown whole; each takes about 90 bytes of the file."""
+_PASSES, _SENDS, _SYNCS = range(3)
+_TRACK_NAMES = {_PASSES: "passes", _SENDS: "sends", _SYNCS: "gradient sync"}
+
+TraceEvent = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slice:
+    """One slice of a track before it is written."""
+
+    track: int
+    name: str
+    category: str
+    microbatch: int
+    start_s: float
+    end_s: float
+    chunk: int | None = None
+
+
+def trace_events(timeline: Timeline, plan: Plan, *, num_shown: int) -> dict[str, Any]:
+    """The content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last."""
+    events: list[TraceEvent] = []
+    hidden = _hidden(plan.num_microbatches, num_shown)
+    for stage in range(timeline.num_stages):
+        slices = list(_slices(timeline, stage, plan.num_chunks))
+        events += _metadata(plan, stage, sorted({each.track for each in slices}))
+        for track in _TRACK_NAMES:
+            ordered = sorted((each for each in slices if each.track == track), key=lambda each: each.start_s)
+            events += (_complete(each, stage) for each in _without_hidden(ordered, hidden))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "model": plan.model.name,
+            "cluster": plan.cluster,
+            "schedule": plan.schedule,
+            "step_time_s": timeline.step_time_s,
+            "bubble_share": timeline.bubble_share(),
+            "microbatches": plan.num_microbatches,
+            "microbatches_shown": plan.num_microbatches - len(hidden),
+        },
+    }
+
+
+def default_num_shown(plan: Plan) -> int:
+    """Microbatches that a file of reasonable size shows: all of them unless there are very many."""
+    per_microbatch = 6 * len(plan.stages)  # a forward and a backward, each with a bubble and a transfer
+    return max(2, min(plan.num_microbatches, MAX_EVENTS // per_microbatch))
+
+
+def _hidden(num_microbatches: int, num_shown: int) -> range:
+    """The microbatches in the middle that are left out."""
+    if num_shown >= num_microbatches:
+        return range(0)
+    return range(num_shown - num_shown // 2, num_microbatches - num_shown // 2)
+
+
+def _slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[_Slice]:
+    beside = set(timeline.beside(stage))
+    for event in timeline.stages[stage]:
+        yield _pass_slice(event, num_chunks, track=_SYNCS if event in beside else _PASSES)
+    for bubble in timeline.bubbles(stage):
+        yield _bubble_slice(bubble)
+    for send in timeline.sends[stage]:
+        yield _send_slice(send, num_chunks)
+
+
+def _pass_slice(event: Event, num_chunks: int, *, track: int) -> _Slice:
+    name = {"sync": "gradient sync", "once": "optimizer"}.get(event.kind, event.kind)
+    return _Slice(
+        track=track,
+        name=name if event.microbatch < 0 else f"{name} {event.microbatch}",
+        category=event.kind,
+        microbatch=event.microbatch,
+        start_s=event.start_s,
+        end_s=event.end_s,
+        chunk=event.chunk if num_chunks > 1 else None,
+    )
+
+
+def _bubble_slice(bubble: Bubble) -> _Slice:
+    return _Slice(
+        track=_PASSES,
+        name=f"bubble: {bubble.reason}",
+        category="bubble",
+        microbatch=bubble.microbatch,
+        start_s=bubble.start_s,
+        end_s=bubble.end_s,
+    )
+
+
+def _send_slice(send: Send, num_chunks: int) -> _Slice:
+    return _Slice(
+        track=_SENDS,
+        name=f"send {send.kind} {send.microbatch} to stage {send.receiver}",
+        category="send",
+        microbatch=send.microbatch,
+        start_s=send.start_s,
+        end_s=send.end_s,
+        chunk=send.chunk if num_chunks > 1 else None,
+    )
+
+
+def _without_hidden(slices: list[_Slice], hidden: range) -> Iterator[_Slice]:
+    """The slices, where every run of slices of hidden microbatches is one slice that names and counts them."""
+    for is_hidden, run in groupby(slices, key=lambda each: each.microbatch in hidden):
+        if not is_hidden:
+            yield from run
+            continue
+        left_out = list(run)
+        yield _Slice(
+            track=left_out[0].track,
+            name=f"{format_plural(len(left_out), 'slice')} of microbatches {hidden[0]}–{hidden[-1]} not shown",
+            category="not shown",
+            microbatch=-1,
+            start_s=left_out[0].start_s,
+            end_s=max(each.end_s for each in left_out),
+        )
+
+
+def _complete(each: _Slice, stage: int) -> TraceEvent:
+    event: TraceEvent = {
+        "name": each.name if each.chunk is None else f"{each.name} chunk {each.chunk}",
+        "cat": each.category,
+        "ph": "X",
+        "ts": round(each.start_s * 1e6, 3),
+        "dur": round((each.end_s - each.start_s) * 1e6, 3),
+        "pid": stage,
+        "tid": each.track,
+    }
+    return event
+
+
+def _metadata(plan: Plan, stage: int, tracks: list[int]) -> Iterator[TraceEvent]:
+    first, last = plan.stages[stage].ranks
+    ranks = f"rank {first}" if first == last else f"ranks {first}–{last}"
+    yield _name(stage, 0, "process_name", {"name": f"stage {stage} ({ranks})"})
+    yield _name(stage, 0, "process_sort_index", {"sort_index": stage})
+    for track in tracks:
+        yield _name(stage, track, "thread_name", {"name": _TRACK_NAMES[track]})
+        yield _name(stage, track, "thread_sort_index", {"sort_index": track})
+
+
+def _name(stage: int, track: int, what: str, content: TraceEvent) -> TraceEvent:
+    return {"name": what, "ph": "M", "pid": stage, "tid": track, "args": content}

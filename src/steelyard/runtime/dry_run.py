@@ -1,0 +1,330 @@
+"""Runs one rank of a plan on fake tensors and reports the most bytes that its tensors hold at once, term by term.
+
+The code that runs is the one that trains: `steelyard.runtime.parallel_model` over a process group that has ranks but no
+processes, with tensors that have shapes but no memory. So any rank of any plan runs on a laptop. What the tensors hold
+is counted as `steelyard.runtime.memory` counts it in a real process.
+
+Two steps are run. The first ends with the optimizer's states; the second is like every later one. Of many microbatches
+only as many are run as it takes until one is like the next: what lives is then the same but for what each holds from
+the beginning to the end of a step, which is added for the others (see `_shortened`).
+
+Each storage that lives at the peak belongs to one term:
+
+| term                | storages                                                                               |
+|---------------------|----------------------------------------------------------------------------------------|
+| parameters          | this rank's shards, in fp32                                                            |
+| gradients           | those that the optimizer reads, and those kept from one microbatch to the next         |
+| optimizer           | its states                                                                             |
+| gathered parameters | whole parameters that compute, of layers that keep them between forward and backward   |
+| activations         | what a forward pass made and left behind when it ended                                 |
+| pipeline buffers    | what the pipeline schedule made before its first forward pass and never frees          |
+| working set         | everything else                                                                        |
+
+Not seen, as in a real process on the CPU: scratch memory inside an operation or a collective. On GPUs communication has
+a stream of its own and its buffers are freed when that is done, which may be later than here.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives of fake tensors
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from steelyard.errors import UserError
+from steelyard.modules.build import build_meta_model, untie_embedding
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Strategy
+from steelyard.processes.group import quiet_notices
+from steelyard.runtime.attribution import TERMS, AttributedStorages, Peak
+from steelyard.runtime.mesh import build_mesh
+from steelyard.runtime.parallel_model import ParallelModel, parallelize_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What one rank holds: the peak of the first step and of every later one. ``wall_s`` is what finding it took."""
+
+    rank: int
+    first_step: Peak
+    later_steps: Peak
+    wall_s: float
+
+
+def dry_run(plan: Plan, rank: int, *, every_microbatch: bool = False) -> RankMemory:
+    """The memory of one rank of a plan.
+
+    ``every_microbatch`` runs them all, where usually those that repeat others are left out. Raises `UserError` in a
+    process that already has a process group.
+    """
+    started_s = time.perf_counter()
+    whole, plan = plan, plan if every_microbatch else _shortened(plan)
+    chain = plan.chain()
+    with _fake_world(rank, plan.num_devices):
+        mesh = build_mesh(plan, "cpu")
+        meta_model = build_meta_model(chain)
+        untie_embedding(meta_model)  # a fake parameter made by untying could not be given memory later
+        with _fake_tensors(), AttributedStorages() as storages, _no_trial_shapes(storages):
+            model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
+            peaks = _two_steps(model, storages)
+        left_out = whole.num_microbatches - plan.num_microbatches
+        first, later = (_with_microbatches(peak, left_out, model) for peak in peaks)
+    return RankMemory(rank=rank, first_step=first, later_steps=later, wall_s=time.perf_counter() - started_s)
+
+
+def dry_run_all(
+    plan: Plan, ranks: Sequence[int], *, num_processes: int, every_microbatch: bool = False
+) -> Iterator[RankMemory]:
+    """The memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
+    work = partial(dry_run, plan, every_microbatch=every_microbatch)
+    num_processes = min(num_processes, len(ranks))
+    if num_processes == 1:
+        yield from map(work, ranks)
+        return
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, ranks)
+
+
+def _shortened(plan: Plan) -> Plan:
+    """The plan with fewer microbatches of the same size, where the others would repeat them.
+
+    On one stage the first makes the gradients, the last reduces them, and those between are alike. Under 1F1B as many
+    microbatches as there are stages fill the pipeline; two more make sure that all stages work in its steady state.
+    """
+    stages = plan.num_stages
+    if stages == 1:
+        fewest = 3
+    elif plan.schedule == "1f1b":
+        fewest = stages + 2
+    else:
+        return plan
+    count = min(plan.num_microbatches, fewest)
+    return plan.model_copy(
+        update={"num_microbatches": count, "global_batch": count * plan.microbatch_samples, "prediction": None}
+    )
+
+
+def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
+    """The peak with what microbatches that were left out hold throughout the step: their buffers and token ids."""
+    terms = Counter(peak.terms)
+    terms["pipeline buffers"] += terms["pipeline buffers"] * left_out // model.plan.num_microbatches
+    samples = len(model.input_samples() or []) + len(model.label_samples() or [])
+    token_bytes = samples * (model.plan.seq_len + 1) * torch.long.itemsize
+    terms["working set"] += token_bytes * left_out // model.plan.num_microbatches
+    return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=peak.where)
+
+
+def _two_steps(model: ParallelModel, storages: AttributedStorages) -> list[Peak]:
+    """The peaks of the first and the second step."""
+    plan = model.plan
+    optimizers = model.make_optimizers(AdamW)
+    storages.assign("parameters", model.parameters())
+    _follow_passes(model, storages)
+    peaks = []
+    for step in range(2):
+        storages.begin()
+        storages.place = "preparing the step"
+        born = storages.num_born
+        model.train_step(lambda samples: torch.zeros((len(samples), plan.seq_len + 1), dtype=torch.long))
+        storages.assign("gradients", _gradients(model))
+        storages.place = "clipping gradients"
+        model.clip_gradients(1.0)
+        storages.place = "optimizer"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        storages.assign("optimizer", _states(optimizers))
+        if step == 0:
+            for term, tensors in _gathered(model):
+                storages.assign(term, tensors)
+            storages.assign_born_since(born, "pipeline buffers")
+        peaks.append(storages.peak())
+    return peaks
+
+
+def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
+    """Lets ``storages`` know which layer runs, and what a forward pass leaves behind."""
+    born = 0
+
+    def forward_begins(_module: nn.Module, _inputs: Any) -> None:
+        nonlocal born
+        born = storages.num_born
+        storages.assign("gradients", _unsharded_gradients(model))
+
+    def forward_ends(_module: nn.Module, _inputs: Any, _output: Tensor) -> None:
+        storages.assign_born_since(born, "activations")
+
+    for chunk in model.chunks:
+        chunk.register_forward_pre_hook(forward_begins)
+        chunk.register_forward_hook(forward_ends)
+    for name, layer in model.layers.items():
+        _follow_layer(layer, model.chain.layer_name(int(name)), storages)
+
+
+def _follow_layer(layer: nn.Module, name: str, storages: AttributedStorages) -> None:
+    def begins(_module: nn.Module, _inputs: Any) -> None:
+        storages.place = f"forward of {name}"
+
+    def backward_begins(_gradient: Tensor) -> None:
+        storages.place = f"backward of {name}"
+
+    def ends(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(backward_begins)
+
+    layer.register_forward_pre_hook(begins)
+    layer.register_forward_hook(ends)
+
+
+def _gradients(model: ParallelModel) -> Iterator[Tensor]:
+    yield from (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
+    """Gradients of replicated layers that earlier microbatches left, not reduced yet, and sharded ones."""
+    yield from _gradients(model)
+    for _, parameters in _fsdp_parameters(model):
+        for parameter in parameters:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                if gradient is not None:
+                    yield gradient
+
+
+def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
+    """The whole parameters of each layer, with the term under which they count."""
+    for strategy, parameters in _fsdp_parameters(model):
+        kept = strategy.fsdp == 1 or strategy.zero == 2
+        tensors = [tensor for parameter in parameters for tensor in _whole(parameter)]
+        yield "gathered parameters" if kept else "working set", tensors
+
+
+def _whole(parameter: Any) -> list[Tensor]:
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return [*parameter.all_gather_outputs, *([] if unsharded is None else [unsharded.detach()])]
+
+
+def _fsdp_parameters(model: ParallelModel) -> Iterator[tuple[Strategy, list[Any]]]:
+    """FSDP's own view of the parameters of each layer of this rank."""
+    for name, layer in model.layers.items():
+        if isinstance(layer, FSDPModule):
+            yield model.plan.strategies[int(name)], layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+
+
+def _states(optimizers: list[Optimizer]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            yield from (value for value in values.values() if isinstance(value, Tensor))
+
+
+@contextmanager
+def _fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as one rank of a world without other processes: collectives have shapes and no effect."""
+    if dist.is_initialized():
+        raise UserError(
+            field="check",
+            found="a process group in this process",
+            expected="a process without one: a dry run makes a fake group of its own",
+            hint="run the check in another process",
+        )
+    quiet_notices()
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    _clear_sharding_prop_cache()  # its entries name the process groups of the rank before
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """Tensors made in this context have no memory; the few places that need real numbers get them."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _without_modes(DeviceMesh.__init__)))
+        stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
+        stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
+        yield
+
+
+@contextmanager
+def _no_trial_shapes(storages: AttributedStorages) -> Iterator[None]:
+    """Leaves out what DTensor makes to learn the shape of a result: whole tensors, which are fake in any process."""
+    learn = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def learn_unseen(*arguments: Any) -> Any:
+        storages.is_paused = True
+        try:
+            return learn(*arguments)
+        finally:
+            storages.is_paused = False
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", learn_unseen):
+        yield
+
+
+def _without_modes(function: Callable[..., None]) -> Callable[..., None]:
+    """The function on real tensors: FSDP makes a mesh of a mesh to place a layer's parameters, and reads it."""
+
+    def run(*arguments: Any, **keywords: Any) -> None:
+        with _disable_current_modes():
+            function(*arguments, **keywords)
+
+    return run
+
+
+class _WorkWithTensors:
+    """A transfer that keeps its tensors alive until it is waited for, as those of gloo do and the fake ones do not.
+
+    Interleaved schedules wait for what they sent only when the step ends.
+    """
+
+    def __init__(self, work: dist.Work, tensors: list[Tensor]) -> None:
+        self._work = work
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Waits for the transfer and lets its tensors go."""
+        self._work.wait()
+        self._tensors = []
+
+
+def _keeping_tensors(batch: Callable[..., list[dist.Work]]) -> Callable[..., list[_WorkWithTensors]]:
+    """The function that begins transfers, with transfers that keep what they move until they are waited for."""
+
+    def begin(operations: list[dist.P2POp], desc: str | None = None) -> list[_WorkWithTensors]:
+        tensors = [operation.tensor for operation in operations]
+        return [_WorkWithTensors(work, tensors) for work in batch(operations, desc)]
+
+    return begin
+
+
+def _vote_alone(_schedule: Any, stages: list[Any], has_backward: bool, _p2p_done: bool) -> None:
+    """Takes this rank's stages to speak for all in the vote on whether shapes are known beforehand.
+
+    The real vote reads numbers that neighbours send. The runtime gives every stage its shapes, so all vote alike.
+    """
+    for stage in stages:
+        if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+            raise RuntimeError("the runtime must give the pipeline the shapes that stages exchange")
+        stage._inference_mode = InferenceMode.STATIC

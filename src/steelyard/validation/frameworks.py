@@ -1,0 +1,118 @@
+"""What each framework that others published runs of does otherwise than this project's runtime.
+
+Every value says what the framework's code or paper says it does (kernels, states, what runs beside what); only
+nanotron's ``pipelined_collective_s`` was fitted, with the efficiencies, on its open rows. A framework that is not here is a reason to skip a row.
+"""
+
+from dataclasses import dataclass, replace
+
+from steelyard.cost.execution import Execution, StateBytes
+from steelyard.validation.rows import PublishedRun
+from steelyard.validation.shapes import Kernels
+
+MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
+"""Half-precision parameters and gradients, fp32 master and moments (DeepSpeed fp16)."""
+MIXED_18 = StateBytes(parameters=2, gradients=4, optimizer=12, zero=0)
+"""As above with gradients accumulated in fp32 (Megatron-LM, nanotron)."""
+FP8_LINEAR_SPEEDUP = 0.8
+"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """How a framework computes, runs a plan, and cuts a model into stages."""
+
+    kernels: Kernels
+    execution: Execution
+    balances_by_flop: bool = False
+    """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
+
+
+_FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
+_MEGATRON_CLASSIC = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="fused softmax", dropout=True)
+_FSDP_EAGER = Kernels(norm=True, rotary=False, activation=False, loss=False, attention="flash")
+
+_DEEPSPEED = Execution(states=MIXED_16, reduce_bytes=2, overlaps_data=False, transfer="whole")
+_MEGATRON_LM = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False)
+_MEGATRON_CORE = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=True, hidden_tp=0.0)
+_NANOTRON = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False, pipelined_collective_s=340e-6)
+
+_FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
+    ("aa-scaling", Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, states=MIXED_18, reduce_bytes=4))),
+    ("megatron-deepspeed", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
+    ("deepspeed zero-3", Framework(kernels=_MEGATRON_CLASSIC, execution=Execution(reduce_bytes=2))),
+    ("megatron-lm", Framework(kernels=_MEGATRON_CLASSIC, execution=_MEGATRON_LM)),
+    ("megatron-core", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
+    ("megatron-bridge", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
+    ("nemo automodel", Framework(kernels=_FUSED, execution=Execution())),
+    ("nemo", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
+    ("maxtext", Framework(kernels=_FUSED, execution=Execution(eager_launch=False))),
+    ("llm-foundry", Framework(kernels=_FSDP_EAGER, execution=Execution())),
+    ("torchtitan", Framework(kernels=_FSDP_EAGER, execution=Execution())),
+    (
+        "nanotron",
+        Framework(
+            kernels=Kernels(norm=True, rotary=True, activation=False, loss=True, attention="flash"),
+            execution=_NANOTRON,
+            balances_by_flop=True,
+        ),
+    ),
+    ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
+    ("internevo", Framework(kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True))),
+    ("kempnerforge", Framework(kernels=_FSDP_EAGER, execution=Execution())),
+    ("pytorch fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
+    ("colossal-ai", Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, overlaps_data=True))),
+    ("oneflow", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
+)
+"""The beginning of a framework's name, the longer before the shorter one."""
+
+
+def framework_of(run: PublishedRun) -> Framework | None:
+    """The framework of a run with what the row itself says of kernels, precision and overlap; None if not known."""
+    name = run.text("framework").lower()
+    found = next((value for start, value in _FRAMEWORKS if name.startswith(start)), None)
+    if found is None:
+        return None
+    return replace(found, kernels=_kernels(run, found.kernels), execution=_execution(run, found.execution))
+
+
+def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
+    attention, detail = run.text("attention").lower(), run.text("act_ckpt_detail").lower()
+    if "rms kernel" in attention:
+        kernels = replace(kernels, norm=True)
+    elif run.text("framework").startswith("AA-"):
+        kernels = replace(kernels, norm=False)
+    if attention == "torch":
+        kernels = replace(kernels, attention="eager")
+    elif attention == "fused" or attention.startswith("unfused"):
+        kernels = replace(kernels, attention="fused softmax")
+    if run.text("compile") == "True":
+        kernels = replace(kernels, norm=True, rotary=True, activation=True)
+    if run.text("act_ckpt") == "selective":
+        by_op = "op" in detail and "torchtitan" in run.text("framework")
+        kernels = replace(kernels, selective="half of the matmuls" if by_op else "attention core")
+    return kernels
+
+
+def _execution(run: PublishedRun, execution: Execution) -> Execution:
+    precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
+    zero = run.count("zero_stage") or 0
+    if execution.states is not None and zero < 3:
+        execution = replace(execution, states=replace(execution.states, zero=zero))
+    else:
+        execution = replace(execution, states=None)
+    if "fp8" in precision:
+        execution = replace(execution, linear_speedup=2 * FP8_LINEAR_SPEEDUP)
+    elif precision.startswith("fp16") or "v100" in run.text("gpu").lower():
+        execution = replace(execution, matmul_dtype="fp16")
+    if "pure" in precision:
+        execution = replace(execution, reduce_bytes=2)
+    if "bf16optimizer" in precision:
+        execution = replace(execution, states=replace(MIXED_18, zero=zero), reduce_bytes=4, accumulates_apart=True)
+    if "async tp" in overlap or "tp userbuffers" in overlap or "tp comm" in overlap:
+        execution = replace(execution, hidden_tp=0.5)
+    if run.text("framework") == "nanotron" and zero == 0:
+        execution = replace(execution, overlaps_data=True)
+    if "grad" in overlap:
+        execution = replace(execution, overlaps_data=True)
+    return execution

@@ -1,0 +1,346 @@
+"""Turns a published run into a job and a plan that the cost model can price, or into the reason why not.
+
+Nothing is guessed: a row that lacks a size or a degree, or uses a kind of parallelism that is not modelled, is skipped
+with its reason. What a row leaves open and hardly matters is taken from the device's reference system: the number of
+devices in a node, the links, and the memory variant of a device that comes in several (the larger).
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster, Link, find_device, find_link
+from steelyard.hardware.catalogue import default_links
+from steelyard.hardware.values import Device
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
+from steelyard.plan.strategy import Level, Parallelism, Remat, Strategy
+from steelyard.profiles.profile import Profile, ProfileIdentity
+from steelyard.units import GB
+from steelyard.validation.frameworks import Framework, framework_of
+from steelyard.validation.rows import PublishedRun
+from steelyard.validation.shapes import Kernels, ModelShape, layer_profiles
+
+_GATED = {"swiglu": True, "geglu": True, "gelu": False, "squared_relu": False}
+_VOCAB_MULTIPLE = 128
+"""Frameworks pad the vocabulary so that each tensor-parallel rank has a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Why a run is not predicted."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run as the cost model sees it."""
+
+    run: PublishedRun
+    job: Job
+    plan: Plan
+
+
+class _SkipError(Exception):
+    """A reason to skip a row; never leaves this module."""
+
+
+def case_of(run: PublishedRun) -> Case | Skipped:
+    """The job and the plan of a run, or why it cannot be predicted."""
+    try:
+        return _case(run)
+    except _SkipError as skip:
+        return Skipped(reason=str(skip))
+    except UserError as error:
+        return Skipped(reason=f"not a legal plan: {error.field}: {error.expected}")
+
+
+def _case(run: PublishedRun) -> Case:
+    _refuse_what_is_not_modelled(run)
+    framework = framework_of(run)
+    if framework is None:
+        raise _SkipError(f"framework not known: {run.text('framework') or 'none given'}")
+    degrees = _degrees(run)
+    shape = _shape(run, degrees.tp)
+    cluster = _cluster(run)
+    chain = _chain(shape)
+    strategy, framework = _strategy(run, framework, degrees)
+    job = Job(
+        chain=chain,
+        profile=_profile(shape, framework.kernels, degrees.tp, strategy.sp),
+        cluster=cluster,
+        seq_len=shape.seq_len,
+        global_batch=degrees.global_batch,
+        precision="bf16",
+        budget_bytes=cluster.device.known_memory_bytes(),
+        execution=framework.execution,
+    )
+    return Case(run=run, job=job, plan=_plan(chain, cluster, degrees, strategy, shape, framework))
+
+
+def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
+    if run.text("moe_experts"):
+        raise _SkipError("mixture of experts")
+    if (run.count("cp") or 1) > 1:
+        raise _SkipError("context parallel")
+    if (run.count("ep") or 1) > 1:
+        raise _SkipError("expert parallel")
+    if run.text("offload"):
+        raise _SkipError("offload")
+    if run.text("schedule").upper().startswith("ZB"):
+        raise _SkipError("zero-bubble schedule")
+    precision = run.text("precision").lower()
+    if "fp4" in precision or "mxfp8" in precision:
+        raise _SkipError("mxfp8 or nvfp4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Degrees:
+    devices: int
+    tp: int
+    pp: int
+    chunks: int
+    dp: int
+    microbatches: int
+    global_batch: int
+
+
+def _needed(run: PublishedRun, column: str) -> int:
+    value = run.count(column)
+    if value is None:
+        raise _SkipError(f"{column} missing")
+    return value
+
+
+def _degrees(run: PublishedRun) -> _Degrees:
+    devices, tp, pp = (_needed(run, column) for column in ("gpus", "tp", "pp"))
+    samples, batch = _needed(run, "mbs"), _needed(run, "gbs")
+    if devices % (tp * pp):
+        raise _SkipError("tp × pp does not divide the devices")
+    dp = devices // (tp * pp)
+    if batch % (samples * dp):
+        raise _SkipError("microbatch × dp does not divide the global batch")
+    return _Degrees(
+        devices=devices,
+        tp=tp,
+        pp=pp,
+        chunks=(run.count("vpp") or 1) if pp > 1 else 1,
+        dp=dp,
+        microbatches=batch // (samples * dp),
+        global_batch=batch,
+    )
+
+
+def _shape(run: PublishedRun, tp: int) -> ModelShape:
+    if run.text("mlp_type") not in _GATED:
+        raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
+    hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
+    multiple = _VOCAB_MULTIPLE * tp
+    return ModelShape(
+        num_layers=_needed(run, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=run.count("kv_heads") or heads,
+        head_dim=run.count("head_dim") or hidden // heads,
+        ffn=_needed(run, "ffn"),
+        gated=_GATED[run.text("mlp_type")],
+        vocab=-(-vocab // multiple) * multiple,
+        seq_len=_needed(run, "seq_len"),
+        tied=run.text("tied_emb") == "True",
+        rotary=run.text("pos_emb") in {"rope", ""} and _GATED[run.text("mlp_type")],
+    )
+
+
+@cache
+def _chain(shape: ModelShape) -> ModelChain:
+    config = {
+        "model_type": "llama" if shape.gated else "gpt_neox",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.seq_len,
+        "tie_word_embeddings": shape.tied,
+    }
+    return chain_from_config(config, name="published")
+
+
+@cache
+def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool) -> Profile:
+    identity = ProfileIdentity(
+        method="traced",
+        model_name="published",
+        config_hash=_chain(shape).config_hash,
+        seq_len=shape.seq_len,
+        precision="bf16",
+        device="any",
+        num_devices=1,
+        torch="none: closed form",
+        transformers="none: closed form",
+        created="",
+    )
+    return Profile(identity=identity, layers=layer_profiles(shape, kernels, tp=tp, sp=sp))
+
+
+def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tuple[Strategy, Framework]:
+    zero = run.count("zero_stage") or 0
+    shards = run.count("dp_shard")
+    execution = framework.execution
+    levels = []
+    if degrees.dp > 1:
+        sharded = execution.states is None and zero >= 2
+        if execution.states is None and shards not in (None, 1, degrees.dp):
+            raise _SkipError("hybrid sharded data parallel")
+        levels.append(Level(kind=Parallelism.FSDP if sharded else Parallelism.DP, degree=degrees.dp))
+    if degrees.tp > 1:
+        levels.append(Level(kind=Parallelism.TP, degree=degrees.tp))
+    if execution.states is not None and shards not in (None, degrees.dp) and zero == 1:
+        execution = replace(execution, shard_degree=shards)
+    fsdp = any(level.kind is Parallelism.FSDP for level in levels)
+    strategy = Strategy(
+        levels=tuple(levels),
+        sp=run.text("sp") == "True" and degrees.tp > 1,
+        remat=_remat(run),
+        zero=2 if zero == 2 and fsdp else 3,
+    )
+    return strategy, replace(framework, execution=execution)
+
+
+def _remat(run: PublishedRun) -> Remat:
+    """What the row says of recomputation; Ultra-Scale's, Megatron-Bridge's and others' default is none."""
+    text = run.text("act_ckpt") or "none"
+    if text not in set(Remat):
+        raise _SkipError(f"act_ckpt {text}")
+    return Remat(text)
+
+
+def _plan(
+    chain: ModelChain,
+    cluster: Cluster,
+    degrees: _Degrees,
+    strategy: Strategy,
+    shape: ModelShape,
+    framework: Framework,
+) -> Plan:
+    size = degrees.devices // degrees.pp
+    bounds = _stage_bounds(shape, degrees.pp * degrees.chunks, by_flop=framework.balances_by_flop)
+    edge = replace(strategy, remat=Remat.NONE)
+    stages = []
+    for index, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        strategies = tuple(
+            strategy if chain.kind_of(layer).role is LayerRole.BLOCK else edge for layer in range(first, end)
+        )
+        start = index % degrees.pp * size
+        stages.append(StagePlan(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
+    return Plan(
+        model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash),
+        cluster=cluster.name,
+        seq_len=shape.seq_len,
+        global_batch=degrees.global_batch,
+        num_microbatches=degrees.microbatches,
+        precision="bf16",
+        schedule=_schedule(degrees),
+        stages=tuple(stages),
+    )
+
+
+def _schedule(degrees: _Degrees) -> Schedule:
+    """Interleaved where there are chunks; with fewer microbatches than stages 1F1B does the passes of GPipe."""
+    if degrees.chunks > 1:
+        return "interleaved-1f1b"
+    return "1f1b" if degrees.microbatches >= degrees.pp else "gpipe"
+
+
+def _stage_bounds(shape: ModelShape, num_stages: int, *, by_flop: bool) -> tuple[int, ...]:
+    """First layer of each stage and the end: blocks divided evenly, or layers by their FLOP."""
+    num_layers = shape.num_layers + 2
+    if num_stages > num_layers:
+        raise _SkipError("more stages than layers")
+    if by_flop or shape.num_layers < num_stages:
+        return _bounds_by_flop(shape, num_stages)
+    low, extra = divmod(shape.num_layers, num_stages)
+    bounds = [0]
+    for stage in range(num_stages - 1):
+        bounds.append(max(bounds[-1], 1) + low + (1 if stage < extra else 0))
+    return (*bounds, num_layers)
+
+
+def _bounds_by_flop(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Cuts after the layer at which the FLOP so far reach the stage's equal share; every stage has a layer."""
+    block = shape.hidden * (shape.hidden * 4 + shape.ffn * (3 if shape.gated else 2))
+    costs = [0.0, *([float(block)] * shape.num_layers), float(shape.hidden * shape.vocab)]
+    share, bounds, spent = sum(costs) / num_stages, [0], 0.0
+    for layer, cost in enumerate(costs):
+        spent += cost
+        stages_left = num_stages - len(bounds)
+        layers_left = len(costs) - layer - 1
+        if stages_left and (spent >= share * len(bounds) or layers_left == stages_left):
+            bounds.append(layer + 1)
+    return (*bounds, len(costs))
+
+
+# hardware
+
+_VARIANTS = {
+    "A100": {"80": "a100-80gb", "40": "a100-40gb", "": "a100-80gb"},
+    "A800": {"80": "a800-80gb", "": "a800-80gb"},
+    "H100": {"80": "h100-80gb", "": "h100-80gb", "96": "h100-96gb-hbm2e", "95": "h100-96gb-hbm2e"},
+    "H200": {"141": "h200-141gb", "": "h200-141gb"},
+    "B200": {"": "b200-180gb"},
+    "B300": {"": "b300-270gb"},
+    "GB200": {"186": "gb200-186gb", "": "gb200-186gb"},
+    "GB300": {"": "gb300-279gb"},
+    "V100": {"16": "v100-16gb", "32": "v100-32gb", "": "v100-32gb"},
+}
+_RATE = re.compile(r"(?:([0-9]+)x)?\s*([0-9.]+)\s*(Gb|Tb)(?:/s)?", re.IGNORECASE)
+
+
+def _cluster(run: PublishedRun) -> Cluster:
+    device = _device(run)
+    devices = _needed(run, "gpus")
+    per_node = min(run.count("gpus_per_node") or 8, devices)
+    if devices % per_node:
+        raise _SkipError("devices are not whole nodes")
+    intra, inter = default_links(device.name, num_devices=devices)
+    if intra is not inter:
+        inter = _inter_link(run.text("inter_link"), inter, per_node)
+    num_nodes = devices // per_node
+    return Cluster(
+        name=f"{num_nodes}x{per_node}x{device.name}",
+        num_nodes=num_nodes,
+        devices_per_node=per_node,
+        device=device,
+        intra_link=intra,
+        inter_link=inter if num_nodes > 1 else None,
+    )
+
+
+def _device(run: PublishedRun) -> Device:
+    memory = run.number("gpu_mem_gb")
+    variants = _VARIANTS.get(run.text("gpu"), {})
+    name = variants.get("" if memory is None else f"{memory:g}")
+    if name is None:
+        raise _SkipError(f"device not known: {run.text('gpu')} {run.text('gpu_mem_gb')}".strip())
+    return find_device(name)
+
+
+def _inter_link(text: str, default: Link, per_node: int) -> Link:
+    """The link between nodes as one device sees it: the rate that the row states, per device or per node."""
+    if "OmniPath" in text:
+        return find_link("omnipath-100").shared(num_ports=4, num_devices=per_node)
+    if text == "AWS EFA":
+        return find_link("efa-100").shared(num_ports=32, num_devices=per_node)
+    match = _RATE.search(text)
+    if match is None:
+        return default
+    ports, amount, unit = match.groups()
+    rate = float(amount) * (1000 if unit.lower() == "tb" else 1) / 8 * GB
+    is_per_device = "per GPU" in text or "per HCA" in text
+    per_device = rate if is_per_device or ports == str(per_node) else rate * int(ports or 1) / per_node
+    return replace(default, name=text, bytes_per_s=per_device)

@@ -1,0 +1,127 @@
+"""Reads the table of published runs: one row is one run, with its model, hardware, software, plan and measurement.
+
+The folder's own README explains the columns. An empty cell is not known, and nothing is filled in here.
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from steelyard.errors import UserError
+
+FILE_NAME = "runs.csv"
+Split = Literal["open", "sealed"]
+
+
+class InvalidRunsError(UserError):
+    """The folder holds no table of runs, or one that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """One row. ``cells`` holds every column as text; what is asked most often has a property."""
+
+    cells: Mapping[str, str]
+
+    def text(self, column: str) -> str:
+        """A cell as it stands; empty where it is not known."""
+        return self.cells[column]
+
+    def number(self, column: str) -> float | None:
+        """A cell as a number, or None where it is not known. Raises `InvalidRunsError` for anything else."""
+        text = self.cells[column]
+        if not text:
+            return None
+        try:
+            return float(text)
+        except ValueError as error:
+            raise InvalidRunsError(field=f"{self.id}: {column}", found=repr(text), expected="a number") from error
+
+    def count(self, column: str) -> int | None:
+        """A cell as a whole number, or None where it is not known. Raises `InvalidRunsError` for a fraction."""
+        value = self.number(column)
+        if value is None:
+            return None
+        if value != int(value):
+            raise InvalidRunsError(field=f"{self.id}: {column}", found=str(value), expected="a whole number")
+        return int(value)
+
+    @property
+    def id(self) -> str:
+        """What names the row."""
+        return self.cells["id"]
+
+    @property
+    def job(self) -> str:
+        """The runs of one job differ in their plans only."""
+        return self.cells["job"]
+
+    @property
+    def source(self) -> str:
+        """Who published it."""
+        return self.cells["source_file"]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the row shows its measurement."""
+        return self.cells["split"] == "open"
+
+    @property
+    def is_recommended(self) -> bool:
+        """Whether whoever compiled the table found nothing odd about the row."""
+        return self.cells["recommended"] == "True"
+
+    @property
+    def status(self) -> str:
+        """``ok``, ``oom``, ``failed`` or ``error``; empty where it is sealed."""
+        return self.cells["status"]
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Measured seconds of a step."""
+        return self.number("step_time_s")
+
+    @property
+    def is_dense_half(self) -> bool:
+        """Whether the model is dense and all of it computes in bf16 or fp16."""
+        precision = self.cells["precision"].lower()
+        return not self.cells["moe_experts"] and "fp8" not in precision and "fp4" not in precision
+
+
+_NEEDED = (
+    "id split job tier recommended status source_file layers hidden heads kv_heads head_dim ffn mlp_type vocab seq_len "
+    "tied_emb pos_emb moe_experts gpu gpu_mem_gb gpus gpus_per_node intra_link inter_link framework precision attention "
+    "compile dp_shard dp_replicate zero_stage tp sp pp vpp cp ep mbs gbs act_ckpt act_ckpt_detail schedule overlap "
+    "offload step_time_s peak_mem_gib peak_mem mem_unit flags notes"
+).split()
+
+
+def read_runs(path: Path) -> tuple[PublishedRun, ...]:
+    """The runs of a folder that holds ``runs.csv``, or of that file, in its order.
+
+    Raises `InvalidRunsError` where there is no such file, a column is missing or an id stands twice.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidRunsError(
+            field="path", found=str(path), expected=f"a folder that holds {FILE_NAME}, or such a file"
+        )
+    with file.open(newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        missing = [column for column in _NEEDED if column not in (reader.fieldnames or ())]
+        if missing:
+            raise InvalidRunsError(
+                field=str(file),
+                found="no column " + ", ".join(missing),
+                expected="the columns of the table of published runs",
+                hint="its README names them",
+            )
+        runs = tuple(PublishedRun(cells=row) for row in reader)
+    seen: set[str] = set()
+    for run in runs:
+        if run.id in seen:
+            raise InvalidRunsError(field=f"{file}: id", found=f"{run.id!r} twice", expected="each id once")
+        seen.add(run.id)
+    return runs

@@ -1,0 +1,377 @@
+r"""A layer's profile in closed form from the sizes that a publication states, where there is no module to trace.
+
+Same quantities as `steelyard.tracer` counts, per rank and sample, with hidden size $h$, query and key-value widths
+$q$ and $k$ of a rank, feed-forward width $f$ and vocabulary $V$ of a rank, heads $a$ of a rank, length $s$, and
+$\sigma = 1/\text{tp}$ with sequence parallelism, else 1. Bytes per token:
+
+| quantity              | eager (as traced from transformers' Llama)         | fused kernels                        |
+|-----------------------|-----------------------------------------------------|--------------------------------------|
+| norms, forward        | 72 σh                                               | 8 σh                                 |
+| norms, backward       | 184 σh + 18 h                                       | 12 σh                                |
+| residual, both        | 12 σh                                               | 12 σh                                |
+| rotary, forward       | 20 (q + k)                                          | 4 (q + k)                            |
+| rotary, backward      | 32 (q + k)                                          | 4 (q + k)                            |
+| activation, forward   | 10 f gated, 4 f plain                               | 6 f gated, 4 f plain                 |
+| activation, backward  | 18 f gated, 6 f plain                               | 10 f gated, 6 f plain                |
+| softmax, unfused      | fused kernel 4 as + 5 as dropout; eager 17 as       | backward 6 as + 5 as; eager 19 as    |
+| head, forward         | norm + 18 V (42 V where tp divides V)               | norm + 18 V (24 V)                   |
+| head, backward        | norm + 26 V (50 V where tp divides V)               | norm + 16 V (16 V)                   |
+
+Matmul FLOP are 2 per weight and token forward, twice that backward; attention 4 s q per token, half of it where a fused
+kernel skips what is masked, and 2.5 times that backward because the kernel recomputes the scores.
+
+Source: Korthikanti et al. 2022 (saved activations); Dao 2023 (flash attention). Not modelled: biases in bytes,
+alignment, memory of kernels.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from steelyard.profiles.profile import Affine, CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+
+HALF = 2
+"""Bytes of an activation or a weight in bf16 or fp16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder-only Transformer."""
+
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool
+    vocab: int
+    seq_len: int
+    tied: bool
+    rotary: bool
+    attention_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which parts of a block a framework computes in one kernel, and what it keeps for the backward pass.
+
+    ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: what selective
+    remat computes again: the core of attention (Megatron), or all but attention and every second matmul (torchtitan).
+    """
+
+    norm: bool
+    rotary: bool
+    activation: bool
+    loss: bool
+    attention: Literal["flash", "fused softmax", "eager"]
+    dropout: bool = False
+    selective: Literal["attention core", "half of the matmuls"] = "attention core"
+
+
+def layer_profiles(shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool) -> tuple[LayerProfile, ...]:
+    """Profiles of the embedding, a block and the head on one of ``tp`` ranks."""
+    local = _Local(shape=shape, kernels=kernels, tp=tp, sp=sp and tp > 1)
+    return local.embedding(), local.block(), local.head()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Local:
+    """One rank's share of the sizes. ``sigma``: its part of the sequence outside the tensor-parallel blocks."""
+
+    shape: ModelShape
+    kernels: Kernels
+    tp: int
+    sp: bool
+
+    @property
+    def sigma(self) -> float:
+        return 1 / self.tp if self.sp else 1.0
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.seq_len
+
+    @property
+    def heads(self) -> float:
+        return self.shape.heads / self.tp
+
+    @property
+    def q(self) -> float:
+        return self.heads * self.shape.head_dim
+
+    @property
+    def k(self) -> float:
+        """Key-value heads are replicated where there are fewer of them than ranks."""
+        return max(1.0, self.shape.kv_heads / self.tp) * self.shape.head_dim
+
+    @property
+    def f(self) -> float:
+        return self.shape.ffn / self.tp
+
+    @property
+    def vocab(self) -> float:
+        return self.shape.vocab / self.tp
+
+    @property
+    def hidden_bytes(self) -> float:
+        """One sample's hidden state in whole."""
+        return HALF * self.tokens * self.shape.hidden
+
+    def _linears(self) -> list[tuple[float, float]]:
+        """Inputs and outputs of each linear layer of a block on this rank."""
+        h, widths = self.shape.hidden, [self.q, self.k, self.k]
+        up = [(float(h), self.f)] * (2 if self.shape.gated else 1)
+        return [*((float(h), width) for width in widths), (self.q, float(h)), *up, (self.f, float(h))]
+
+    def block(self) -> LayerProfile:
+        weights = sum(inputs * outputs for inputs, outputs in self._linears())
+        operands = HALF * self.tokens * sum(inputs + outputs for inputs, outputs in self._linears())
+        forward = Work(
+            matmul_flop=Affine(per_sample=2 * self.tokens * weights + self._score_flop()),
+            attention_flop=Affine(per_sample=self._flash_flop()),
+            matmul_bytes=Affine(constant=HALF * weights, per_sample=operands + self._attention_operands()),
+            memory_bytes=Affine(per_sample=self.tokens * self._elementwise_forward()),
+            num_kernels=self._num_kernels(),
+        )
+        backward = Work(
+            matmul_flop=Affine(per_sample=2 * forward.matmul_flop.per_sample),
+            attention_flop=Affine(per_sample=2.5 * self._flash_flop()),
+            matmul_bytes=Affine(constant=2 * HALF * weights, per_sample=2 * forward.matmul_bytes.per_sample),
+            memory_bytes=Affine(per_sample=self.tokens * self._elementwise_backward()),
+            num_kernels=2 * forward.num_kernels,
+        )
+        return self._profile(
+            "block",
+            num_params=weights + 2 * self.shape.hidden,
+            forward=forward,
+            backward=backward,
+            calls=2,
+            saved=self.tokens * self._saved_per_token(),
+            input_bytes=self.hidden_bytes * self.sigma,
+            transient=(
+                self.tokens * max(6 * self.shape.hidden, 2 * HALF * self.f),
+                self.tokens * (4 * self.shape.hidden + 4 * self.f + self._score_transient()),
+            ),
+        )
+
+    def _score_flop(self) -> float:
+        """FLOP of the scores and their products with the values where no fused kernel does them."""
+        return 0.0 if self.kernels.attention == "flash" else 4.0 * self.tokens**2 * self.q
+
+    def _flash_flop(self) -> float:
+        return 2.0 * self.tokens**2 * self.q if self.kernels.attention == "flash" else 0.0
+
+    def _attention_operands(self) -> float:
+        streams = HALF * self.tokens * (2 * self.q + 2 * self.k)
+        if self.kernels.attention == "flash":
+            return streams + 4 * self.heads * self.tokens
+        return streams + 2 * HALF * self.heads * self.tokens**2
+
+    def _num_kernels(self) -> int:
+        kernels = self.kernels
+        count = 9 + (2 if kernels.norm else 12) + (3 if kernels.dropout else 0)
+        count += 2 if kernels.activation else 3
+        if self.shape.rotary:
+            count += 2 if kernels.rotary else 12
+        return count + {"flash": 1, "fused softmax": 5, "eager": 9}[kernels.attention]
+
+    def _elementwise_forward(self) -> float:
+        shape, kernels = self.shape, self.kernels
+        total = self.sigma * shape.hidden * ((8 if kernels.norm else 72) + 12 + (2 if kernels.dropout else 0))
+        if self.sp:
+            total += (0 if kernels.norm else 16) * shape.hidden
+        if shape.rotary:
+            total += (4 if kernels.rotary else 20) * (self.q + self.k)
+        total += self.f * ((6 if kernels.activation else 10) if shape.gated else 4)
+        return total + self._softmax_per_token(forward=True)
+
+    def _elementwise_backward(self) -> float:
+        shape, kernels = self.shape, self.kernels
+        total = self.sigma * shape.hidden * ((12 if kernels.norm else 184) + 12 + (4 if kernels.dropout else 0))
+        total += shape.hidden * ((0 if kernels.norm else 18) + (16 if self.sp and not kernels.norm else 0))
+        if shape.rotary:
+            total += (4 if kernels.rotary else 32) * (self.q + self.k)
+        total += self.f * ((10 if kernels.activation else 18) if shape.gated else 6)
+        return total + self._softmax_per_token(forward=False)
+
+    def _softmax_per_token(self, *, forward: bool) -> float:
+        scores = self.heads * self.tokens
+        if self.kernels.attention == "flash":
+            return 0.0
+        if self.kernels.attention == "eager":
+            return (17 if forward else 19) * scores
+        return ((4 if forward else 6) + (5 if self.kernels.dropout else 0)) * scores
+
+    def _selective_work(self, forward: Work) -> Work:
+        """What the backward pass runs again of the forward pass under the framework's selective remat."""
+        if self.kernels.selective == "half of the matmuls":
+            halves = {
+                name: Affine(per_sample=0.5 * getattr(forward, name).per_sample)
+                for name in ("matmul_flop", "matmul_bytes")
+            }
+            return forward.model_copy(update=halves | {"attention_flop": Affine()})
+        return Work(
+            matmul_flop=Affine(per_sample=self._score_flop()),
+            attention_flop=Affine(per_sample=self._flash_flop()),
+            matmul_bytes=Affine(per_sample=self._attention_operands()),
+            memory_bytes=Affine(per_sample=self.tokens * self._softmax_per_token(forward=True)),
+            num_kernels=5,
+        )
+
+    def _selectively_saved_per_token(self) -> float:
+        h = self.shape.hidden
+        if self.kernels.selective == "half of the matmuls":
+            return self.sigma * 4 * h + 4 * self.q + 2 * self.k + 2 * self.f
+        dropped = self._saved_per_token() - self._scores_saved_per_token()
+        return dropped if self.kernels.attention != "flash" else dropped - 2 * self.q
+
+    def _scores_saved_per_token(self) -> float:
+        if self.kernels.attention == "flash":
+            return 4 * self.heads
+        each = 5 if self.kernels.dropout else 2 if self.kernels.attention == "fused softmax" else 8
+        return each * self.heads * self.tokens
+
+    def _saved_per_token(self) -> float:
+        h, kernels = self.shape.hidden, self.kernels
+        if kernels.norm:
+            outer = self.sigma * h * (8 + (2 if kernels.dropout else 0))
+        else:
+            outer = h * (14 * self.sigma + 4)
+        attention = 4 * self.q + 4 * self.k + self._scores_saved_per_token()
+        gated = 6 if kernels.activation else 8
+        return outer + attention + self.f * (gated if self.shape.gated else 4)
+
+    def _score_transient(self) -> float:
+        return 0.0 if self.kernels.attention == "flash" else 8 * self.heads * self.tokens
+
+    def head(self) -> LayerProfile:
+        h, divided = self.shape.hidden, self.tp > 1
+        weights = h * self.vocab
+        forward_logits = (24 if divided else 18) if self.kernels.loss else (42 if divided else 18)
+        backward_logits = 16 if self.kernels.loss else (50 if divided else 26)
+        norm_forward, norm_backward = (4, 12) if self.kernels.norm else (36, 92)
+        operands = HALF * self.tokens * (h + self.vocab)
+        forward = Work(
+            matmul_flop=Affine(per_sample=2 * self.tokens * weights),
+            attention_flop=Affine(),
+            matmul_bytes=Affine(constant=HALF * weights, per_sample=operands),
+            memory_bytes=Affine(per_sample=self.tokens * (norm_forward * self.sigma * h + forward_logits * self.vocab)),
+            num_kernels=33 if divided else 13,
+        )
+        backward = Work(
+            matmul_flop=Affine(per_sample=4 * self.tokens * weights),
+            attention_flop=Affine(),
+            matmul_bytes=Affine(constant=2 * HALF * weights, per_sample=2 * operands),
+            memory_bytes=Affine(
+                per_sample=self.tokens * (norm_backward * self.sigma * h + backward_logits * self.vocab)
+            ),
+            num_kernels=37 if divided else 22,
+        )
+        kept = 4 if self.kernels.norm else 10
+        return self._profile(
+            "head",
+            num_params=weights + h,
+            forward=forward,
+            backward=backward,
+            calls=1,
+            saved=self.tokens * (kept * self.sigma * h + 4 * self.vocab),
+            input_bytes=self.hidden_bytes * self.sigma,
+            transient=(
+                self.tokens * (8 if divided else 4) * self.vocab,
+                self.tokens * (12 if divided and not self.kernels.loss else 8) * self.vocab,
+            ),
+        )
+
+    def embedding(self) -> LayerProfile:
+        h = self.shape.hidden
+        weights = h * self.vocab
+        moved = (2 if self.tp == 1 else 6) * self.tokens * h
+
+        def work(rows: float, kernels: int) -> Work:
+            return Work(
+                matmul_flop=Affine(),
+                attention_flop=Affine(),
+                matmul_bytes=Affine(),
+                memory_bytes=Affine(constant=rows, per_sample=moved),
+                num_kernels=kernels,
+            )
+
+        return self._profile(
+            "embedding",
+            num_params=weights,
+            forward=work(0.0, 1 if self.tp == 1 else 8),
+            backward=work(HALF * weights, 2),
+            calls=1,
+            saved=8.0 * self.tokens,
+            input_bytes=8.0 * self.tokens,
+            transient=(6.0 * self.tokens * h, 8.0 * self.tokens * h),
+        )
+
+    def _profile(
+        self,
+        kind: str,
+        *,
+        num_params: float,
+        forward: Work,
+        backward: Work,
+        calls: int,
+        saved: float,
+        input_bytes: float,
+        transient: tuple[float, float],
+    ) -> LayerProfile:
+        passes = (Affine(per_sample=transient[0]), Affine(per_sample=transient[1]))
+        there = self._collectives(calls, into=kind != "embedding", out=kind != "head")
+        back = self._collectives(calls, into=kind != "head", out=kind != "embedding")
+        return LayerProfile(
+            kind=kind,
+            tp=self.tp,
+            sp=self.sp,
+            num_params=round(num_params),
+            forward=forward,
+            backward=backward,
+            forward_collectives=there,
+            backward_collectives=() if kind == "embedding" and not self.sp else back,
+            saved_bytes=Affine(per_sample=saved),
+            input_bytes=Affine(per_sample=input_bytes),
+            forward_transient_bytes=passes[0],
+            backward_transient_bytes=passes[1],
+            recomputations=self._recomputations(kind, forward, there, saved, input_bytes, transient),
+        )
+
+    def _recomputations(
+        self,
+        kind: str,
+        forward: Work,
+        collectives: tuple[CollectiveCount, ...],
+        saved: float,
+        input_bytes: float,
+        transient: tuple[float, float],
+    ) -> tuple[Recomputation, ...]:
+        choices = [("full", forward, collectives, input_bytes)]
+        if kind == "block":
+            kept = self.tokens * self._selectively_saved_per_token()
+            choices.append(("selective", self._selective_work(forward), (), kept))
+        return tuple(
+            Recomputation(
+                remat="full" if remat == "full" else "selective",
+                work=work,
+                collectives=again,
+                saved_bytes=Affine(per_sample=kept),
+                forward_transient_bytes=Affine(per_sample=max(transient[0], saved - kept)),
+                backward_transient_bytes=Affine(per_sample=transient[1] + saved - kept),
+            )
+            for remat, work, again, kept in choices
+        )
+
+    def _collectives(self, calls: int, *, into: bool, out: bool) -> tuple[CollectiveCount, ...]:
+        """Per direction: an all-reduce where a block ends, or with sp a gather where it begins and a scatter there."""
+        if self.tp == 1:
+            return ()
+        size = Affine(per_sample=calls * self.hidden_bytes)
+        kinds: list[CollectiveKind] = []
+        if self.sp:
+            kinds += ["all_gather"] if into else []
+            kinds += ["reduce_scatter"] if out else []
+        elif out:
+            kinds.append("all_reduce")
+        return tuple(CollectiveCount(kind=kind, count=calls, tensor_bytes=size) for kind in kinds)

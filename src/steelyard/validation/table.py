@@ -1,0 +1,133 @@
+"""Tables of a validation for the terminal, and the same figures as a mapping for JSON."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from steelyard.units import format_plural
+from steelyard.validation.forecast import Outcome, Unpredicted
+from steelyard.validation.score import ErrorSummary, RegretSummary, SourceScore
+from steelyard.validation.targets import TargetLine
+
+
+def validation_view(
+    timed: Sequence[SourceScore],
+    held: Sequence[SourceScore],
+    targets: Sequence[TargetLine],
+    outcomes: Sequence[Outcome],
+) -> Group:
+    """Everything a validation found: time, memory, what was skipped, and the targets."""
+    return Group(time_table(timed), memory_table(held), skipped_table(outcomes), target_table(targets))
+
+
+def time_table(scores: Sequence[SourceScore]) -> Table:
+    """Errors of time and regret, a row per source."""
+    table = Table(title="time: predicted over measured minus one (recommended dense bf16 and fp16 runs)")
+    table.add_column("source")
+    names = ("runs", "|error|", "90 %", "worst", "bias", "scaled", "90 %", "regret", "90 %", "jobs")
+    for name in names:
+        table.add_column(name, justify="right")
+    for score in scores:
+        table.add_row(
+            score.source,
+            str(0 if score.zero_shot is None else score.zero_shot.count),
+            *_errors(score.zero_shot, "median_abs", "p90_abs", "worst", "bias"),
+            *_errors(score.scaled, "median_abs", "p90_abs"),
+            *_regret(score.regret),
+        )
+    return table
+
+
+def memory_table(scores: Sequence[SourceScore]) -> Table:
+    """Errors and verdicts of memory, a row per source that has any."""
+    table = Table(title="memory: predicted over measured minus one; runs that are called wrongly (all dense runs)")
+    table.add_column("source")
+    for name in ("runs", "|error|", "90 %", "worst", "bias", "too low", "false fits", "false misfits"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        memory, verdicts = score.memory, score.verdicts
+        table.add_row(
+            score.source,
+            str(0 if memory is None else memory.errors.count),
+            *_errors(None if memory is None else memory.errors, "median_abs", "p90_abs", "worst", "bias"),
+            "–" if memory is None else f"{memory.too_low:.1%}",
+            _fraction(verdicts.false_fits, verdicts.num_oom),
+            _fraction(verdicts.false_misfits, verdicts.num_ran),
+        )
+    return table
+
+
+def skipped_table(outcomes: Iterable[Outcome]) -> Table:
+    """Every reason to skip a run with the number of runs that it holds for."""
+    table = Table(title="skipped")
+    table.add_column("runs", justify="right")
+    table.add_column("reason")
+    for reason, count in count_reasons(outcomes):
+        table.add_row(str(count), reason)
+    return table
+
+
+def target_table(targets: Iterable[TargetLine]) -> Table:
+    """Every target with what was reached."""
+    table = Table(title="targets, every source weighing the same")
+    table.add_column("figure")
+    for name in ("target", "reached", "met"):
+        table.add_column(name, justify="right")
+    for line in targets:
+        sign = "≤" if line.at_most else "≥"
+        met = "–" if line.is_met is None else "yes" if line.is_met else "no"
+        reached = "–" if line.reached is None else f"{line.reached:.1%}"
+        table.add_row(line.name, f"{sign} {line.bound:.0%}", reached, met)
+    return table
+
+
+def count_reasons(outcomes: Iterable[Outcome]) -> list[tuple[str, int]]:
+    """Reasons to skip with their numbers, the most frequent first."""
+    counts = Counter(outcome.reason for outcome in outcomes if isinstance(outcome, Unpredicted))
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def counted(outcomes: Sequence[Outcome]) -> str:
+    """How many runs there are and how many of them are predicted."""
+    skipped = sum(isinstance(outcome, Unpredicted) for outcome in outcomes)
+    return f"{format_plural(len(outcomes), 'run')}, {len(outcomes) - skipped} predicted, {skipped} skipped"
+
+
+def validation_json(
+    timed: Sequence[SourceScore],
+    held: Sequence[SourceScore],
+    targets: Sequence[TargetLine],
+    outcomes: Sequence[Outcome],
+) -> dict[str, Any]:
+    """The figures of `validation_view`."""
+    return {
+        "num_runs": len(outcomes),
+        "num_predicted": sum(not isinstance(outcome, Unpredicted) for outcome in outcomes),
+        "time": [asdict(score) for score in timed],
+        "memory": [asdict(score) for score in held],
+        "skipped": dict(count_reasons(outcomes)),
+        "targets": [asdict(line) | {"is_met": line.is_met} for line in targets],
+    }
+
+
+def _errors(summary: ErrorSummary | None, *names: str) -> tuple[str, ...]:
+    if summary is None:
+        return ("–",) * len(names)
+    return tuple(
+        f"{getattr(summary, name):+.1%}" if name in _SIGNED else f"{getattr(summary, name):.1%}" for name in names
+    )
+
+
+_SIGNED = frozenset({"worst", "bias"})
+
+
+def _regret(summary: RegretSummary | None) -> tuple[str, ...]:
+    return ("–", "–", "0") if summary is None else (f"{summary.mean:.1%}", f"{summary.p90:.1%}", str(summary.jobs))
+
+
+def _fraction(count: int, total: int) -> str:
+    return "–" if total == 0 else f"{count} of {total}"

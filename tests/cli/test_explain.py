@@ -1,0 +1,198 @@
+"""``steelyard explain`` and ``steelyard schema`` as a user meets them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from steelyard.cli.app import app
+from steelyard.plan.choices import Explanation
+from steelyard.plan.file import read_plan
+from tests.cli.conftest import Run, user_error
+
+JOB = ("llama3.2-1b", "--cluster", "1x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16)
+TIGHT = "14GiB"
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    arguments = ["plan", *JOB, "--memory", TIGHT, "-o", path]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture(scope="module")
+def explained(plan_path: Path) -> Explanation:
+    result = CliRunner().invoke(app, ["explain", str(plan_path), "--all", "--json"])
+    assert result.exit_code == 0, result.output
+    return Explanation.model_validate(json.loads(result.stdout)["explanation"])
+
+
+def rivals(explanation: Explanation) -> dict[str, Any]:
+    return {rival.name: rival for rival in explanation.rivals}
+
+
+def test_explain_fits_a_screen_and_says_what_binds(run: Run, plan_path: Path) -> None:
+    output = run("explain", plan_path).stdout
+    assert len(output.splitlines()) <= 60
+    for expected in ("Time:", "Memory:", "Proof:", "Memory binds", "Best plan instead", "less"):
+        assert expected in output
+
+
+def test_no_rival_is_faster_than_the_searched_plan(explained: Explanation) -> None:
+    assert explained.rivals
+    assert all(rival.slowdown is None or rival.slowdown > -0.01 for rival in explained.rivals)
+
+
+def test_a_rival_is_the_plan_that_a_restricted_search_finds(run: Run, explained: Explanation) -> None:
+    for name, options in (
+        ("2 stages", ("--stages", 2)),
+        ("without tp", ("--max-tp", 1)),
+        ("without remat", ("--remat", "none")),
+    ):
+        rival = rivals(explained).get(name)
+        result = run("plan", *JOB, "--memory", TIGHT, *options, "--json")
+        if rival is None:
+            continue
+        if result.exit_code == 1:
+            assert rival.missing_bytes == json.loads(result.stdout)["missing_bytes"] or rival.missing_bytes > 0
+        else:
+            step_s = json.loads(result.stdout)["prediction"]["step_time_s"]
+            assert rival.step_time_s >= step_s * (1 - 1e-9)
+            assert rival.step_time_s == pytest.approx(step_s, rel=0.05)
+
+
+def test_a_rival_that_does_not_fit_says_by_how_many_bytes(explained: Explanation) -> None:
+    for rival in explained.rivals:
+        assert (rival.step_time_s is None) != (rival.missing_bytes is None)
+
+
+def test_more_memory_is_never_slower_and_less_never_faster(explained: Explanation) -> None:
+    more, less = explained.budgets
+    assert more.step_time_s is not None
+    assert less.step_time_s is None or more.step_time_s <= less.step_time_s * 1.01
+
+
+def test_all_lists_every_strategy_and_every_setting_with_a_reason(
+    run: Run, plan_path: Path, explained: Explanation
+) -> None:
+    verdicts = {each.verdict for each in explained.verdicts}
+    assert {"undominated", "dominated", "not offered"} <= verdicts
+    assert all(each.reason for each in explained.verdicts if each.verdict != "undominated")
+    never = {(each.what, each.values): each.reason for each in explained.excluded}
+    assert never["stages", "3"] == "does not divide the 4 devices"
+    assert never["microbatches", "3, 5–7, 9–15"] == "does not divide the global batch of 16"
+    alternatives = read_plan(plan_path).prediction.alternatives  # type: ignore[union-attr]
+    assert len(alternatives) == 3 * 5 - 1  # stages 1, 2, 4 with microbatches 1, 2, 4, 8, 16, but for the plan's own
+    assert all(each.reason for each in alternatives)
+    output = run("explain", plan_path, "--all").stdout
+    for expected in ("Never searched", "What lost", "dominated", "Predicted, per stage"):
+        assert expected in output
+
+
+def test_a_slower_plan_by_hand_has_the_best_plan_as_its_rival(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    by_hand = json.loads(plan_path.read_text()) | {"num_microbatches": 4, "schedule": "1f1b"}
+    del by_hand["prediction"]
+    by_hand["stages"] = [{"ranks": [0, 3], "runs": [{"layers": [0, 17], "parallel": "fsdp4", "remat": "full"}]}]
+    (tmp_path / "hand.json").write_text(json.dumps(by_hand))
+    result = run("explain", tmp_path / "hand.json", "--json")
+    found = rivals(Explanation.model_validate(json.loads(result.stdout)["explanation"]))
+    assert found["any plan"].slowdown < 0
+
+
+def test_a_plan_from_a_measured_profile_asks_for_it_and_shows_the_rest(
+    run: Run, plan_path: Path, tmp_path: Path
+) -> None:
+    content = json.loads(plan_path.read_text())
+    content["prediction"]["profile"]["method"] = "measured"
+    (tmp_path / "measured.json").write_text(json.dumps(content))
+    result = run("explain", tmp_path / "measured.json")
+    assert result.exit_code == 0, result.output
+    assert "--profile" in result.stdout
+    assert "Time:" in result.stdout
+    assert "Best plan instead" not in result.stdout
+
+
+def test_a_plan_for_an_unknown_cluster_asks_for_it(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    content = json.loads(plan_path.read_text()) | {"cluster": "lab"}
+    (tmp_path / "lab.json").write_text(json.dumps(content))
+    result = run("explain", tmp_path / "lab.json")
+    assert result.exit_code == 0, result.output
+    assert "--cluster" in result.stdout
+
+
+def test_a_file_that_is_no_plan_is_one_clear_error(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text('{"version": 1')
+    assert user_error(run("explain", tmp_path / "broken.json")).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["plan", "problem", "profile", "record"])
+def test_the_schema_of_a_file_is_printed(run: Run, name: str) -> None:
+    schema = json.loads(run("schema", name).stdout)
+    assert "version" in schema["properties"]
+    assert schema["additionalProperties"] is False
+
+
+def test_an_unknown_schema_names_the_nearest(run: Run) -> None:
+    assert "plan" in user_error(run("schema", "plann")).hint
+
+
+def test_why_not_shows_the_best_plan_that_does_what_is_asked(run: Run, plan_path: Path) -> None:
+    content = json.loads(run("explain", plan_path, "--why-not", "stages=2", "--json").stdout)
+    asked = content["explanation"]["why_not"]["plan"]
+    assert len(asked["stages"]) == 2
+    output = run("explain", plan_path, "--why-not", "stages=2").stdout
+    for expected in ("Time of a step", "Memory of the fullest stage", "difference", "Layers that differ"):
+        assert expected in output
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ("tp=3", "no strategy of the tree"),
+        ("stages=3", "stages are 1, 2, 4"),
+        ("dp4, remat=none, microbatches=1", "does not fit"),
+        ("fsdp=4, microbatches=16", "does not divide"),
+    ],
+)
+def test_why_not_names_what_stands_in_the_way(run: Run, plan_path: Path, asked: str, reason: str) -> None:
+    result = run("explain", plan_path, "--why-not", asked)
+    assert result.exit_code == 0, result.output
+    assert reason in result.stdout
+
+
+def test_a_pinned_plan_obeys_the_pin_and_is_no_faster(run: Run, plan_path: Path) -> None:
+    free = json.loads(plan_path.read_text())
+    result = run("plan", *JOB, "--memory", TIGHT, "--pin", "blocks 0-1: remat=full, tp=2", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    runs = [run for stage in plan["stages"] for run in stage["runs"]]
+    own = [run for run in runs if run["layers"][0] <= 2 and run["layers"][1] >= 1]
+    assert own
+    assert all(run["remat"] == "full" and "tp2" in run["parallel"] for run in own)
+    assert plan["prediction"]["lower_bound_s"] >= free["prediction"]["lower_bound_s"] * (1 - 1e-9)
+
+
+def test_diff_lists_the_layers_that_differ(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    run("plan", *JOB, "-o", tmp_path / "roomy.json")
+    content = json.loads(run("diff", plan_path, tmp_path / "roomy.json", "--json").stdout)
+    before, after = read_plan(plan_path), read_plan(tmp_path / "roomy.json")
+    changed = {layer for each in content["layers"] for layer in range(each["layers"][0], each["layers"][1] + 1)}
+    if before.num_stages == after.num_stages == 1:
+        pairs = zip(before.strategies, after.strategies, strict=True)
+        assert changed == {layer for layer, (one, other) in enumerate(pairs) if one != other}
+    assert sum(content["first"]["time_s"].values()) == pytest.approx(content["first"]["step_time_s"])
+    assert "difference" in run("diff", plan_path, tmp_path / "roomy.json").stdout
+
+
+def test_a_plan_does_not_differ_from_itself(run: Run, plan_path: Path) -> None:
+    assert json.loads(run("diff", plan_path, plan_path, "--json").stdout)["layers"] == []
+
+
+def test_plans_of_other_models_cannot_be_compared(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    run("plan", "llama-demo", *JOB[1:], "-o", tmp_path / "other.json")
+    assert "same model" in user_error(run("diff", plan_path, tmp_path / "other.json")).hint

@@ -1,0 +1,214 @@
+"""``steelyard frontier``, ``plan --objective devices`` and ``plan --global-batch max`` as a user meets them."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from steelyard.plan.choices import TradeOffs
+from steelyard.plan.file import read_plan
+from steelyard.planning import PlanOptions, device_counts, make_job, plan_job, with_devices
+from steelyard.planning.batch import LEAST_GAIN
+from steelyard.planning.devices import job_on
+from tests.cli.conftest import Run, user_error
+
+SMALL = ("llama3.2-1b", "--cluster", "1x4xa100-80gb", "--seq-len", 2048)
+JOB = (*SMALL, "--global-batch", 16)
+TIGHT = "16GiB"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[TradeOffs, Path]:
+    from typer.testing import CliRunner
+
+    from steelyard.cli.app import app
+
+    svg = tmp_path_factory.mktemp("figures") / "frontier.svg"
+    arguments = ["frontier", *JOB, "--memory", TIGHT, "--points", 8, "--price", 2, "--json", "-o", svg]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return TradeOffs.model_validate(json.loads(result.stdout)), svg
+
+
+def test_less_memory_takes_more_time(found: tuple[TradeOffs, Path]) -> None:
+    points = found[0].points
+    assert len(points) > 2
+    sizes, times = ([getattr(point, name) for point in points] for name in ("memory_bytes", "step_time_s"))
+    assert sizes == sorted(sizes, reverse=True)
+    assert times == sorted(times)
+
+
+def test_the_point_within_the_budget_is_the_plan_of_the_planner(found: tuple[TradeOffs, Path], run: Run) -> None:
+    chosen = [point for point in found[0].points if point.is_chosen]
+    plan = json.loads(run("plan", *JOB, "--memory", TIGHT, "--json").stdout)
+    assert [point.step_time_s for point in chosen] == [plan["prediction"]["step_time_s"]]
+    assert chosen[0].memory_bytes <= found[0].budget_bytes
+
+
+def test_every_device_count_has_the_plan_of_the_planner_on_so_many(found: tuple[TradeOffs, Path], run: Run) -> None:
+    for point in found[0].devices:
+        cluster = f"{max(1, point.num_devices // 4)}x{min(4, point.num_devices)}xa100-80gb"
+        arguments = ("llama3.2-1b", "--cluster", cluster, *JOB[3:], "--memory", TIGHT, "--json")
+        result = run("plan", *arguments)
+        step_s = json.loads(result.stdout)["prediction"]["step_time_s"] if result.exit_code == 0 else None
+        assert point.step_time_s == step_s, point.num_devices
+        assert bool(point.reason) == (step_s is None)
+
+
+def test_cost_is_price_times_devices_times_time_over_tokens(found: tuple[TradeOffs, Path]) -> None:
+    for point in found[0].devices:
+        if point.step_time_s is not None:
+            tokens = 16 * 2048
+            money = 2 * point.num_devices * point.step_time_s / 3600
+            assert point.cost_per_billion_tokens == pytest.approx(money / tokens * 1e9)
+
+
+def test_the_svg_has_axes_with_units_the_budget_and_the_plan(found: tuple[TradeOffs, Path]) -> None:
+    texts = [element.text for element in ElementTree.parse(found[1]).iter() if element.text]
+    for expected in ("memory per device (GiB)", "step time (s)", "devices", "this plan"):
+        assert expected in texts
+    assert any(text.startswith("budget 16.0 GiB") for text in texts)
+    assert "prefers-color-scheme: dark" in found[1].read_text()
+
+
+def test_the_html_figure_loads_nothing_from_elsewhere_and_is_below_6_mb(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "frontier.html"
+    result = run("frontier", *JOB, "--points", 3, "--devices", 4, "-o", path)
+    assert result.exit_code == 0, result.output
+    text = path.read_text()
+    assert len(text) < 6_000_000
+    assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text.replace("\n", " ")[:4000]) == []
+    assert "<script src" not in text
+    assert "Plotly.newPlot" in text
+    assert "this plan" in text
+
+
+def test_the_table_marks_the_plan_and_says_what_is_missing(run: Run) -> None:
+    output = run("frontier", *JOB, "--points", 3, "--devices", "2,4").stdout
+    assert "▶" in output
+    assert "sampled" in output
+
+
+def test_nothing_fits_anywhere_exits_1_with_reasons(run: Run) -> None:
+    result = run("frontier", *JOB, "--memory", "2GiB", "--points", 3, "--devices", "1,2", "--json")
+    assert result.exit_code == 1
+    devices = json.loads(result.stdout)["devices"]
+    assert all("does not fit" in point["reason"] for point in devices)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "suggestion"),
+    [
+        (("-o", "figure.png"), "--output", "figure.html"),
+        (("--devices", "8,many"), "--devices", "8,16,32"),
+        (("--devices", "3"), "devices", "multiple of the 4 devices"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[str, ...], field: str, suggestion: str) -> None:
+    error = user_error(run("frontier", *JOB, *arguments))
+    assert error.exit_code == 2
+    assert error.field == field
+    assert suggestion in str(error)
+
+
+def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run, tmp_path: Path) -> None:
+    for memory in ("6GiB", "12GiB", "40GiB"):
+        job = make_job(
+            "llama3.2-1b",
+            "2x4xa100-80gb",
+            global_batch=16,
+            seq_len=2048,
+            precision="bf16",
+            memory=memory,
+            profile=None,
+        )
+        holding = [
+            count
+            for count in device_counts(job.cluster)
+            if plan_job(job_on(job, count), PlanOptions()).plan is not None
+        ]
+        cluster = ("--cluster", "2x4xa100-80gb", *JOB[3:])
+        arguments = ("llama3.2-1b", *cluster, "--memory", memory, "--objective", "devices", "-o", tmp_path / "p.json")
+        result = run("plan", *arguments)
+        if not holding:
+            assert result.exit_code == 1
+        else:
+            assert result.exit_code == 0, result.output
+            assert read_plan(tmp_path / "p.json").num_devices == min(holding)
+
+
+def test_device_counts_are_divisors_of_a_node_then_whole_nodes() -> None:
+    cluster = make_job(
+        "llama3.2-1b", "3x4xa100-80gb", global_batch=1, seq_len=2048, precision="bf16", memory=None, profile=None
+    ).cluster
+    assert device_counts(cluster) == (1, 2, 4, 8, 12)
+    resized = [with_devices(cluster, count) for count in device_counts(cluster)]
+    assert [each.num_devices for each in resized] == [1, 2, 4, 8, 12]
+    assert resized[1].name == "1x2xa100-80gb"
+
+
+def test_an_unknown_objective_names_the_nearest(run: Run) -> None:
+    error = user_error(run("plan", *JOB, "--objective", "device"))
+    assert "devices" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "suggestion"),
+    [("--remat", "none,ful", "full"), ("--zero", "1", "2, 3"), ("--global-batch", "maximum", "max")],
+)
+def test_a_wrong_choice_names_the_choices(run: Run, option: str, value: str, suggestion: str) -> None:
+    arguments = SMALL if option == "--global-batch" else JOB
+    error = user_error(run("plan", *arguments, option, value))
+    assert error.field == option
+    assert suggestion in str(error)
+
+
+def test_the_choices_of_remat_and_zero_are_obeyed(run: Run) -> None:
+    plan = json.loads(run("plan", *JOB, "--remat", "full", "--zero", "3", "--json").stdout)
+    runs = [run for stage in plan["stages"] for run in stage["runs"]]
+    assert {run["remat"] for run in runs} == {"full"}
+    assert {run["zero"] for run in runs} == {3}
+
+
+def test_top_sets_how_many_losers_are_shown(run: Run) -> None:
+    assert "What lost (best 2 of" in run("plan", *JOB, "--top", 2).stdout
+    assert "What lost" not in run("plan", *JOB, "--top", 0).stdout
+
+
+def test_the_largest_batch_is_doubled_while_that_gains_and_says_why_it_stops(run: Run) -> None:
+    output = run("plan", *SMALL, "--global-batch", "max").stdout
+    tried = [int(count) for count in re.findall(r"^global batch (\d+):", output, flags=re.MULTILINE)]
+    assert tried == [4 * 2**index for index in range(len(tried))]
+    assert "stopped:" in output
+    speeds = []
+    for count in tried:
+        job = make_job(
+            "llama3.2-1b",
+            "1x4xa100-80gb",
+            global_batch=count,
+            seq_len=2048,
+            precision="bf16",
+            memory=None,
+            profile=None,
+        )
+        prediction = plan_job(job, PlanOptions()).plan.prediction  # type: ignore[union-attr]
+        assert prediction is not None
+        speeds.append(prediction.tokens_per_s_per_device)
+    gains = [later / earlier - 1 for earlier, later in itertools.pairwise(speeds)]
+    assert all(gain >= LEAST_GAIN for gain in gains[:-1])
+    assert gains[-1] < LEAST_GAIN
+    assert f"global batch {tried[-2]}" in next(line for line in output.splitlines() if "(taken)" in line)
+
+
+def test_a_batch_that_never_fits_exits_1(run: Run) -> None:
+    result = run("plan", *SMALL, "--global-batch", "max", "--memory", "2GiB")
+    assert result.exit_code == 1
+    assert "nothing fits" in result.stderr
+
+
+def test_a_free_batch_on_the_fewest_devices_is_refused(run: Run) -> None:
+    error = user_error(run("plan", *SMALL, "--global-batch", "max", "--objective", "devices"))
+    assert error.field == "--global-batch"

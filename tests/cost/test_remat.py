@@ -1,0 +1,108 @@
+"""Time and memory of the remat choices: what each term is made of, and the order between the choices."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.cost.compute import launch_s, work_s
+from steelyard.cost.layer import LayerCost, layer_cost
+from steelyard.cost.setting import Job, Setting
+from steelyard.errors import InvalidProfileError
+from steelyard.plan.strategy import parse_strategy
+from steelyard.profiles.profile import LayerProfile, MeasuredTime
+from tests.cost.examples import SEQ_LEN, job, setting
+
+STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
+strategies = st.sampled_from(STRATEGIES)
+HIDDEN_BYTES = 2 * SEQ_LEN * 64
+
+
+def block(text: str, where: Setting | None = None) -> LayerCost:
+    where = where or setting()
+    return layer_cost(where.job.chain.kinds[1], parse_strategy(text), where)
+
+
+def profile_of(of: Job, tp: int = 1) -> LayerProfile:
+    found = of.profile.layer("block", tp, False)
+    assert found is not None
+    return found
+
+
+def measured_job(*times: MeasuredTime) -> Job:
+    """The job with these times for every layer."""
+    of = job()
+    layers = tuple(layer.model_copy(update={"times": times}) for layer in of.profile.layers)
+    return replace(of, profile=of.profile.model_copy(update={"layers": layers}))
+
+
+@given(strategies)
+def test_less_is_kept_the_more_is_computed_again(text: str) -> None:
+    none, selective, full = (block(text + remat) for remat in ("", " remat=selective", " remat=full"))
+    assert none.activation_bytes > selective.activation_bytes > full.activation_bytes
+    assert none.microbatch_s < selective.microbatch_s < full.microbatch_s
+    assert none.static_bytes == selective.static_bytes == full.static_bytes
+
+
+@given(strategies)
+def test_the_forward_pass_takes_the_same_time_under_every_choice(text: str) -> None:
+    none, selective, full = (block(text + remat) for remat in ("", " remat=selective", " remat=full"))
+    assert none.forward_s == selective.forward_s == full.forward_s
+
+
+def test_selective_keeps_what_the_profile_says() -> None:
+    samples = 64 // 8
+    assert block("dp8 remat=selective").activation_bytes == (10 + 1) / 2 * samples * HIDDEN_BYTES
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_the_repeated_work_is_priced_as_other_work(remat: str) -> None:
+    of, samples = job(), 64 // 8
+    again = profile_of(of).recomputation(remat)
+    expected = max(work_s(again.work, samples, of), launch_s(again.work, again.collectives, of))
+    assert block(f"dp8 remat={remat}", setting(of)).backward_s["remat"] == pytest.approx(expected)
+
+
+def test_selective_repeats_no_collective_of_tp_without_sp_and_full_does() -> None:
+    busy = setting(job(global_batch=4096))
+    selective, full = (block(f"tp8 remat={remat}", busy).backward_s["remat"] for remat in ("selective", "full"))
+    of, samples = busy.job, 4096
+    layer = profile_of(of, 8)
+    assert selective == pytest.approx(work_s(layer.recomputation("selective").work, samples, of))
+    assert full > work_s(layer.recomputation("full").work, samples, of)
+
+
+def test_what_a_choice_repeats_is_in_the_working_set() -> None:
+    where = setting(job(global_batch=4096))
+    none, selective = block("fsdp8", where), block("fsdp8 remat=selective", where)
+    kept_less = none.activation_bytes - selective.activation_bytes
+    assert 0 < selective.transient_bytes - none.transient_bytes <= 1.5 * kept_less
+
+
+def test_measured_seconds_are_taken_as_they_are() -> None:
+    of = measured_job(MeasuredTime(samples=8, forward_s=1.0, backward_s=2.0, selective_s=0.25, full_s=0.75))
+    assert block("dp8 remat=selective", setting(of)).backward_s["remat"] == 0.25
+    assert block("dp8 remat=full", setting(of)).backward_s["remat"] == 0.75
+
+
+def test_measured_seconds_lie_between_those_of_the_sizes() -> None:
+    few, many = (
+        MeasuredTime(samples=count, forward_s=1.0, backward_s=2.0, selective_s=count / 10, full_s=count / 2)
+        for count in (4, 16)
+    )
+    assert block("dp8 remat=full", setting(measured_job(few, many))).backward_s["remat"] == pytest.approx(4.0)
+
+
+def test_a_choice_that_was_not_measured_is_an_error() -> None:
+    of = measured_job(MeasuredTime(samples=8, forward_s=1.0, backward_s=2.0, full_s=0.75))
+    with pytest.raises(InvalidProfileError, match="no seconds of remat selective"):
+        block("dp8 remat=selective", setting(of))
+
+
+def test_a_choice_that_was_not_traced_is_an_error() -> None:
+    of = job()
+    bare = tuple(layer.model_copy(update={"recomputations": ()}) for layer in of.profile.layers)
+    of = replace(of, profile=of.profile.model_copy(update={"layers": bare}))
+    with pytest.raises(InvalidProfileError, match="no entry for remat full"):
+        block("dp8 remat=full", setting(of))

@@ -1,0 +1,143 @@
+"""The order of passes on every stage against what `torch.distributed.pipelining` does."""
+
+from collections import Counter
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from steelyard.cost.schedule import pass_order
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.plan import Schedule
+
+Passes = list[tuple[str, int, int]]
+
+INTERLEAVED = [
+    (num_stages, num_chunks, num_microbatches)
+    for num_stages in (2, 3, 4, 8)
+    for num_chunks in (2, 3, 4)
+    for num_microbatches in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
+]
+
+
+def ours(stage: int, num_stages: int, num_microbatches: int, schedule: Schedule, num_chunks: int = 1) -> Passes:
+    """Passes as kind, part of the model and microbatch."""
+    order = pass_order(stage, num_stages, num_microbatches, schedule, num_chunks)
+    return [
+        ("B" if is_backward else "F", int(chunk) * num_stages + stage, int(microbatch))
+        for is_backward, chunk, microbatch in zip(order.is_backward, order.chunk, order.microbatch, strict=True)
+    ]
+
+
+class RecordingStage:
+    """Stands in for a pipeline stage of torch and keeps what its schedule asks of it."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        self.stage_index, self.num_stages = index, num_stages
+        self.is_last = index == num_stages - 1
+        self.done: Passes = []
+
+    def forward_one_chunk(self, microbatch: int, *_arguments: object, **_keywords: object) -> torch.Tensor:
+        self.done.append(("F", self.stage_index, microbatch))
+        return torch.zeros(())
+
+    def backward_one_chunk(self, microbatch: int, **_keywords: object) -> None:
+        self.done.append(("B", self.stage_index, microbatch))
+
+    def perform_reduce_grad(self, _factor: int) -> None:
+        pass
+
+    def _nothing(self, _microbatch: int) -> list[object]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
+
+
+def done_by_torch(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> Passes:
+    recorder = RecordingStage(stage, num_stages)
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+    played = kind(recorder, num_microbatches, loss_fn=lambda output, _target: output)
+    played._initialize_stage = lambda *_: None
+    played._step_microbatches([()] * num_microbatches, [{}] * num_microbatches, [None] * num_microbatches)
+    return recorder.done
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 9), (7, 16)])
+def test_passes_are_done_in_the_order_in_which_torch_does_them(
+    schedule: Schedule, num_stages: int, num_microbatches: int
+) -> None:
+    for stage in range(num_stages):
+        expected = done_by_torch(schedule, stage, num_stages, num_microbatches)
+        assert ours(stage, num_stages, num_microbatches, schedule) == expected
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks", "num_microbatches"), INTERLEAVED)
+def test_interleaved_passes_are_in_the_order_that_torch_plans_or_both_refuse(
+    num_stages: int, num_chunks: int, num_microbatches: int
+) -> None:
+    parts = [SimpleNamespace(group_size=num_stages, group_rank=0, num_stages=num_stages * num_chunks)] * num_chunks
+    try:
+        planned = ScheduleInterleaved1F1B(parts, num_microbatches).pipeline_order
+    except ValueError:
+        with pytest.raises(InvalidPlanError, match="num_microbatches"):
+            pass_order(0, num_stages, num_microbatches, "interleaved-1f1b", num_chunks)
+        return
+    for stage, actions in planned.items():
+        expected = [
+            (action.computation_type.value, action.stage_index, action.microbatch_index)
+            for action in actions
+            if action is not None
+        ]
+        assert ours(stage, num_stages, num_microbatches, "interleaved-1f1b", num_chunks) == expected
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_every_pass_of_every_chunk_is_done_once_and_forward_comes_first(
+    num_stages: int, num_rounds: int, num_chunks: int, data: st.DataObject
+) -> None:
+    num_microbatches = num_rounds * num_stages
+    stage = data.draw(st.integers(0, num_stages - 1))
+    passes = ours(stage, num_stages, num_microbatches, "interleaved-1f1b", num_chunks)
+    assert Counter(passes) == Counter(
+        (kind, chunk * num_stages + stage, microbatch)
+        for kind in "FB"
+        for chunk in range(num_chunks)
+        for microbatch in range(num_microbatches)
+    )
+    place = {each: index for index, each in enumerate(passes)}
+    assert all(place["F", part, microbatch] < place["B", part, microbatch] for _, part, microbatch in passes)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_a_stage_holds_all_microbatches_under_gpipe_and_at_most_the_stages_behind_it_under_1f1b(
+    num_stages: int, num_microbatches: int
+) -> None:
+    for stage in range(num_stages):
+        assert pass_order(stage, num_stages, num_microbatches, "gpipe").in_flight(0) == num_microbatches
+        held = pass_order(stage, num_stages, num_microbatches, "1f1b").in_flight(0)
+        assert held == min(num_microbatches, num_stages - stage)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 3), st.data())
+def test_peak_bytes_are_those_of_the_chunks_alive_at_once(
+    num_stages: int, num_rounds: int, num_chunks: int, data: st.DataObject
+) -> None:
+    chunk_bytes = data.draw(st.lists(st.integers(0, 100), min_size=num_chunks, max_size=num_chunks))
+    stage = data.draw(st.integers(0, num_stages - 1))
+    arguments = (stage, num_stages, num_rounds * num_stages, "interleaved-1f1b", num_chunks)
+    changes = [(1 if kind == "F" else -1) * chunk_bytes[part // num_stages] for kind, part, _ in ours(*arguments)]
+    order = pass_order(*arguments)
+    assert order.peak_bytes(chunk_bytes) == max(accumulate(changes))
+    assert order.peak_bytes(chunk_bytes) <= sum(order.in_flight(chunk) * each for chunk, each in enumerate(chunk_bytes))
+
+
+def test_interleaving_holds_more_than_1f1b_of_the_same_stages() -> None:
+    plain = pass_order(0, 4, 16, "1f1b").peak_bytes([2])
+    interleaved = pass_order(0, 4, 16, "interleaved-1f1b", 2).peak_bytes([1, 1])
+    assert interleaved == 11
+    assert plain == 8

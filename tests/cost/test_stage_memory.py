@@ -1,0 +1,137 @@
+"""The walk through a stage's passes: what lives when, on stages made by hand."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.cost.setting import Setting
+from steelyard.cost.stage_memory import LayerMemory, StageLayers, stage_terms
+from tests.cost.examples import job, setting
+
+sizes = st.integers(0, 1000)
+
+
+def layer(**changes: int | bool) -> LayerMemory:
+    """Ten parameters, replicated; a hundred bytes saved."""
+    of: dict[str, int | bool] = {
+        "params": 10,
+        "shards": 1,
+        "copy": 20,
+        "keeps_copy": True,
+        "kept_gradients": 40,
+        "made_gradients": 20,
+        "saved": 100,
+        "input": 10,
+        "forward": 30,
+        "backward": 60,
+    }
+    return LayerMemory(**(of | changes))  # type: ignore[arg-type]
+
+
+def stage(*layers: LayerMemory, **changes: int | bool) -> StageLayers:
+    of: dict[str, int | bool] = {
+        "received": 0,
+        "sent": 0,
+        "received_is_saved": False,
+        "token_bytes": 0,
+        "side_bytes": 0,
+    }
+    return StageLayers(layers=layers, **(of | changes))  # type: ignore[arg-type]
+
+
+def total(of: StageLayers, where: Setting | None = None, index: int = 0) -> int:
+    return sum(stage_terms(of, index, where or setting()).values())
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> LayerMemory:
+    params, shards = draw(st.integers(1, 100)), draw(st.sampled_from([1, 2, 8]))
+    return layer(
+        params=params,
+        shards=shards,
+        copy=2 * params,
+        keeps_copy=shards == 1 or draw(st.booleans()),
+        kept_gradients=4 * -(-params // shards),
+        made_gradients=2 * params,
+        saved=draw(sizes),
+        input=draw(sizes),
+        forward=draw(sizes),
+        backward=draw(sizes),
+    )
+
+
+def test_one_layer_holds_its_states_its_copy_what_it_saved_and_what_it_works_with() -> None:
+    terms = stage_terms(stage(layer()), 0, setting())
+    reduction = 10 + 20 + 40 + 40  # input gradient, new gradients, the buffer and the result of the reduction
+    assert terms["parameters"], terms["optimizer"] == (40, 80)
+    assert sum(terms.values()) == 40 + 80 + 20 + 100 + reduction
+
+
+def test_layers_behind_the_one_that_works_have_freed_what_they_saved() -> None:
+    """The first layer works with much in its backward pass, when the second has nothing saved any more."""
+    working = stage(layer(backward=5000, saved=0), layer(saved=1000))
+    assert total(working) < 5000 + 1000
+    assert total(stage(layer(saved=1000), layer(backward=5000, saved=0))) > 5000 + 1000
+
+
+def test_layers_before_the_one_that_works_have_no_gradients_in_the_first_backward_pass() -> None:
+    last_works = stage(layer(kept_gradients=0), layer(backward=5000, kept_gradients=0))
+    with_gradients = stage(layer(kept_gradients=700), layer(backward=5000, kept_gradients=700))
+    assert total(with_gradients, setting(num_microbatches=1)) == total(last_works, setting(num_microbatches=1))
+    few, many = (total(each, setting(num_microbatches=2)) for each in (last_works, with_gradients))
+    assert many == few + 1400
+
+
+def test_a_sharded_layer_holds_its_reduction_buffer_until_the_next_reduces() -> None:
+    small = layer(shards=8, keeps_copy=False)
+    first_pass, later = (
+        total(stage(small, replace(small, backward=5000)), setting(num_microbatches=count)) for count in (1, 2)
+    )
+    assert later - first_pass == small.reduced + 2 * small.kept_gradients
+
+
+def test_a_stage_has_buffers_for_what_it_receives_and_sends() -> None:
+    where = setting(num_stages=2, num_microbatches=4)
+    assert stage_terms(stage(layer(), sent=7), 0, where)["pipeline buffers"] == 4 * 7
+    assert stage_terms(stage(layer(), received=5), 1, where)["pipeline buffers"] == 4 * 5
+
+
+def test_what_arrived_is_not_counted_again_as_saved() -> None:
+    where = setting(num_stages=2, num_microbatches=4)
+    same, other = (stage(layer(), received=5, received_is_saved=flag) for flag in (True, False))
+    assert total(other, where, 1) - total(same, where, 1) == 5
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 3), ("gpipe", 8)])
+def test_microbatches_in_flight_hold_what_they_saved(schedule: str, in_flight: int) -> None:
+    where = setting(num_stages=4, num_microbatches=8, schedule=schedule)  # type: ignore[arg-type]
+    terms = stage_terms(stage(layer(saved=10**6)), 1, where)
+    assert terms["activations"] == in_flight * 10**6
+
+
+@given(st.lists(layers(), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
+def test_the_bound_is_between_what_is_always_there_and_everything_at_once(
+    chosen: list[LayerMemory], num_microbatches: int
+) -> None:
+    found = total(stage(*chosen), setting(num_microbatches=num_microbatches))
+    always = sum(3 * each.shard for each in chosen)
+    everything = always + sum(
+        each.kept_gradients + 3 * each.copy + each.saved + each.made_gradients + 2 * each.reduced for each in chosen
+    )
+    largest = max(each.forward + each.backward + each.input + each.shard for each in chosen)
+    assert always <= found <= everything + largest
+
+
+@given(st.lists(layers(), min_size=1, max_size=4), st.sampled_from(["saved", "forward", "backward", "input"]))
+def test_a_layer_that_holds_more_never_takes_less(chosen: list[LayerMemory], field: str) -> None:
+    more = [replace(each, **{field: getattr(each, field) + 100}) for each in chosen]
+    assert total(stage(*more)) >= total(stage(*chosen))
+
+
+@given(st.lists(layers(), min_size=1, max_size=4))
+def test_a_later_stage_never_holds_more_activations(chosen: list[LayerMemory]) -> None:
+    where = setting(job(), num_stages=4, num_microbatches=8)
+    held = [total(stage(*chosen), where, index) for index in range(4)]
+    assert held == sorted(held, reverse=True)

@@ -1,0 +1,122 @@
+"""Pins: what a user writes, what it does to the cost tables, and what it costs."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from steelyard.errors import UserError
+from steelyard.plan.strategy import parse_strategy
+from steelyard.planning.pins import Pin, parse_pin, pinned
+from steelyard.search import search
+from tests.oracles import exhaustive
+from tests.problems.random_tables import random_tables
+
+
+def pin(text: str) -> Pin:
+    return parse_pin(text, option="--pin", num_layers=10, with_settings=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed", "refused"),
+    [
+        ("tp=4", "fsdp2-tp4+sp remat=full", "fsdp4-tp2"),
+        ("remat=full", "dp8 remat=full", "dp8"),
+        ("fsdp8", "fsdp8 zero2 remat=full", "dp8"),
+        ("fsdp4-tp2+sp", "fsdp4-tp2+sp", "fsdp4-tp2"),
+        ("tp=2, remat=none", "dp4-tp2", "dp4-tp2 remat=full"),
+        ("zero=2", "fsdp8 zero2", "fsdp8"),
+        ("sp=off", "tp8", "tp8+sp"),
+        ("single", "single", "dp2"),
+    ],
+)
+def test_a_pin_allows_what_it_says(text: str, allowed: str, refused: str) -> None:
+    assert pin(text).allows(parse_strategy(allowed))
+    assert not pin(text).allows(parse_strategy(refused))
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("layers 0-3: tp=4", [0, 1, 2, 3]),
+        ("layer 5: tp=4", [5]),
+        ("blocks 0-1: tp=4", [1, 2]),
+        ("embedding: tp=4", [0]),
+        ("head: tp=4", [9]),
+        ("blocks: tp=4", list(range(1, 9))),
+        ("tp=4", list(range(10))),
+    ],
+)
+def test_a_pin_covers_the_layers_that_it_names(text: str, layers: list[int]) -> None:
+    assert [layer for layer in range(10) if pin(text).covers(layer)] == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("layers 0-10: tp=4", "layers 0-9"),
+        ("layers 3-1: tp=4", "layers 0-9"),
+        ("some: tp=4", "embedding or head"),
+        ("tq=4", "did you mean"),
+        ("tp=many", "whole number"),
+        ("remat=some", "none|selective|full"),
+        ("tq8", "fsdp4-tp2"),
+        ("tp2+pp", "tp2+sp"),
+        ("", "requirements"),
+    ],
+)
+def test_a_mistake_in_a_pin_says_what_was_expected(text: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        pin(text)
+    assert caught.value.field == "--pin"
+    assert hint in str(caught.value)
+
+
+def test_settings_are_pinned_only_where_that_is_allowed() -> None:
+    assert pin("stages=4").takes(4, 8, "1f1b")
+    assert not pin("stages=4").takes(2, 8, "1f1b")
+    with pytest.raises(UserError, match="stages"):
+        parse_pin("stages=4", option="--pin", num_layers=10)
+
+
+def test_a_pinned_search_finds_the_best_of_all_plans_that_obey_the_pin() -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng, num_stages=int(rng.integers(1, 3)), num_strategies=3, max_plans=200)
+        last = int(rng.integers(0, len(tables.layers)))
+        first = int(rng.integers(0, last + 1))
+        wanted = str(tables.strategies[int(rng.integers(0, 3))])
+        text = f"layers {first}-{last}: {wanted}"
+        own = parse_pin(text, option="--pin", num_layers=len(tables.layers))
+        found = search([pinned(tables, [own])], 60, num_alternatives=0).best
+        expected = min(
+            (
+                seconds
+                for boundaries in exhaustive.all_boundaries(len(tables.layers), tables.num_stages)
+                for strategies in itertools.product(range(3), repeat=len(tables.layers))
+                if all(tables.legal[kind, s] for kind, s in zip(tables.layers, strategies, strict=True))
+                and all(str(tables.strategies[strategies[layer]]) == wanted for layer in range(first, last + 1))
+                for seconds, size in [_cost(tables, boundaries, strategies)]
+                if size <= 60
+            ),
+            default=None,
+        )
+        assert (found is None) == (expected is None), seed
+        if found is not None:
+            assert found.score_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+def _cost(tables, boundaries, strategies):  # type: ignore[no-untyped-def]
+    stages = [
+        exhaustive.stage_seconds_and_bytes(tables, stage, range(a, b), strategies)
+        for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
+    ]
+    times = [seconds for seconds, _ in stages]
+    return sum(times) + (tables.num_microbatches - 1) * max(times), max(size for _, size in stages)
+
+
+def test_no_pins_leave_the_tables_as_they_are() -> None:
+    tables = random_tables(np.random.default_rng(0))
+    assert pinned(tables, []) is tables
+    assert replace(tables).layers == tables.layers

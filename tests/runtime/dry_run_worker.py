@@ -1,0 +1,89 @@
+"""Two gloo processes that measure every case of `tests.runtime.test_dry_run` and write the peaks as JSON.
+
+``python -m tests.runtime.dry_run_worker RESULT.json``
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from steelyard.plan.plan import Plan
+from steelyard.processes.group import quiet_notices
+from steelyard.runtime.memory import LiveStorages
+from steelyard.runtime.parallel_model import parallelize_plan
+from tests.runtime.models import make_plan
+from tests.runtime.worker import fork
+
+WORLD_SIZE = 2
+
+
+def _plan(*stages: str, precision: str, schedule: str = "1f1b") -> Plan:
+    return make_plan(
+        "llama-tied",
+        *stages,
+        precision=precision,
+        schedule=schedule,
+        num_devices=WORLD_SIZE,
+        num_microbatches=3,
+        global_batch=12,
+    )
+
+
+CASES = {
+    "sharded and replicated": _plan("fsdp2, dp2, fsdp2 remat=full, fsdp2 zero2", precision="bf16"),
+    "replicated, fp32": _plan("dp2, dp2 remat=full, dp2, dp2", precision="fp32"),
+    "tensor parallel": _plan("tp2, tp2+sp, tp2+sp remat=full, tp2", precision="fp32"),
+    "layouts that change": _plan("tp2+sp, fsdp2, dp2, tp2", precision="bf16"),
+    "selective remat": _plan("fsdp2, fsdp2 remat=selective, tp2 remat=selective, fsdp2", precision="bf16"),
+    "two stages, gpipe": _plan("single, single remat=full", "single, single", precision="fp32", schedule="gpipe"),
+    "two stages, 1f1b": _plan("single, single", "single remat=full, single", precision="bf16"),
+}
+
+
+def measured_bytes(plan: Plan) -> list[int]:
+    """The peaks of the first and the second step of this process."""
+    with LiveStorages([]) as meter:
+        model = parallelize_plan(plan)
+        optimizers = model.make_optimizers(AdamW)
+        peaks = []
+        for _ in range(2):
+            meter.peak_bytes = meter.live_bytes
+            model.train_step(lambda samples: torch.zeros((len(samples), plan.seq_len + 1), dtype=torch.long))
+            model.clip_gradients(1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks.append(meter.peak_bytes)
+    return peaks
+
+
+def run_rank(rank: int, folder: Path, result: Path) -> None:
+    """All cases on one rank; rank 0 writes what all ranks measured."""
+    quiet_notices()
+    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    mine = {name: measured_bytes(plan) for name, plan in CASES.items()}
+    reports: list[dict[str, list[int]]] = [{}] * WORLD_SIZE
+    dist.all_gather_object(reports, mine)
+    if rank == 0:
+        result.write_text(json.dumps(reports))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(result: Path) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        ranks = [fork(run_rank, rank, Path(name), result) for rank in range(WORLD_SIZE)]
+        if any(os.waitpid(process, 0)[1] for process in ranks):
+            sys.exit("a rank failed")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

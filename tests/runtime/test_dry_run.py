@@ -1,0 +1,128 @@
+"""A rank that runs on fake tensors holds what a real process holds, and its terms say what it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from steelyard.errors import UserError
+from steelyard.plan.plan import Plan
+from steelyard.runtime.distinct_ranks import distinct_ranks
+from steelyard.runtime.dry_run import dry_run
+from tests.runtime.dry_run_worker import CASES
+from tests.runtime.models import CONFIGS, make_plan
+
+UNSEEN_BYTES = 64
+"""The numbers of a mesh's ranks, which are real tensors in both but made outside the dry run."""
+SENT_BYTES = 4 * 32 * 64 * 4
+"""An activation that one process has sent may still be held while the other takes it."""
+HANG_LIMIT_S = 200
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[int]]]:
+    result = tmp_path_factory.mktemp("dry_run") / "result.json"
+    command = [sys.executable, "-m", "tests.runtime.dry_run_worker", str(result)]
+    root = Path(__file__).parents[2]
+    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S)
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    return json.loads(result.read_text())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CASES)
+def test_the_peaks_are_those_of_real_processes(measured: list[dict[str, list[int]]], name: str) -> None:
+    plan = CASES[name]
+    slack = SENT_BYTES if len(plan.stages) > 1 else UNSEEN_BYTES
+    for stage in plan.stages:
+        rank = stage.ranks[0]
+        found = dry_run(plan, rank)
+        for peak, real_bytes in zip((found.first_step, found.later_steps), measured[rank][name], strict=True):
+            assert 0 <= real_bytes - peak.total_bytes <= slack
+
+
+def small_plan(*stages: str, num_microbatches: int = 3, num_devices: int = 2, **options: str) -> Plan:
+    return make_plan(
+        "llama-tied",
+        *stages,
+        num_microbatches=num_microbatches,
+        global_batch=4 * num_microbatches,
+        num_devices=num_devices,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("stages", [("fsdp2, tp2, dp2, fsdp2 zero2",), ("single, single", "single, single")])
+def test_microbatches_that_repeat_others_need_not_run(stages: tuple[str, ...]) -> None:
+    plan = small_plan(*stages, num_microbatches=6)
+    rank = plan.stages[-1].ranks[0]
+    shortened, whole = (dry_run(plan, rank, every_microbatch=every) for every in (False, True))
+    for few, all_of_them in zip(
+        (shortened.first_step, shortened.later_steps), (whole.first_step, whole.later_steps), strict=True
+    ):
+        assert few.total_bytes == pytest.approx(all_of_them.total_bytes, abs=UNSEEN_BYTES)
+
+
+def test_terms_of_states_are_16_bytes_a_parameter_over_the_shards() -> None:
+    plan = small_plan("fsdp2, fsdp2, fsdp2, fsdp2", num_microbatches=1)
+    terms = dry_run(plan, 0).later_steps.terms
+    sizes = CONFIGS["llama-tied"]
+    hidden, inner, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
+    params = 2 * block + 2 * vocabulary * hidden + hidden
+    assert terms["parameters"] == 4 * params / 2
+    assert terms["optimizer"] == pytest.approx(8 * params / 2, abs=4 * 30)
+
+
+def test_the_first_step_lacks_optimizer_states_alone_until_they_exist() -> None:
+    plan = small_plan("dp2, dp2, dp2, dp2")
+    found = dry_run(plan, 0)
+    assert found.first_step.terms.get("optimizer", 0) < found.later_steps.terms["optimizer"]
+    assert found.first_step.total_bytes < found.later_steps.total_bytes
+
+
+def test_gpipe_holds_every_microbatch() -> None:
+    activations = {
+        schedule: dry_run(
+            small_plan("single, single, single", "single", num_microbatches=6, schedule=schedule), 0
+        ).later_steps.terms["activations"]
+        for schedule in ("gpipe", "1f1b")
+    }
+    assert activations["gpipe"] > 2 * activations["1f1b"]
+
+
+def test_a_process_with_a_group_is_refused() -> None:
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="process group"):
+            dry_run(small_plan("fsdp2, fsdp2, fsdp2, fsdp2"), 0)
+    finally:
+        dist.destroy_process_group()
+
+
+# which ranks stand for all
+
+
+def test_ranks_that_divide_all_parameters_evenly_are_alike() -> None:
+    groups = distinct_ranks(make_plan("llama-tied", "fsdp4, tp2-fsdp2", "fsdp4, dp4"))
+    assert [(group.rank, group.stage, group.ranks) for group in groups] == [
+        (0, 0, (0, 1, 2, 3)),
+        (4, 1, (4, 5, 6, 7)),
+    ]
+
+
+def test_ranks_with_smaller_shards_are_told_apart() -> None:
+    config = CONFIGS["llama-tied"] | {"vocab_size": 250}
+    groups = distinct_ranks(make_plan(config, "fsdp8, fsdp8, fsdp8, fsdp8"))
+    assert [group.ranks for group in groups] == [(0, 1, 2, 3, 4, 5, 6), (7,)]
+
+
+def test_a_rank_with_smaller_shards_holds_no_more() -> None:
+    config = CONFIGS["llama-tied"] | {"vocab_size": 250}
+    plan = make_plan(config, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
+    first, last = (dry_run(plan, rank).later_steps.terms for rank in (0, 7))
+    assert last["parameters"] <= first["parameters"]
+    assert sum(last.values()) <= sum(first.values())

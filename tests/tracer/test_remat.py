@@ -1,0 +1,138 @@
+"""What the remat choices keep and repeat: closed forms, and PyTorch's own checkpoints as the referee."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from steelyard.modules.build import build_model, build_rotary
+from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
+from steelyard.plan.strategy import Remat
+from steelyard.profiles.profile import LayerProfile, Profile, Recomputation
+from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world, observe, run_layer
+from steelyard.tracer.trace import trace
+from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, gpt_neox, llama
+
+FAMILIES = {"llama": llama(), "gpt_neox": gpt_neox()}
+SETTINGS = [(family, tp, sp) for family in FAMILIES for tp, sp in ((1, False), (2, False), (2, True))]
+settings = pytest.mark.parametrize(("family", "tp", "sp"), SETTINGS)
+SAMPLES = 3
+
+
+@cache
+def traced(family: str) -> Profile:
+    return trace(FAMILIES[family], seq_len=SEQ_LEN, precision="bf16", tp_degrees=[1, 2])
+
+
+def layer(family: str, tp: int = 1, sp: bool = False, kind: str = "block") -> LayerProfile:
+    found = traced(family).layer(kind, tp, sp)
+    assert found is not None
+    return found
+
+
+def under(remat: str, family: str, tp: int = 1, sp: bool = False, kind: str = "block") -> Recomputation:
+    return layer(family, tp, sp, kind).recomputation(remat)
+
+
+def calls(again: Recomputation) -> dict[str, int]:
+    return {each.kind: each.count for each in again.collectives}
+
+
+@settings
+def test_selective_keeps_less_than_none_and_more_than_full(family: str, tp: int, sp: bool) -> None:
+    kept = [
+        under("full", family, tp, sp).saved_bytes.at(SAMPLES),
+        under("selective", family, tp, sp).saved_bytes.at(SAMPLES),
+        layer(family, tp, sp).saved_bytes.at(SAMPLES),
+    ]
+    assert kept[0] < kept[1] < kept[2]
+
+
+@settings
+def test_selective_repeats_no_matrix_product_and_no_attention(family: str, tp: int, sp: bool) -> None:
+    work = under("selective", family, tp, sp).work
+    assert work.matmul_flop.at(SAMPLES) == work.attention_flop.at(SAMPLES) == work.matmul_bytes.at(SAMPLES) == 0
+
+
+@settings
+def test_selective_repeats_no_more_traffic_than_the_forward_pass_makes(family: str, tp: int, sp: bool) -> None:
+    again, forward = under("selective", family, tp, sp).work, layer(family, tp, sp).forward
+    assert 0 < again.memory_bytes.at(SAMPLES) <= forward.memory_bytes.at(SAMPLES)
+    assert 0 < again.num_kernels < forward.num_kernels
+
+
+def test_selective_gathers_again_and_reduces_nothing_again() -> None:
+    assert calls(under("selective", "llama", 2)) == {}
+    assert calls(under("selective", "llama", 2, True)) == {"all_gather": 2}
+
+
+def test_full_repeats_all_collectives_but_the_last_reduction() -> None:
+    assert calls(under("full", "llama", 2)) == {"all_reduce": 1}
+    assert calls(under("full", "llama", 2, True)) == {"all_gather": 2, "reduce_scatter": 1}
+
+
+def test_full_repeats_all_products_but_the_last() -> None:
+    again = under("full", "llama").work
+    products = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV_HEADS * HEAD_DIM + 2 * HIDDEN * FFN
+    assert again.matmul_flop.at(SAMPLES) == 2 * products * SAMPLES * SEQ_LEN
+    assert again.attention_flop.at(SAMPLES) == layer("llama").forward.attention_flop.at(SAMPLES)
+
+
+@settings
+def test_full_keeps_the_input_alone(family: str, tp: int, sp: bool) -> None:
+    assert under("full", family, tp, sp).saved_bytes.at(SAMPLES) == layer(family, tp, sp).input_bytes.at(SAMPLES)
+
+
+def test_selective_keeps_the_input_and_the_results_of_products_and_attention() -> None:
+    """Per token, with h hidden, f FFN width, g = KV heads × head size and a heads, in bf16:
+
+    input 2h; query 2h, key and value 2g each; attention's result 2h and its log-sum-exp 4a; output 2h; gate and up 2f
+    each; down 2h.
+    """
+    h, f, g, a = HIDDEN, FFN, KV_HEADS * HEAD_DIM, HEADS
+    per_token = 2 * h + (2 * h + 2 * 2 * g) + (2 * h + 4 * a) + 2 * h + 2 * 2 * f + 2 * h
+    assert under("selective", "llama").saved_bytes.at(SAMPLES) == SAMPLES * SEQ_LEN * per_token
+
+
+@pytest.mark.parametrize("kind", ["embedding", "head"])
+def test_selective_is_for_blocks(kind: str) -> None:
+    assert [entry.remat for entry in layer("llama", kind=kind).recomputations] == ["full"]
+
+
+@pytest.mark.parametrize("kind", ["embedding", "block", "head"])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
+def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: str, tp: int, sp: bool) -> None:
+    """The tracer derives full remat from the run without remat; here the layer is run under it."""
+    chain = FAMILIES["llama"]
+    index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
+    with fake_world(tp) as mesh:
+        where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp)
+        derived = observe(where, (SAMPLES,))[0].recomputed[Remat.FULL]
+        with fake_layer(where) as (model, under_test):
+            plain = run_layer(where, model, under_test, SAMPLES)
+            under_test.remat = Remat.FULL
+            real = run_layer(where, model, under_test, SAMPLES)
+    assert real.backward.beyond(plain.backward) == derived.work
+    assert real.saved_bytes == derived.saved_bytes
+    assert real.forward_peak_bytes - real.saved_bytes <= derived.forward_transient_bytes
+    assert real.backward_peak_bytes - real.saved_bytes <= derived.backward_transient_bytes
+
+
+def test_under_selective_a_real_block_computes_the_same_gradients() -> None:
+    """On real tensors: what is computed again is what was there."""
+    torch.manual_seed(0)
+    chain = FAMILIES["llama"]
+    model = build_model(chain, seed=0)
+    side = SideInputBuilder(model, build_rotary(model, chain, torch.device("cpu")), {"full_attention"})
+    context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")), labels_BS=None, num_tokens=1)
+    found = []
+    inputs = torch.randn(2, SEQ_LEN, HIDDEN)
+    for remat in Remat:
+        block = build_layer(model, chain, 1, remat)
+        block.zero_grad()
+        entering = inputs.clone().requires_grad_()
+        block(entering, context).square().sum().backward()
+        found.append([entering.grad, *(parameter.grad.clone() for parameter in block.parameters())])
+    for other in found[1:]:
+        for expected, mine in zip(found[0], other, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=0)
