@@ -4,11 +4,12 @@ r"""Fits the efficiencies of `steelyard/cost/efficiency.yaml` to the open rows o
 
 Fitted are a few numbers that mean something (see `steelyard.cost.efficiency`), the same for every source: the least
 
-$$\sum_s \frac{1}{n_s} \sum_{i \in s} \log\big(1 + (r_i / 0.07)^2\big) + \sum_k \big(\ln(\theta_k / \theta_k^0) / \sigma_k\big)^2 \cdot 0.02$$
+$$\sum_s \frac{1}{n_s} \sum_{i \in s} \log\big(1 + (r_i / 0.07)^2\big)
++ 0.02 \sum_k \big(\ln(\theta_k / \theta_k^0) / \sigma_k\big)^2$$
 
 with $r_i$ the logarithm of predicted over measured time, sources $s$ weighing the same, and a weak pull of each
-parameter towards its usual value $\theta^0$. The loss forgives outliers: some sources hold runs that were slow for reasons
-of their own. Only recommended rows of dense bf16 and fp16 models are used; sealed rows have no measurement to use.
+parameter towards its usual value $\theta^0$. The loss forgives outliers: some sources hold runs that were slow for
+reasons of their own. Only recommended rows of dense bf16 and fp16 models are used; sealed rows have no measurement to use.
 
 The step is put together from unit costs: the cost model's own functions, each called with one rate set to 1 and all
 others without cost, give coefficients that are combined in arrays. The pipeline is the closed form, which differs from
@@ -30,7 +31,7 @@ from steelyard.cost.build import transfer_s
 from steelyard.cost.communication import collective_s
 from steelyard.cost.compute import ACCUMULATION_BYTES, OPTIMIZER_BYTES, launch_s, work_s
 from steelyard.cost.efficiency import Efficiency, LinkEfficiency
-from steelyard.cost.layer import held_up_s, num_calls, level_group
+from steelyard.cost.layer import held_up_s, level_group, num_calls
 from steelyard.cost.setting import Job, Setting
 from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work

@@ -2,68 +2,156 @@
 
 Compared in one run with the textbook grid program at 1 MB steps (`tests/oracles/grid.py`) over the same settings,
 once: one pass over all layers of each, which is the work of evenly cut stages with equal microbatches in flight. The
-tables have the size and shape of real decoders (`tests/problems/transformer.py`); they are not predictions. Times are
-CPU seconds of this process, medians.
+tables have the size and shape of real decoders (`tests/problems/`); they are not predictions. Times are CPU seconds of
+this process: the median of repeated searches, or one search where it takes seconds. Growth of memory is what the
+process grew by.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py
+Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [small] [large] [deep] [unlike] [first]
 """
 
+import os
 import resource
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steelyard.search import SpaceOptions, search
+from steelyard.cost.tables import CostTables
+from steelyard.search import SearchResult, SpaceOptions, search
 from steelyard.units import format_seconds
 from tests.oracles import grid
+from tests.problems.patterned import deep_settings
 from tests.problems.transformer import LLAMA3_8B, LLAMA3_405B, decoder_settings
 
 GB = 10**9
 BUDGETS_GB = (24, 36, 40, 80)
+REPEATS = 5
+
+FIRST_USE = """
+import time
+from steelyard.search import search
+from tests.problems.transformer import LLAMA3_8B, decoder_settings
+settings = decoder_settings(LLAMA3_8B, num_devices=8, global_batch=64, most_stages=8, most_microbatches=64)
+for _ in range(2):
+    start = time.process_time()
+    search(settings, 36 * 10**9)
+    print(time.process_time() - start)
+"""
 
 
-def median_s(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median CPU seconds, after one warm-up."""
+def cpu_s(work: Callable[[], object]) -> float:
+    """CPU seconds of one call."""
+    start = time.process_time()
     work()
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds)
+    return time.process_time() - start
 
 
-def main() -> None:
-    options = SpaceOptions(max_tp=8, devices_per_node=8)
+def peak_mib() -> float:
+    """Most memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def show(name: str, result: SearchResult, seconds: float) -> None:
+    """One line: what was found, how well it is proven, and in what time."""
+    status = result.status if result.status != "feasible" else f"gap {result.gap:.2%}"
+    print(f"  {name}: {status}, {format_seconds(seconds)}, peak {peak_mib():.0f} MiB", flush=True)
+
+
+def small() -> None:
+    """The size of a published planner's example, beside the textbook program: one of it between two of ours."""
     settings = decoder_settings(
         LLAMA3_8B,
         num_devices=8,
         global_batch=64,
         most_stages=8,
         most_microbatches=64,
-        space=options,
+        space=SpaceOptions(max_tp=8, devices_per_node=8),
         most_strategies=50,
     )
-    print(f"32 layers, 8 devices, {len(settings)} settings, up to 50 strategies")
+    print(f"32 layers, embedding and head, 8 devices, {len(settings)} settings, up to 50 strategies")
     for budget_gb in BUDGETS_GB:
-        result = search(settings, budget_gb * GB)
-        ours = median_s(lambda budget=budget_gb * GB: search(settings, budget))
-        start = time.process_time()
-        for tables in settings:
-            grid.least_seconds(tables, budget_gb * GB)
-        textbook = time.process_time() - start
-        print(
-            f"  {budget_gb:3d} GB: {result.status}, whole search {format_seconds(ours)}; "
-            f"grid program {format_seconds(textbook)}; ratio {textbook / ours:.0f}"
-        )
-    large = decoder_settings(LLAMA3_405B, num_devices=16384, global_batch=2048, most_stages=128, most_microbatches=2048)
-    result = search(large, 80 * GB)
-    seconds = median_s(lambda: search(large, 80 * GB), repeats=3)
-    print(f"126 blocks, 16384 devices, {len(large)} settings: {result.status}, {format_seconds(seconds)}")
-    print(f"most memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+        _beside_the_grid(settings, budget_gb)
+
+
+def _beside_the_grid(settings: Sequence[CostTables], budget_gb: int) -> None:
+    budget = budget_gb * GB
+    result = search(settings, budget)
+    ours: list[float] = []
+    textbook = 0.0
+    for part in range(REPEATS):
+        ours += [cpu_s(lambda: search(settings, budget)) for _ in range(3)]
+        textbook += cpu_s(lambda some=settings[part::REPEATS]: [grid.least_seconds(each, budget) for each in some])
+    median = statistics.median(ours)
+    print(
+        f"  {budget_gb} GB: {result.status}, whole search {format_seconds(median)}; "
+        f"grid program {format_seconds(textbook)}; ratio {textbook / median:.0f}",
+        flush=True,
+    )
+
+
+def large() -> None:
+    """Llama-3-405B on 16,384 devices."""
+    settings = decoder_settings(
+        LLAMA3_405B, num_devices=16384, global_batch=2048, most_stages=128, most_microbatches=2048
+    )
+    print(f"126 blocks, embedding and head, 16,384 devices, {len(settings)} settings")
+    result = search(settings, 80 * GB)
+    show("80 GB", result, statistics.median(cpu_s(lambda: search(settings, 80 * GB)) for _ in range(REPEATS)))
+
+
+def deep() -> None:
+    """Four kinds in a repeating pattern on 64 devices; the budgets grow with the depth, from tight to ample."""
+    print("layers of four kinds in a repeating pattern, 64 devices")
+    for num_layers, budgets_gb in (
+        (125, (12, 24, 40)),
+        (250, (24, 40, 48)),
+        (500, (44, 64, 80)),
+        (1000, (80, 96, 141)),
+    ):
+        settings = deep_settings(num_layers, num_devices=64, global_batch=512)
+        for budget_gb in budgets_gb:
+            start = time.process_time()
+            result = search(settings, budget_gb * GB, time_limit_s=120)
+            show(f"{num_layers} layers, {budget_gb} GB", result, time.process_time() - start)
+
+
+def unlike() -> None:
+    """A thousand layers, no two alike."""
+    print("1,000 layers all unlike, 64 devices, time limit 60 s")
+    settings = deep_settings(1000, num_devices=64, global_batch=512, all_unlike=True)
+    start = time.monotonic()
+    result = search(settings, 96 * GB, time_limit_s=60)
+    show("96 GB", result, time.monotonic() - start)
+
+
+def first() -> None:
+    """The first search of a fresh installation compiles; the second process finds the result on disk."""
+    print("first use, an empty cache, then the cache on disk")
+    with TemporaryDirectory() as cache:
+        for which in ("empty", "cached"):
+            done = subprocess.run(
+                [sys.executable, "-c", FIRST_USE],
+                env={**os.environ, "NUMBA_CACHE_DIR": cache},
+                cwd=Path(__file__).parents[1],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            cold, warm = map(float, done.stdout.split())
+            print(f"  {which}: {format_seconds(cold - warm)} more than a warm search", flush=True)
+
+
+PARTS = {"small": small, "large": large, "deep": deep, "unlike": unlike, "first": first}
+
+
+def main() -> None:
+    """Runs the parts named on the command line, or all."""
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
 
 
 if __name__ == "__main__":

@@ -47,6 +47,10 @@ class InvalidProblemError(UserError):
     """A table of costs that cannot be searched (negative, not a number, missing or ragged)."""
 
 
+class InvalidCheckpointError(UserError):
+    """A checkpoint or weights that cannot be read, written, or used by this run."""
+
+
 class InvalidDataError(UserError):
     """Training data that is missing, empty or too short."""
 

@@ -274,4 +274,4 @@ def test_more_samples_never_take_less_memory_or_time(text: str) -> None:
     small, large = (block(text, setting(num_microbatches=count)) for count in (8, 2))
     assert large.activation_bytes >= small.activation_bytes
     assert large.transient_bytes >= small.transient_bytes
-    assert large.microbatch_s >= small.microbatch_s
+    assert large.microbatch_s >= small.microbatch_s * (1 - 1e-12)

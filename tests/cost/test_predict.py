@@ -7,7 +7,7 @@ import pytest
 from steelyard.cost.build import CUDA_CONTEXT_BYTES, build_tables, slack_fraction
 from steelyard.cost.predict import model_flop_utilisation, predict, predict_memory
 from steelyard.cost.setting import Job
-from steelyard.errors import InvalidPlanError, InvalidProfileError
+from steelyard.errors import InvalidPlanError, UserError
 from steelyard.plan.plan import Plan
 from steelyard.profiles.profile import Affine
 from steelyard.search.evaluate import Solution, evaluate
@@ -48,7 +48,7 @@ def test_the_reported_terms_add_up_to_what_the_search_minimised(stages: tuple[st
 def test_the_reported_bytes_are_at_most_those_that_the_search_bounded_with_the_slack(
     stages: tuple[str, ...], num_microbatches: int
 ) -> None:
-    of = job()
+    of = job(global_batch=128)
     candidate = plan(of, *stages, num_microbatches=num_microbatches)
     for mine, theirs in zip(predict(candidate, of).stages, by_tables(of, candidate).stages, strict=True):
         assert mine.total_bytes <= theirs.total_bytes + int(slack_fraction(of) * theirs.total_bytes)
@@ -63,7 +63,7 @@ def test_memory_alone_is_predicted_without_times() -> None:
     (terms,) = predict_memory(candidate, of)
     assert terms["parameters"] > 0
     assert "context" not in terms
-    with pytest.raises(InvalidProfileError):
+    with pytest.raises(UserError, match="--profile"):
         predict(candidate, of)
 
 
@@ -121,7 +121,7 @@ def test_mfu_counts_six_flop_per_parameter_and_twelve_per_layer_hidden_and_lengt
 
 
 def test_more_devices_take_a_faster_step() -> None:
-    eight, four = job(cluster(1, 8)), job(cluster(1, 4))
+    eight, four = (job(cluster(1, devices), global_batch=4096) for devices in (8, 4))
     slow = predict(plan(four, ", ".join(["fsdp4"] * 6), num_microbatches=1), four)
     fast = predict(plan(eight, ", ".join(["fsdp8"] * 6), num_microbatches=1), eight)
     assert fast.timeline.step_time_s < slow.timeline.step_time_s

@@ -4,7 +4,7 @@ import torch
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, build_model, layer_modules, materialize_layer, untie_embedding
+from steelyard.modules.build import build_meta_model, build_model, layer_modules, materialize_layer, prepare_model
 from tests.runtime.models import CONFIGS
 
 
@@ -16,9 +16,8 @@ def test_a_layer_made_alone_has_the_weights_that_it_has_in_the_whole_model() -> 
     chain = tiny("llama")
     whole = build_model(chain, seed=3)
     alone = build_meta_model(chain)
-    modules = layer_modules(alone, chain, 1)
-    materialize_layer(alone, modules, 1, seed=3, device=torch.device("cpu"))
-    for path, module in modules.items():
+    materialize_layer(alone, chain, 1, seed=3, device=torch.device("cpu"))
+    for path, module in layer_modules(alone, chain, 1).items():
         for name, parameter in module.named_parameters():
             assert torch.equal(parameter, whole.get_submodule(path).get_parameter(name))
 
@@ -35,16 +34,17 @@ def test_a_tied_head_made_alone_starts_as_the_embedding() -> None:
     whole = build_model(chain, seed=3)
     assert whole.lm_head.weight is whole.model.embed_tokens.weight
     alone = build_meta_model(chain)
-    untie_embedding(alone)
+    prepare_model(alone, chain)
     last = chain.num_layers - 1
-    materialize_layer(alone, layer_modules(alone, chain, last), last, seed=3, device=torch.device("cpu"))
+    materialize_layer(alone, chain, last, seed=3, device=torch.device("cpu"))
     assert torch.equal(alone.lm_head.weight, whole.lm_head.weight)
     assert alone.model.embed_tokens.weight.is_meta
 
 
 def test_untying_keeps_loaded_weights_in_a_copy_of_their_own() -> None:
-    model = build_model(tiny("llama-tied"), seed=3)
-    untie_embedding(model)
+    chain = tiny("llama-tied")
+    model = build_model(chain, seed=3)
+    prepare_model(model, chain)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
@@ -53,5 +53,5 @@ def test_weights_that_are_loaded_stay() -> None:
     chain = tiny("llama")
     model = build_model(chain, seed=3)
     before = model.model.embed_tokens.weight.clone()
-    materialize_layer(model, layer_modules(model, chain, 0), 0, seed=4, device=torch.device("cpu"))
+    materialize_layer(model, chain, 0, seed=4, device=torch.device("cpu"))
     assert torch.equal(model.model.embed_tokens.weight, before)

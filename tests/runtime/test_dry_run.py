@@ -11,7 +11,7 @@ import torch.distributed as dist
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.runtime.distinct_ranks import distinct_ranks
-from steelyard.runtime.dry_run import dry_run
+from steelyard.runtime.dry_run import RankMemory, dry_run
 from tests.runtime.dry_run_worker import CASES
 from tests.runtime.models import CONFIGS, make_plan
 
@@ -20,6 +20,10 @@ UNSEEN_BYTES = 64
 SENT_BYTES = 4 * 32 * 64 * 4
 """An activation that one process has sent may still be held while the other takes it."""
 HANG_LIMIT_S = 200
+
+
+def on_host(plan: Plan, rank: int, *, every_microbatch: bool = False) -> RankMemory:
+    return dry_run(plan, rank, backend="gloo", every_microbatch=every_microbatch)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +40,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[in
 @pytest.mark.parametrize("name", CASES)
 def test_the_peaks_are_those_of_real_processes(measured: list[dict[str, list[int]]], name: str) -> None:
     plan = CASES[name]
-    slack = SENT_BYTES if len(plan.stages) > 1 else UNSEEN_BYTES
+    slack = UNSEEN_BYTES + (SENT_BYTES if len(plan.stages) > 1 else 0)
     for stage in plan.stages:
         rank = stage.ranks[0]
-        found = dry_run(plan, rank)
+        found = on_host(plan, rank)
         for peak, real_bytes in zip((found.first_step, found.later_steps), measured[rank][name], strict=True):
             assert 0 <= real_bytes - peak.total_bytes <= slack
 
@@ -59,7 +63,7 @@ def small_plan(*stages: str, num_microbatches: int = 3, num_devices: int = 2, **
 def test_microbatches_that_repeat_others_need_not_run(stages: tuple[str, ...]) -> None:
     plan = small_plan(*stages, num_microbatches=6)
     rank = plan.stages[-1].ranks[0]
-    shortened, whole = (dry_run(plan, rank, every_microbatch=every) for every in (False, True))
+    shortened, whole = (on_host(plan, rank, every_microbatch=every) for every in (False, True))
     for few, all_of_them in zip(
         (shortened.first_step, shortened.later_steps), (whole.first_step, whole.later_steps), strict=True
     ):
@@ -68,7 +72,7 @@ def test_microbatches_that_repeat_others_need_not_run(stages: tuple[str, ...]) -
 
 def test_terms_of_states_are_16_bytes_a_parameter_over_the_shards() -> None:
     plan = small_plan("fsdp2, fsdp2, fsdp2, fsdp2", num_microbatches=1)
-    terms = dry_run(plan, 0).later_steps.terms
+    terms = on_host(plan, 0).later_steps.terms
     sizes = CONFIGS["llama-tied"]
     hidden, inner, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
@@ -79,14 +83,14 @@ def test_terms_of_states_are_16_bytes_a_parameter_over_the_shards() -> None:
 
 def test_the_first_step_lacks_optimizer_states_alone_until_they_exist() -> None:
     plan = small_plan("dp2, dp2, dp2, dp2")
-    found = dry_run(plan, 0)
+    found = on_host(plan, 0)
     assert found.first_step.terms.get("optimizer", 0) < found.later_steps.terms["optimizer"]
     assert found.first_step.total_bytes < found.later_steps.total_bytes
 
 
 def test_gpipe_holds_every_microbatch() -> None:
     activations = {
-        schedule: dry_run(
+        schedule: on_host(
             small_plan("single, single, single", "single", num_microbatches=6, schedule=schedule), 0
         ).later_steps.terms["activations"]
         for schedule in ("gpipe", "1f1b")
@@ -98,7 +102,7 @@ def test_a_process_with_a_group_is_refused() -> None:
     dist.init_process_group("fake", rank=0, world_size=1)
     try:
         with pytest.raises(UserError, match="process group"):
-            dry_run(small_plan("fsdp2, fsdp2, fsdp2, fsdp2"), 0)
+            on_host(small_plan("fsdp2, fsdp2, fsdp2, fsdp2"), 0)
     finally:
         dist.destroy_process_group()
 
@@ -123,6 +127,6 @@ def test_ranks_with_smaller_shards_are_told_apart() -> None:
 def test_a_rank_with_smaller_shards_holds_no_more() -> None:
     config = CONFIGS["llama-tied"] | {"vocab_size": 250}
     plan = make_plan(config, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
-    first, last = (dry_run(plan, rank).later_steps.terms for rank in (0, 7))
+    first, last = (on_host(plan, rank).later_steps.terms for rank in (0, 7))
     assert last["parameters"] <= first["parameters"]
     assert sum(last.values()) <= sum(first.values())

@@ -32,6 +32,7 @@ from steelyard.modules import data_parallel
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
+from steelyard.processes.parent import end_with_parent
 from steelyard.runtime import parallel_model
 from steelyard.runtime.applied import gather_strategies, observe_layers
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
@@ -223,6 +224,7 @@ def fork(work: Any, *arguments: Any) -> int:
     process = os.fork()
     if process:
         return process
+    end_with_parent()
     try:
         work(*arguments)
         sys.stdout.flush()

@@ -96,4 +96,5 @@ def test_beaten_strategies_are_left_out_and_equal_ones_kept_once() -> None:
         time_s=np.array([[2.0, 1.0, 1.0]]),
         **same,
     )
-    assert option_table(tables).stage(1).options(0)[0].tolist() == [1]
+    costs = option_table(tables).stage(1)
+    assert costs.strategy[0, : costs.count[0]].tolist() == [1]

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from steelyard.modules.build import build_model, build_rotary
+from steelyard.modules.build import build_meta_model, build_model, build_rotary
 from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.strategy import Remat
 from steelyard.profiles.profile import LayerProfile, Profile, Recomputation
@@ -106,12 +106,15 @@ def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: s
     chain = FAMILIES["llama"]
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(tp) as mesh:
-        where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp)
+        model = build_meta_model(chain)
+        where = LayerSetting(
+            chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model
+        )
         derived = observe(where, (SAMPLES,))[0].recomputed[Remat.FULL]
-        with fake_layer(where) as (model, under_test):
-            plain = run_layer(where, model, under_test, SAMPLES)
+        with fake_layer(where) as under_test:
+            plain = run_layer(where, under_test, SAMPLES)
             under_test.remat = Remat.FULL
-            real = run_layer(where, model, under_test, SAMPLES)
+            real = run_layer(where, under_test, SAMPLES)
     assert real.backward.beyond(plain.backward) == derived.work
     assert real.saved_bytes == derived.saved_bytes
     assert real.forward_peak_bytes - real.saved_bytes <= derived.forward_transient_bytes
@@ -123,8 +126,8 @@ def test_under_selective_a_real_block_computes_the_same_gradients() -> None:
     torch.manual_seed(0)
     chain = FAMILIES["llama"]
     model = build_model(chain, seed=0)
-    side = SideInputBuilder(model, build_rotary(model, chain, torch.device("cpu")), {"full_attention"})
-    context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")), labels_BS=None, num_tokens=1)
+    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), {"full_attention"})
+    context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")), config=model.config)
     found = []
     inputs = torch.randn(2, SEQ_LEN, HIDDEN)
     for remat in Remat:

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steelyard.errors import InvalidModelError, InvalidProfileError
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_model, build_rotary, layer_modules
+from steelyard.modules.build import build_meta_model, build_model, build_rotary, layer_modules
 from steelyard.modules.layers import BlockLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
@@ -130,7 +130,10 @@ def test_a_trace_is_affine_in_the_samples(family: str, kind: str, sp: bool) -> N
     chain = FAMILIES[family]
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(2) as mesh:
-        where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp)
+        model = build_meta_model(chain)
+        where = LayerSetting(
+            chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model
+        )
         (seen,) = observe(where, (5,))
     line = layer(family, kind, 2, sp=sp)
     assert line.saved_bytes.at(5) == seen.saved_bytes
@@ -301,10 +304,10 @@ def _real_block(chain: ModelChain, precision: Precision) -> tuple[BlockLayer, La
     model = build_model(chain, seed=0)
     block = build_layer(model, chain, 1, Remat.NONE).to(dtype)
     assert isinstance(block, BlockLayer)
-    side = SideInputBuilder(model, build_rotary(model, chain, torch.device("cpu")), {block.attention_type})
-    context = LayerContext(side=side(SEQ_LEN, dtype, torch.device("cpu")), labels_BS=None, num_tokens=1)
+    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), {block.attention_type})
+    context = LayerContext(side=side(SEQ_LEN, dtype, torch.device("cpu")), config=model.config)
     return block, context, torch.randn((2, SEQ_LEN, HIDDEN), dtype=dtype, requires_grad=True)
 
 
 def _constants(block: BlockLayer, context: LayerContext) -> list[Tensor]:
-    return [*block.parameters(), context.side.position_ids, *context.side.position_embeddings]
+    return [*block.parameters(), *context.side.tensors()]

@@ -10,10 +10,12 @@ from steelyard.cli import (
     demo,
     diff,
     explain,
+    export,
     frontier,
     models,
     plan,
     profile,
+    report,
     schema,
     solve,
     timeline,
@@ -36,10 +38,12 @@ app.command("frontier")(frontier.frontier)
 app.command("solve")(solve.solve)
 app.command("explain")(explain.explain)
 app.command("diff")(diff.diff)
+app.command("report")(report.report)
 app.command("timeline")(timeline.timeline)
 app.command("profile")(profile.profile)
 app.command("check")(check.check)
 app.command("train")(train.train)
+app.command("export")(export.export)
 app.command("validate")(validate.validate)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)

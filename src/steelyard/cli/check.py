@@ -40,6 +40,7 @@ def check(
     found = dry_run_all(
         plan,
         [group.rank for group in groups],
+        backend="gloo" if budgets[0].is_host else "nccl",
         num_processes=processes or os.cpu_count() or 1,
         every_microbatch=every_microbatch,
     )

@@ -3,6 +3,7 @@
 import numpy as np
 
 from steelyard.cost.communication import send_recv_s
+from steelyard.cost.execution import OURS
 from steelyard.cost.layer import LayerCost, layer_cost, pipeline_buffer_bytes
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import switch_table
@@ -13,7 +14,7 @@ from steelyard.units import MIB
 
 CUDA_CONTEXT_BYTES = 1024 * MIB
 """Context and libraries of a GPU process and its NCCL buffers: 0.5 to 1 GiB on current drivers."""
-ALLOCATOR_SLACK = 0.08
+ALLOCATOR_SLACK = OURS.reserve
 """Reserved over allocated memory minus one: 6 to 23 % were measured on public torchtitan runs, less without remat."""
 
 
@@ -97,4 +98,4 @@ def usable_bytes(job: Job) -> int:
 
 def slack_fraction(job: Job) -> float:
     """Reserved over allocated memory minus one: the CPU's allocator keeps nothing."""
-    return 0.0 if job.cluster.device.needs_profile else ALLOCATOR_SLACK
+    return 0.0 if job.cluster.device.needs_profile else job.execution.reserve

@@ -3,8 +3,8 @@ r"""Seconds of collectives, from measurements where the profile has them and fro
 With $n$ ranks, tensor bytes $b$ (the whole tensor that is gathered or reduced), $k$ ranks of the group in each node,
 rate $w$ and latency $\ell$ of a link, a ring takes
 
-$$t = c\Big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\Big) + \frac{n-1}{n}\,\frac{c\,b}{w}, \qquad w = \min(w_\text{intra}, k\,w_\text{inter})
-\text{ across nodes, } w_\text{intra} \text{ inside one}$$
+$$t = c\Big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\Big) + \frac{n-1}{n}\,\frac{c\,b}{w}, \qquad
+w = \min(w_\text{intra}, k\,w_\text{inter}) \text{ across nodes, } w_\text{intra} \text{ inside one}$$
 
 Rates and latencies are those of the cluster times what is reached of them (`LinkEfficiency`).
 

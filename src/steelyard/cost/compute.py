@@ -3,7 +3,8 @@ r"""Seconds of a layer's computation on one device: measured where the profile h
 $$t = \sigma \Big(\frac{F_m}{e_m P} + c\,\frac{b_m}{W} + \frac{F_a}{e_a P} + \frac{b}{e_b W} + n\,\rho\Big),
 \qquad \sigma = 1 + g \log_2(\text{nodes})$$
 
-and the host, which launches kernels and collectives one by one, takes $n\,\ell + n_c\,\ell_c$; the layer takes the longer.
+and the host, which launches kernels and collectives one by one, takes $n\,\ell + n_c\,\ell_c$; the layer takes the
+longer.
 
 | symbol     | name                     | unit   | meaning                                             |
 |------------|--------------------------|--------|-----------------------------------------------------|

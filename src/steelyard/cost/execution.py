@@ -1,7 +1,7 @@
 """How a framework carries a plan out, where that changes what a step costs; the default is `steelyard.runtime`.
 
-Every field says what a framework does, read off its code or its papers; only ``pipelined_collective_s`` was measured. `steelyard.validation` has one
-value per framework that others published runs of; plans made here take the default.
+Every field says what a framework does, read off its code or its papers; only ``pipelined_collective_s`` was measured.
+`steelyard.validation` has one value per framework that others published runs of; plans made here take the default.
 """
 
 from dataclasses import dataclass
@@ -37,6 +37,8 @@ class Execution:
     """Bytes per parameter that gradients are reduced in."""
     accumulates_apart: bool = False
     """Whether each microbatch's gradients are made in compute precision and then added to fp32 ones."""
+    accumulates_late: bool = False
+    """Whether those of a whole backward pass are there at once, before any is added to the fp32 ones."""
     overlaps_data: bool = True
     """Whether data-parallel communication runs beside compute."""
     hidden_tp: float = 0.0
@@ -45,13 +47,18 @@ class Execution:
     """Ranks over which states are sharded where that is not all data ranks."""
     transfer: Literal["divided", "whole"] = "divided"
     """Whether tensor-parallel ranks without sp send each a part of the activation between stages, or all of it."""
+    reserve: float = 0.08
+    """Part of the memory that comes and goes in a step by which the allocator holds more when it is short of memory."""
+    kept_transfers: int = 0
+    """Copies of the activation at a stage's borders that it keeps for every microbatch in flight beside what is saved
+    for the backward pass, where the framework has states of its own."""
     eager_launch: bool = True
     """Whether the host launches every kernel (False under CUDA graphs or compiled regions)."""
     pipelined_collective_s: float = 0.0
     """What the host loses per tensor-parallel collective and rank of its group where stages exchange activations
     between nodes. Seen, not explained: in nanotron a block takes 3 ms per microbatch and rank, however small it is."""
     remat_fraction: float = 1.0
-    """Part of the forward pass that remat runs again: 1 for full, less where a framework recomputes every n-th layer."""
+    """Part of what remat repeats in a layer that is really repeated: less than 1 where only every n-th layer is."""
 
     def optimizer_shards(self, data_degree: int) -> int:
         """Ranks over which the optimizer states of a replicated layer are divided."""

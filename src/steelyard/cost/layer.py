@@ -211,17 +211,23 @@ def _once_time(
 
 
 def _tied_time(kind: LayerKind, strategy: Strategy, setting: Setting) -> dict[str, float]:
-    """Seconds, once a step, to gather the whole gradient of a tied matrix and to exchange it between two stages."""
+    """Seconds, once a step, to gather the whole gradient of a tied matrix and to exchange it between two stages.
+
+    A framework that keeps unsharded gradients exchanges each rank's part of them.
+    """
     job = setting.job
     if not job.chain.tied_embeddings or kind.role is LayerRole.BLOCK:
         return {}
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
+    distance = (setting.num_stages - 1) * setting.devices_per_stage
+    pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
+    if job.execution.states is not None:
+        crosses = setting.num_stages > 1
+        return {"tied": _collective_s("all_reduce", matrix_bytes / strategy.tp, pair, job)} if crosses else {}
     tensor, data = (level_group(strategy, setting, *kinds) for kinds in ({Parallelism.TP}, {Parallelism.FSDP}))
     seconds = _collective_s("all_gather", matrix_bytes / tensor.size, data, job)
     seconds += _collective_s("all_gather", matrix_bytes, tensor, job)
     if setting.num_stages > 1:
-        distance = (setting.num_stages - 1) * setting.devices_per_stage
-        pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
         seconds += _collective_s("all_reduce", matrix_bytes, pair, job)
     return {"tied": seconds}
 

@@ -4,12 +4,13 @@ The terms are those that the search added up (`steelyard.cost.layer`), so what a
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from steelyard.cost.build import context_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
-from steelyard.cost.layer import LayerCost, layer_bytes, layer_cost, pipeline_buffer_bytes
+from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, pipeline_buffer_bytes
 from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
@@ -168,8 +169,14 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
         walked = stage_terms(stage_layers(plan, stage, setting), stage, setting)
         tensors = min(tensors, walked, key=lambda terms: sum(terms.values()))
     terms = tensors | {"context": context_bytes(setting)}
-    terms["allocator slack"] = int(slack_fraction(setting.job) * sum(terms.values()))
+    terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
     return {name: num_bytes for name, num_bytes in terms.items() if num_bytes}
+
+
+def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
+    """Bytes that the allocator's slack is a part of: of states in buffers of their own there is none."""
+    apart = ("context", "parameters", "gradients", "optimizer") if job.execution.states is not None else ()
+    return sum(num_bytes for name, num_bytes in terms.items() if name not in apart)
 
 
 def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
@@ -190,7 +197,27 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     terms["activations"] = order.peak_bytes([sum(cost.activation_bytes for cost in chunk) for chunk in chunks])
     terms["pipeline buffers"] = pipeline_buffer_bytes(setting) - _absent_buffer_bytes(order, stage, setting)
     terms["working set"] += max(cost.transient_bytes for cost in costs)
+    if setting.job.execution.states is not None:
+        terms.update(_framework_terms(terms, costs, order.peak_bytes([1] * setting.num_chunks), plan, stage, setting))
     return dict(terms)
+
+
+def _framework_terms(
+    terms: Mapping[str, int], costs: list[LayerBytes], in_flight: int, plan: Plan, stage: int, setting: Setting
+) -> dict[str, int]:
+    """What a framework with states of its own keeps at the borders of a stage, and gradients that it adds up late.
+
+    When those are all made, the activations of their microbatch are freed: the larger of the two counts.
+    """
+    execution = setting.job.execution
+    strategy = plan.strategies[plan.stages[stage].first_layer]
+    sent = setting.activation_bytes // (strategy.data_degree * (strategy.tp if strategy.sp else 1))
+    kept = execution.kept_transfers * in_flight * sent if setting.num_stages > 1 else 0
+    made = 0
+    if execution.accumulates_late and execution.states is not None:
+        made = terms["parameters"] * setting.job.compute_bytes // execution.states.parameters
+        made = max(0, made - sum(cost.activation_bytes for cost in costs) - max(cost.transient_bytes for cost in costs))
+    return {"pipeline buffers": kept, "working set": made}
 
 
 def _absent_buffer_bytes(order: PassOrder, stage: int, setting: Setting) -> int:

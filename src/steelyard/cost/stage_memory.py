@@ -278,10 +278,10 @@ def stage_layers(plan: Plan, index: int, setting: Setting) -> StageLayers:
 def _side_bytes(setting: Setting) -> int:
     """Positions, rotary embedding and the mask of a sliding window, which every forward pass makes for all layers."""
     job, config = setting.job, setting.job.chain.config
-    head_dim = config.get("head_dim") or job.chain.hidden_size // config["num_attention_heads"]
-    window = config.get("sliding_window")
+    head_dim = int(config.get("head_dim") or job.chain.hidden_size // config["num_attention_heads"])
+    window = int(config.get("sliding_window") or 0)
     total = job.seq_len * (_TOKEN_BYTES + 2 * head_dim * job.compute_bytes)
-    return total + (job.seq_len**2 * job.compute_bytes if window and window < job.seq_len else 0)
+    return total + (job.seq_len**2 * job.compute_bytes if 0 < window < job.seq_len else 0)
 
 
 def _made_gradients(num_params: int, strategy: Strategy, setting: Setting) -> int:

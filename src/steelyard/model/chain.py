@@ -1,33 +1,17 @@
 """A model as a chain of layers: what is trained, without batch, devices or precision.
 
 The chain of a decoder-only model is the embedding, then the blocks in order, then the head (final norm, projection to
-the vocabulary, loss). Layer 0 is the embedding and the last layer is the head in every plan and table.
+the vocabulary, loss). Layer 0 is the embedding and the last layer is the head in every plan and table. An encoder and
+its decoder are one chain, one after the other; the decoder's embedding, in between, reads token ids of its own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from steelyard.model.families import Family
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight
 
-
-class LayerRole(StrEnum):
-    """What a layer does in the chain, which decides how it is built and what flows in and out."""
-
-    EMBEDDING = "embedding"
-    BLOCK = "block"
-    HEAD = "head"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
-    """Layers of one kind are interchangeable: the same module, the same sizes, the same costs."""
-
-    name: str
-    role: LayerRole
-    tp_divides: tuple[tuple[str, int], ...]
-    """Sizes that a tensor-parallel degree must divide, each with its name for messages."""
+__all__ = ["LayerKind", "LayerRole", "ModelChain", "SharedWeight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +22,69 @@ class ModelChain:
     family: Family
     config: Mapping[str, Any]
     config_hash: str
-    kinds: tuple[LayerKind, ...]
-    layers: tuple[int, ...]
-    """For each layer the index of its kind."""
-    hidden_size: int
-    vocab_size: int
-    max_seq_len: int
-    tied_embeddings: bool
-    """Whether the head's projection is the embedding matrix itself."""
+    sizes: Mapping[str, int]
+    """The sizes that were read from the config, by key."""
+    layout: Layout
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers."""
+        return self.layout.kinds
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """For each layer the index of its kind."""
+        return self.layout.layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden state between blocks; the first one where it changes along the chain."""
+        return self.layout.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Classes that the head tells apart: tokens of the vocabulary, or kinds of images."""
+        return self.layout.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence; for images, the length of the first hidden state, which is the only one."""
+        return self.layout.max_seq_len
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the head's projection is the embedding matrix itself."""
+        return self.layout.tied_embeddings
+
+    @property
+    def shared(self) -> tuple[SharedWeight, ...]:
+        """The parameters that several layers hold, tied embeddings among them."""
+        return self.layout.shared
 
     @property
     def num_layers(self) -> int:
         """Layers of the chain, embedding and head included."""
         return len(self.layers)
 
+    @property
+    def num_streams(self) -> int:
+        """The most hidden states that flow between two layers of the chain."""
+        return max(kind.num_streams for kind in self.kinds)
+
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of one layer of the chain."""
         return self.kinds[self.layers[layer]]
 
+    def hidden_shape(self, layer: int, seq_len: int) -> tuple[int, int]:
+        """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
+        return self.kind_of(layer).hidden or (seq_len, self.hidden_size)
+
     def layer_name(self, layer: int) -> str:
-        """A name for messages: ``embedding``, ``block 3`` (counted from 0) or ``head``."""
+        """A name for messages: ``embedding``, ``block 3`` (counted from 0, anew after each embedding) or ``head``."""
         kind = self.kind_of(layer)
-        return f"block {layer - 1}" if kind.role is LayerRole.BLOCK else kind.name
+        if kind.role is not LayerRole.BLOCK:
+            return kind.name
+        first = layer
+        while self.kind_of(first - 1).role is LayerRole.BLOCK:
+            first -= 1
+        return f"{kind.name} {layer - first}"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidModelError, nearest
-from steelyard.model.chain import LayerKind, LayerRole, ModelChain
-from steelyard.model.families import Family, family_of
+from steelyard.model.chain import ModelChain
+from steelyard.model.families import family_of
+from steelyard.model.family import Sizes
 
 
 @cache
@@ -55,34 +56,15 @@ def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
     family = family_of(str(config.get("model_type", "")))
-    hidden = _size(config, "hidden_size")
-    heads = _size(config, "num_attention_heads")
-    vocab = _size(config, "vocab_size")
-    num_blocks = _size(config, "num_hidden_layers")
-    if config.get("head_dim") is not None:
-        _size(config, "head_dim")
-    elif hidden % heads:
-        raise InvalidModelError(
-            field="num_attention_heads",
-            found=str(heads),
-            expected=f"a divisor of hidden_size {hidden}",
-            hint="or give head_dim",
-        )
+    sizes = Sizes(config)
+    layout = family.layout(sizes)
     return ModelChain(
         name=name,
         family=family,
         config=dict(config),
         config_hash=config_hash(config),
-        kinds=(
-            LayerKind(name="embedding", role=LayerRole.EMBEDDING, tp_divides=(("vocabulary", vocab),)),
-            LayerKind(name="block", role=LayerRole.BLOCK, tp_divides=_block_sizes(config, family, heads)),
-            LayerKind(name="head", role=LayerRole.HEAD, tp_divides=(("vocabulary", vocab),)),
-        ),
-        layers=(0, *([1] * num_blocks), 2),
-        hidden_size=hidden,
-        vocab_size=vocab,
-        max_seq_len=_size(config, "max_position_embeddings"),
-        tied_embeddings=_flag(config, "tie_word_embeddings"),
+        sizes=sizes.read,
+        layout=layout,
     )
 
 
@@ -101,39 +83,3 @@ def config_hash(config: Mapping[str, Any]) -> str:
             hint="give the content of config.json",
         ) from error
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-def _block_sizes(config: Mapping[str, Any], family: Family, heads: int) -> tuple[tuple[str, int], ...]:
-    sizes = [("attention heads", heads)]
-    if family.kv_heads_key and config.get(family.kv_heads_key) is not None:
-        kv_heads = _size(config, family.kv_heads_key)
-        if heads % kv_heads:
-            raise InvalidModelError(
-                field=family.kv_heads_key,
-                found=str(kv_heads),
-                expected=f"a divisor of num_attention_heads {heads}",
-                hint="use the complete config that the model was published with",
-            )
-        sizes.append(("key-value heads", kv_heads))
-    sizes.append(("feed-forward width", _size(config, family.ffn_width_key)))
-    return tuple(sizes)
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidModelError(
-            field=key,
-            found="nothing" if value is None else repr(value),
-            expected="a whole number of 1 or more in config.json",
-            hint="use the complete config that the model was published with",
-        )
-    return value
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    """A switch that is off unless given; null counts as not given."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidModelError(field=key, found=repr(value), expected="true or false in config.json")
-    return bool(value)

@@ -1,17 +1,22 @@
 """Builds a model from its config with the unmodified `transformers` classes, and fills its layers with first weights.
 
 The first weights of a layer depend on the seed and the layer's place in the chain alone: every plan, and one process
-without a plan, start from the same numbers, and a rank can make its own layers without the rest of the model.
+without a plan, start from the same numbers, and a rank can make its own layers without the rest of the model. A
+parameter that several layers hold (a tied embedding) depends on the first of them.
 """
 
+import copy
 import warnings
+from collections.abc import Iterator
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.chain import ModelChain
+from steelyard.modules.experts import IMPLEMENTATION
 
 _SEED_STRIDE = 1_000_003
 
@@ -31,91 +36,139 @@ def hub_config(chain: ModelChain) -> PreTrainedConfig:
 
 
 def build_meta_model(chain: ModelChain) -> PreTrainedModel:
-    """The causal language model on the meta device: its structure, no memory."""
-    return _from_config(hub_config(chain), "meta", torch.float32)
-
-
-def build_one_block_model(chain: ModelChain, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its first block alone, on the CPU; call it in a `FakeTensorMode`, where it takes no memory."""
+    """The model for the family's task on the meta device: its structure, no memory."""
     config = hub_config(chain)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    return _from_config(config, "cpu", dtype)
-
-
-def _from_config(config: PreTrainedConfig, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device(device), warnings.catch_warnings():
+    auto_class = getattr(transformers, chain.family.task.auto_class)
+    options = {"attn_implementation": "sdpa" if _has_fused_attention(auto_class, config) else "eager"}
+    if getattr(config, "num_experts", None) is not None:
+        options["experts_implementation"] = IMPLEMENTATION
+    with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = auto_class.from_config(config, dtype=torch.float32, **options)
     model.train()
+    chain.family.prepare(model)
     return model
+
+
+def _has_fused_attention(auto_class: type, config: PreTrainedConfig) -> bool:
+    model_class = auto_class._model_mapping[type(config)]
+    return bool(getattr(model_class, "_supports_sdpa", True))
+
+
+def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
+    """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
+    chain.family.prepare(model)
+    if getattr(model.config, "num_experts", None) is not None:
+        model.set_experts_implementation(IMPLEMENTATION)
+    for shared in chain.shared:
+        owners = [(_owner(model, chain, layer, path), path.rpartition(".")[2]) for layer, path in shared.copies]
+        first_owner, first_name = owners[0]
+        first = first_owner.get_parameter(first_name)
+        for number, (owner, name) in enumerate(owners):
+            if number and owner is first_owner:
+                owner = _own_module(model, chain, *shared.copies[number])  # noqa: PLW2901
+            if number and owner.get_parameter(name) is first:
+                owner.register_parameter(name, nn.Parameter(first.detach().clone()))
+
+
+def _own_module(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> nn.Module:
+    """Gives a layer a module of its own in the place of one that it shares with another layer."""
+    local, _, rest = path.partition(".")
+    full = f"{chain.family.modules(chain.layout, layer)[local]}.{rest}".rpartition(".")[0]
+    parent, _, name = full.rpartition(".")
+    own = copy.deepcopy(model.get_submodule(full))
+    setattr(model.get_submodule(parent), name, own)
+    return own
+
+
+def _owner(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> nn.Module:
+    """The module that holds the parameter at a path of a layer."""
+    local, _, rest = path.partition(".")
+    full = f"{chain.family.modules(chain.layout, layer)[local]}.{rest}"
+    return model.get_submodule(full.rpartition(".")[0])
+
+
+def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
+    """The modules that make up one layer of the chain, by the names that the family gives them."""
+    paths = chain.family.modules(chain.layout, layer)
+    return {name: model.get_submodule(path) for name, path in paths.items()}
 
 
 def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
     """The modules of the Hugging Face model that make up one layer of the chain, by their path in the model."""
-    family = chain.family
-    role = chain.kind_of(layer).role
-    if role is LayerRole.EMBEDDING:
-        paths = [f"{family.body}.{family.embedding}"]
-    elif role is LayerRole.BLOCK:
-        paths = [f"{family.body}.{family.blocks}.{layer - 1}"]
-    else:
-        paths = [f"{family.body}.{family.final_norm}", family.output]
-    return {path: model.get_submodule(path) for path in paths}
+    return {path: model.get_submodule(path) for path in chain.family.modules(chain.layout, layer).values()}
 
 
 def materialize_layer(
-    model: PreTrainedModel, modules: dict[str, nn.Module], layer: int, *, seed: int, device: torch.device
+    model: PreTrainedModel, chain: ModelChain, layer: int, *, seed: int, device: torch.device
 ) -> None:
     """Gives the modules of one layer memory on ``device`` and their first weights, in place.
 
-    Modules that already have memory (loaded weights) are moved and keep their values. A head that is tied to the
-    embedding gets a matrix of its own with the embedding's first weights.
+    Modules that already have memory (loaded weights) are moved and keep their values.
     """
-    output = model.get_output_embeddings()
-    for module in modules.values():
-        if not any(parameter.is_meta for parameter in module.parameters()):
+    fresh: set[nn.Module] = set()
+    for module in layer_modules(model, chain, layer).values():
+        if any(parameter.is_meta for parameter in module.parameters()):
+            module.to_empty(device=device)
+            _initialize(model, module, seed=seed, layer=layer)
+            fresh.update(module.modules())
+        else:
             module.to(device)
-            continue
-        module.to_empty(device=device)
-        _initialize(model, module, seed=seed, layer=layer)
-        if module is output and model.config.tie_word_embeddings:
-            fresh = nn.Embedding(*module.weight.shape, device=device)
-            fresh.padding_idx = model.get_input_embeddings().padding_idx
-            _initialize(model, fresh, seed=seed, layer=0)
-            module.weight = fresh.weight
-
-
-def untie_embedding(model: PreTrainedModel) -> None:
-    """Gives a head that is tied to the embedding a matrix of its own with the same values, in place."""
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if output.weight is embedding.weight:
-        output.weight = nn.Parameter(embedding.weight.detach().clone())
+    for shared in chain.shared:
+        first_layer, first_path = shared.copies[0]
+        for path in (path for place, path in shared.copies if place == layer):
+            owner = _owner(model, chain, layer, path)
+            if owner in fresh:
+                first = _owner(model, chain, first_layer, first_path)
+                _initialize_shared(model, owner, first, seed=seed, layer=first_layer)
 
 
 def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
-    """Fills a module with first weights that depend on the seed and the layer alone."""
+    """Fills a module with first weights that depend on the seed and the layer alone; parts before the whole."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _SEED_STRIDE + layer)
-        for submodule in module.modules():
+        for submodule in reversed(list(module.modules())):
             model._init_weights(submodule)
 
 
+def _initialize_shared(
+    model: PreTrainedModel, owner: nn.Module, first_owner: nn.Module, *, seed: int, layer: int
+) -> None:
+    """Fills the matrix of ``owner`` with the first weights of the table that several layers share."""
+    table = nn.Embedding(*owner.weight.shape, device=owner.weight.device)
+    table.padding_idx = getattr(first_owner, "padding_idx", None)
+    _initialize(model, table, seed=seed, layer=layer)
+    owner.weight = table.weight
+
+
 def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The whole model with the first weights that every plan starts from, on one device."""
+    """The whole unmodified model with the first weights that every plan starts from, on one device."""
     model = build_meta_model(chain)
     for layer in range(chain.num_layers):
-        materialize_layer(model, layer_modules(model, chain, layer), layer, seed=seed, device=torch.device(device))
-    body = model.get_submodule(chain.family.body)
-    body.rotary_emb = build_rotary(model, chain, torch.device(device))
-    if chain.tied_embeddings:
+        materialize_layer(model, chain, layer, seed=seed, device=torch.device(device))
+    rotary = build_rotary(model, chain, torch.device(device))
+    if rotary is not None:
+        parent, _, name = str(chain.family.rotary).rpartition(".")
+        setattr(model.get_submodule(parent), name, rotary)
+    for target, source in _tied_names(model):
+        if model.get_parameter(source).is_meta:
+            parent, _, name = source.rpartition(".")
+            model.get_submodule(parent).register_parameter(name, model.get_parameter(target))
+    if model.config.tie_word_embeddings:
         model.tie_weights()
     return model
 
 
-def build_rotary(model: PreTrainedModel, chain: ModelChain, device: torch.device) -> nn.Module:
-    """The model's rotary position embedding on ``device``: it has buffers computed from the config, no parameters."""
-    rotary = model.get_submodule(f"{chain.family.body}.rotary_emb")
+def _tied_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Pairs of parameters that transformers ties: the one that is replaced, and the one that takes its place."""
+    keys = getattr(model, "_tied_weights_keys", None)
+    yield from keys.items() if isinstance(keys, dict) else ()
+
+
+def build_rotary(model: PreTrainedModel, chain: ModelChain, device: torch.device) -> nn.Module | None:
+    """The model's rotary position embedding on ``device``, if it has one: buffers from the config, no parameters."""
+    if chain.family.rotary is None:
+        return None
+    rotary = model.get_submodule(chain.family.rotary)
     with torch.device(device):
         return type(rotary)(model.config)

@@ -3,37 +3,48 @@
 Legend of shape suffixes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sequence
 parallelism, else S), H hidden size, V vocabulary of this rank.
 
-Every layer maps what flows along the chain to what flows on: token ids [B, S] → hidden state [B, s, H] → … → loss [].
-What all blocks share (positions, mask) is computed once per forward and passed as `SideInputs`.
+Every layer maps what flows along the chain to what flows on: token ids [B, S] or images → hidden state [B, s, H] → … →
+loss []. Where an encoder's output goes along with a decoder's state, a tuple of two flows. How a layer does so is said
+by the model's family; what all blocks share (positions, mask) is computed once per forward and passed as `SideInputs`.
 """
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from steelyard.errors import InvalidModelError
-from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.modules.build import layer_modules
+from steelyard.model.chain import LayerKind, LayerRole, ModelChain
+from steelyard.model.family import Family, Run
+from steelyard.modules.build import named_layer_modules
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.plan.strategy import Remat
 
-_ATTENTION_TYPES = ("full_attention", "sliding_attention")
+Flow = Tensor | tuple[Tensor, ...]
+"""What flows between layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInputs:
-    """What every block reads beside the hidden state; the same on all ranks, over the full sequence."""
+    """What every block reads beside the hidden state; the same on all ranks, over the full sequence.
+
+    Rotary embedding and mask by kind of attention, as in ``layer_types`` of a config.
+    """
 
     position_ids: Tensor
-    position_embeddings: tuple[Tensor, Tensor]
-    masks: dict[str, Tensor | None]
+    position_embeddings: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: Mapping[str, Tensor | None] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        rotary = [tensor for pair in self.position_embeddings.values() for tensor in pair]
+        return [self.position_ids, *rotary, *(mask for mask in self.masks.values() if mask is not None)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +52,36 @@ class LayerContext:
     """What a forward pass of a microbatch carries along beside the hidden state."""
 
     side: SideInputs
-    labels_BS: Tensor | None  # noqa: N815
-    """The next token at every place; needed by the head alone."""
-    num_tokens: int
-    """Tokens of the whole global batch, over which the loss is the mean."""
+    config: PreTrainedConfig
+    labels_BS: Tensor | None = None  # noqa: N815
+    """The target at every place, or of every image; needed by the head alone."""
+    num_targets: int | Tensor = 1
+    """Targets of the whole global batch, over which the loss is the mean."""
+    decoder_ids: Tensor | None = None
+    """Token ids [B, S] that a decoder's embedding reads."""
 
 
-class ChainLayer(nn.Module, ABC):
-    """One layer of the chain; ``remat`` decides how much of its forward pass is run again in the backward pass."""
+class ChainLayer(nn.Module):
+    """One layer of the chain; ``remat`` decides how much of its forward pass is run again in the backward pass.
 
-    def __init__(self, remat: Remat) -> None:
+    Its modules are attributes under the names that the family gives them.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], family: Family, kind: LayerKind, remat: Remat) -> None:
         super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.kind = kind
         self.remat = remat
+        run = family.of_kind(family.run, kind)
+        assert run is not None, f"the family {family.model_type} does not say how its {kind.name} runs"
+        self.run_by_family: Run = run
 
     @abstractmethod
-    def run(self, inputs: Tensor, context: LayerContext) -> Tensor:
+    def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's forward computation, without remat."""
 
-    def forward(self, inputs: Tensor, context: LayerContext) -> Tensor:
+    def forward(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's output; recomputed in backward where the strategy says so."""
         if self.remat is Remat.NONE:
             return self.run(inputs, context)
@@ -66,115 +89,104 @@ class ChainLayer(nn.Module, ABC):
 
 
 class EmbeddingLayer(ChainLayer):
-    """Token ids [B, S] to hidden state [B, s, H]."""
+    """Token ids [B, S], or images, to hidden state [B, s, H]."""
 
-    def __init__(self, embedding: nn.Module, remat: Remat) -> None:
-        super().__init__(remat)
-        self.embedding = embedding
-
-    def run(self, inputs: Tensor, context: LayerContext) -> Tensor:
+    def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Looks the tokens up."""
-        return self.embedding(inputs)
+        return self.run_by_family(self, inputs, context)
 
 
 class BlockLayer(ChainLayer):
     """Hidden state [B, s, H] to hidden state [B, s, H] through one unmodified Transformer block."""
 
-    def __init__(self, block: nn.Module, attention_type: str, remat: Remat) -> None:
-        super().__init__(remat)
-        self.block = block
-        self.attention_type = attention_type
+    @property
+    def attention_type(self) -> str:
+        """Key of the mask and the rotary embedding that the block reads."""
+        return self.kind.attention
 
-    def run(self, inputs: Tensor, context: LayerContext) -> Tensor:
+    def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Runs the block."""
-        side = context.side
-        return self.block(
-            inputs,
-            attention_mask=side.masks[self.attention_type],
-            position_ids=side.position_ids,
-            position_embeddings=side.position_embeddings,
-            use_cache=False,
-        )
+        return self.run_by_family(self, inputs, context)
 
 
 class HeadLayer(ChainLayer):
-    """Hidden state [B, s, H] and labels [B, S] to the sum of the tokens' losses divided by ``num_tokens``.
+    """Hidden state [B, s, H] and labels to the sum of the targets' losses divided by ``num_targets``.
 
-    ``num_tokens`` is the count over the whole global batch, so that losses and gradients of ranks and microbatches add
+    ``num_targets`` is the count over the whole global batch, so that losses and gradients of ranks and microbatches add
     up to those of one process. Under tensor parallelism the logits stay sharded over the vocabulary; the caller runs
     forward and backward inside `torch.distributed.tensor.parallel.loss_parallel`.
     """
 
-    def __init__(self, norm: nn.Module, output: nn.Module, remat: Remat) -> None:
-        super().__init__(remat)
-        self.norm = norm
-        self.output = output
-
-    def run(self, inputs: Tensor, context: LayerContext) -> Tensor:
+    def run(self, inputs: Flow, context: LayerContext) -> Tensor:
         """Projects and takes the cross entropy in fp32, as `transformers` does."""
-        logits_BSV = self.output(self.norm(inputs)).float()  # noqa: N806
-        loss = functional.cross_entropy(logits_BSV.flatten(0, 1), context.labels_BS.flatten(), reduction="sum")
-        return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_tokens
+        logits = self.run_by_family(self, inputs, context).float()
+        loss = functional.cross_entropy(logits.flatten(0, -2), context.labels_BS.flatten(), reduction="sum")
+        return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets
+
+
+_LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
+    LayerRole.EMBEDDING: EmbeddingLayer,
+    LayerRole.BLOCK: BlockLayer,
+    LayerRole.HEAD: HeadLayer,
+}
 
 
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
-    modules = list(layer_modules(model, chain, layer).values())
-    role = chain.kind_of(layer).role
-    if role is LayerRole.EMBEDDING:
-        return EmbeddingLayer(modules[0], remat)
-    if role is LayerRole.BLOCK:
-        return BlockLayer(modules[0], _attention_type(model, layer - 1), remat)
-    return HeadLayer(modules[0], modules[1], remat)
+    kind = chain.kind_of(layer)
+    return _LAYERS[kind.role](named_layer_modules(model, chain, layer), chain.family, kind, remat)
+
+
+def tensors_of(flow: Flow) -> tuple[Tensor, ...]:
+    """The tensors that flow."""
+    return flow if isinstance(flow, tuple) else (flow,)
+
+
+def as_flow(tensors: tuple[Tensor, ...]) -> Flow:
+    """A tensor alone where there is only one."""
+    return tensors if len(tensors) > 1 else tensors[0]
 
 
 class SideInputBuilder(nn.Module):
     """Computes the `SideInputs` of a forward pass from the unmodified model's rotary embedding and masks.
 
-    Plain causal attention needs no mask: the attention kernel is causal by itself. A sliding window shorter than the
-    sequence gets the mask that `transformers` makes.
+    Plain causal attention needs no mask where the attention kernel is causal by itself. A sliding window shorter than
+    the sequence gets the mask that `transformers` makes, and so does attention that runs step by step.
     """
 
-    def __init__(self, model: PreTrainedModel, rotary: nn.Module, attention_types: set[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, chain: ModelChain, rotary: nn.Module | None, attention_types: set[str]
+    ) -> None:
         super().__init__()
         self.model_config = model.config
         self.rotary = rotary
-        self.attention_types = attention_types
+        self._by_attention = chain.family.rotary_by_attention
+        self.attention_types = attention_types if rotary is not None else set()
 
     @torch.no_grad()
     def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
         """Positions and masks for samples of ``seq_len`` tokens; a mask is [1, 1, S, S], the same for every sample."""
         positions_1S = torch.arange(seq_len, device=device).unsqueeze(0)  # noqa: N806
+        if self.rotary is None:
+            return SideInputs(position_ids=positions_1S)
         like = torch.empty((1, seq_len, 1), dtype=dtype, device=device)
+        kinds = sorted(self.attention_types)
+        if self._by_attention:
+            rotary = {kind: self.rotary(like, positions_1S, kind) for kind in kinds}
+        else:
+            rotary = dict.fromkeys(kinds, self.rotary(like, position_ids=positions_1S))
         return SideInputs(
             position_ids=positions_1S,
-            position_embeddings=self.rotary(like, position_ids=positions_1S),
-            masks={kind: self._mask(kind, like, positions_1S) for kind in sorted(self.attention_types)},
+            position_embeddings=rotary,
+            masks={kind: self._mask(kind, like, positions_1S) for kind in kinds},
         )
 
     def _mask(self, attention_type: str, like: Tensor, positions_1S: Tensor) -> Tensor | None:  # noqa: N803
-        window = getattr(self.model_config, "sliding_window", None)
-        if attention_type == "full_attention" or window is None or window >= like.shape[1]:
+        config = self.model_config
+        window = getattr(config, "sliding_window", None)
+        slides = attention_type == "sliding_attention" and window is not None and window < like.shape[1]
+        if not slides and config._attn_implementation != "eager":
             return None
-        return create_sliding_window_causal_mask(
-            config=self.model_config,
-            inputs_embeds=like,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=positions_1S,
+        return (create_sliding_window_causal_mask if slides else create_causal_mask)(
+            config=config, inputs_embeds=like, attention_mask=None, past_key_values=None, position_ids=positions_1S
         )
-
-
-def _attention_type(model: PreTrainedModel, block: int) -> str:
-    """``full_attention`` or ``sliding_attention``; anything else is an error, never taken for plain causal."""
-    layer_types = getattr(model.config, "layer_types", None)
-    if layer_types:
-        if layer_types[block] not in _ATTENTION_TYPES:
-            raise InvalidModelError(
-                field=f"layer_types[{block}]",
-                found=repr(layer_types[block]),
-                expected="one of " + ", ".join(_ATTENTION_TYPES),
-                hint="this kind of attention is not supported yet",
-            )
-        return layer_types[block]
-    return "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"

@@ -123,3 +123,17 @@ class Explanation(PlanPart):
     """Pipeline settings that were never searched."""
     verdicts: tuple[StrategyVerdict, ...] = ()
     """What became of every strategy of the tree, in the pipeline setting of the plan."""
+
+
+class PlanStudy(PlanPart):
+    """What a report shows around a plan: its rivals, and time against memory, as far as the time for it reached."""
+
+    scope: str
+    """Among what was searched, in words; empty where nothing was."""
+    explanation: Explanation
+    points: tuple[FrontierPoint, ...] = ()
+    """Most memory and least time first."""
+    is_complete: bool = False
+    """No plan worth having is missing between the first and the last point."""
+    left_out: tuple[str, ...] = ()
+    """The rivals for which there was no time."""

@@ -23,6 +23,10 @@ def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: i
             f"data degree {strategy.data_degree} ({strategy.parallel}) does not divide "
             f"the {microbatch_samples} samples of a microbatch"
         )
+    if strategy.tp > 1 and kind.no_tp:
+        return f"tp is not for the {kind.name} layers: {kind.no_tp}"
+    if strategy.sp and kind.no_sp:
+        return f"sp is not for the {kind.name} layers: {kind.no_sp}"
     for name, size in kind.tp_divides:
         if size % strategy.tp:
             return f"tp {strategy.tp} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")

@@ -115,6 +115,8 @@ class Alternative(PlanPart):
     reason: str
     step_time_s: float | None = None
     """Absent where it was not computed exactly."""
+    memory_bytes: int | None = None
+    """Of its fullest device; absent where it was not computed exactly."""
 
 
 class Prediction(PlanPart):
@@ -131,6 +133,15 @@ class Prediction(PlanPart):
     profile: dict[str, str]
     """The identity of the profile that the costs came from."""
     alternatives: tuple[Alternative, ...] = ()
+
+
+class Fallback(PlanPart):
+    """The plan to go on with where memory runs out: less of it, more time, the same model, batch and devices."""
+
+    num_microbatches: int = Field(ge=1)
+    schedule: Schedule = "1f1b"
+    stages: tuple[StagePlan, ...] = Field(min_length=1)
+    prediction: Prediction | None = None
 
 
 class Plan(PlanPart):
@@ -152,6 +163,8 @@ class Plan(PlanPart):
     """The parts of the pipeline in the order of the layers: one for each stage; under interleaved-1f1b with v chunks a
     stage v times as many, the ranks of all stages repeating in order."""
     prediction: Prediction | None = None
+    fallbacks: tuple[Fallback, ...] = ()
+    """Most memory first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -162,6 +175,8 @@ class Plan(PlanPart):
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
+        for fallback in self.fallbacks:
+            _plan_of(self, fallback)
         return self
 
     def chain(self) -> ModelChain:
@@ -169,6 +184,10 @@ class Plan(PlanPart):
         if self.model.config is None:
             return load_model(self.model.name)
         return chain_from_config(self.model.config, name=self.model.name)
+
+    def fallback_plan(self, index: int) -> "Plan":
+        """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
+        return _plan_of(self, self.fallbacks[index]).model_copy(update={"fallbacks": self.fallbacks[index + 1 :]})
 
     @property
     def num_devices(self) -> int:
@@ -198,6 +217,12 @@ class Plan(PlanPart):
     def strategies(self) -> tuple[Strategy, ...]:
         """The strategy of each layer of the model in order."""
         return tuple(strategy for stage in self.stages for strategy in stage.strategies)
+
+
+def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
+    """The plan with what its fallback has instead, and no fallbacks."""
+    own = {name: getattr(plan, name) for name in Plan.model_fields if name != "fallbacks"}
+    return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
 
 
 def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:

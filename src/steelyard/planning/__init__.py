@@ -12,9 +12,11 @@
 | `devices`  | job → the same on other numbers of devices; the fewest that do                   |
 | `batch`    | job → the global batch that is worth its size                                    |
 | `rivals`   | job and plan → the best plans under restrictions                                 |
+| `within`   | job and plan → the best plan that another framework can run                      |
 | `excluded` | job → what was never searched, and why                                           |
 | `explain`  | job and plan → what binds, the rivals, what memory is worth                      |
 | `frontier` | job → time against memory, time and money against devices                        |
+| `study`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
 
 from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
@@ -27,11 +29,14 @@ from steelyard.planning.job import make_job
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.price import job_of, price_plan, uniform_plan, with_price
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings, stage_strategies
+from steelyard.planning.study import study_plan
+from steelyard.planning.within import FittedPlan, plan_within
 
 __all__ = [
     "BatchGrowth",
     "BatchTrial",
     "FewestDevices",
+    "FittedPlan",
     "NothingFitsError",
     "Pin",
     "PlanOptions",
@@ -48,8 +53,10 @@ __all__ = [
     "pipeline_settings",
     "plan_fewest_devices",
     "plan_job",
+    "plan_within",
     "price_plan",
     "stage_strategies",
+    "study_plan",
     "uniform_plan",
     "why_not",
     "with_devices",

@@ -116,6 +116,7 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
         Alternative(
             description=describe_setting(found.ranked[index]),
             step_time_s=steps_s[index],
+            memory_bytes=max(stage.total_bytes for stage in costs[index].stages),
             reason=f"{steps_s[index] / steps_s[best] - 1:.1%} slower: {summarise(candidates[index])}",
         )
         for index in sorted(range(len(candidates)), key=lambda index: (steps_s[index], index))

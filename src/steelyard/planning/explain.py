@@ -12,7 +12,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.planning.excluded import excluded_settings, excluded_strategies
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_problem, stage_strategies
-from steelyard.planning.rivals import Contest, find_rivals
+from steelyard.planning.rivals import ANY_PLAN, Contest, find_rivals
 from steelyard.search import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
 
@@ -42,12 +42,12 @@ def explain_plan(
     contest = Contest(job=job, tables=problem.settings, step_s=priced.prediction.step_time_s)
     progress("searching the rivals of the plan")
     rivals = find_rivals(contest, plan, options)
-    budgets = _other_budgets(contest)
+    budgets = other_budgets(contest)
     return Explanation(
-        binds=_what_binds(contest, rivals[0]),
-        rivals=tuple(rival for rival in rivals if rival.name != "any plan" or (rival.slowdown or 0.0) < -SAME),
+        binds=what_binds(contest, rivals[0]),
+        rivals=tuple(rival for rival in rivals if is_worth_showing(rival)),
         budgets=budgets,
-        notes=_notes(plan, priced),
+        notes=pricing_notes(plan, priced),
         excluded=excluded_settings(job, options) if everything else (),
         verdicts=plan_verdicts(plan, job, options) if everything else (),
     )
@@ -68,7 +68,12 @@ def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyV
     return strategy_verdicts(tables, why_illegal) + excluded_strategies(job, setting.devices_per_stage, options)
 
 
-def _other_budgets(contest: Contest) -> tuple[Rival, ...]:
+def is_worth_showing(rival: Rival) -> bool:
+    """Whether a rival says something: the best of all only where it is faster than the plan."""
+    return rival.name != ANY_PLAN or (rival.slowdown or 0.0) < -SAME
+
+
+def other_budgets(contest: Contest) -> tuple[Rival, ...]:
     """The best plans with a GiB per device more and less, or with a sixteenth of a small budget."""
     budget = contest.job.budget_bytes
     change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
@@ -80,7 +85,8 @@ def _other_budgets(contest: Contest) -> tuple[Rival, ...]:
     )
 
 
-def _what_binds(contest: Contest, best: Rival) -> str:
+def what_binds(contest: Contest, best: Rival) -> str:
+    """What a plan faster than ``best`` would need, in a sentence."""
     roomy = replace(contest.job, budget_bytes=contest.job.budget_bytes * UNLIMITED_FACTOR)
     free = replace(contest, job=roomy).rival("unlimited memory", contest.tables)
     if best.step_time_s is None or free.step_time_s is None:
@@ -96,7 +102,7 @@ def _what_binds(contest: Contest, best: Rival) -> str:
     )
 
 
-def _notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
+def pricing_notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
     """Where the plan's own prediction is not what is computed now."""
     if plan.prediction is None or priced.prediction is None:
         return ()

@@ -77,16 +77,23 @@ def memory_points(
     chosen = plan_job(job, options, problem=problem).plan
     within = next((step for step in frontier.steps if step.peak_bytes <= budget), None)
     points = [
-        _point(job, chosen, is_chosen=True) if step is within and chosen else _point(job, bare_plan(job, step.outcome))
+        frontier_point(job, chosen, is_chosen=True)
+        if step is within and chosen
+        else frontier_point(job, bare_plan(job, step.outcome))
         for step in frontier.steps
     ]
+    return falling(points), frontier.is_complete
+
+
+def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Those points, most memory first, that are faster in simulation than all of less memory; the chosen one stays."""
     kept: list[FrontierPoint] = []
     for point in reversed(points):
         if point.is_chosen:
             kept = [other for other in kept if other.step_time_s > point.step_time_s]
         if not kept or point.step_time_s < kept[-1].step_time_s:
             kept.append(point)
-    return tuple(reversed(kept)), frontier.is_complete
+    return tuple(reversed(kept))
 
 
 def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | None) -> DevicePoint:
@@ -97,7 +104,7 @@ def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | 
     if plan is None or plan.prediction is None:
         reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
         return DevicePoint(num_devices=count, cluster=job.cluster.name, reason=reason)
-    point = _point(job, plan)
+    point = frontier_point(job, plan)
     cost = None
     if price_per_device_hour is not None:
         cost = price_per_device_hour * count / SECONDS_PER_HOUR * BILLION / point.tokens_per_s
@@ -115,7 +122,8 @@ def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | 
     )
 
 
-def _point(job: Job, plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
+def frontier_point(job: Job, plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
+    """What a plan costs, as a point of the frontier."""
     cost = predict(plan, job)
     return FrontierPoint(
         memory_bytes=max(stage.total_bytes for stage in cost.stages),

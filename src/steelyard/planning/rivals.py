@@ -5,6 +5,7 @@ The cost tables are built once; a restriction takes pipeline settings away and f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -33,19 +34,32 @@ WITHOUT: dict[str, Keeps] = {
 """What each means a plan may use can be taken away from it by."""
 
 
+ANY_PLAN = "any plan"
+"""The name of the best plan under no restriction at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restriction:
+    """What a rival may not do, by name, and the cost tables that are left, built when they are asked for."""
+
+    name: str
+    tables: Callable[[], Sequence[CostTables]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A job, its cost tables, and the step time that rivals are compared with."""
+    """A job, its cost tables, the step time that rivals are compared with, and for how long each may be searched."""
 
     job: Job
     tables: tuple[CostTables, ...]
     step_s: float
+    time_limit_s: float | None = None
 
     def rival(self, name: str, tables: Sequence[CostTables]) -> Rival:
         """The best plan of these tables within the budget of the job, or by how much it misses."""
         if not tables:
             return Rival(name=name)
-        found = search(tables, usable_bytes(self.job), num_alternatives=0)
+        found = search(tables, usable_bytes(self.job), num_alternatives=0, time_limit_s=self.time_limit_s)
         if found.best is None:
             miss = found.nearest_miss
             missing = device_bytes(self.job, miss.needed_bytes) - self.job.budget_bytes if miss else None
@@ -63,16 +77,25 @@ class Contest:
 
 def find_rivals(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Rival, ...]:
     """The best plan of all, without each means that the plan uses, of one strategy, and of other pipeline settings."""
-    rivals = [contest.rival("any plan", contest.tables)]
+    return tuple(contest.rival(each.name, each.tables()) for each in restrictions(contest, plan, options))
+
+
+def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Restriction, ...]:
+    """What `find_rivals` searches, in that order; nothing is searched yet."""
+    found = [Restriction(name=ANY_PLAN, tables=lambda: contest.tables)]
     for name, keeps in WITHOUT.items():
         if not all(keeps(strategy) for strategy in plan.strategies):
-            rivals.append(contest.rival(name, [restricted(tables, keeps) for tables in contest.tables]))
+            found.append(Restriction(name=name, tables=partial(_all_restricted, contest, keeps)))
     if len(set(plan.strategies)) > 1:
-        rivals.append(contest.rival("one strategy everywhere", uniform_tables(contest.tables)))
-    rivals += _other_pipelines(contest, plan)
+        found.append(Restriction(name="one strategy everywhere", tables=lambda: uniform_tables(contest.tables)))
+    found += _other_pipelines(contest, plan)
     if plan.num_stages > 1:
-        rivals += _other_schedules(contest, plan, options)
-    return tuple(rivals)
+        found += _other_schedules(contest, plan, options)
+    return tuple(found)
+
+
+def _all_restricted(contest: Contest, keeps: Keeps) -> list[CostTables]:
+    return [restricted(tables, keeps) for tables in contest.tables]
 
 
 def restricted(tables: CostTables, keeps: Keeps) -> CostTables:
@@ -105,33 +128,41 @@ def _sliced(tables: CostTables, index: int) -> CostTables:
     )
 
 
-def _other_pipelines(contest: Contest, plan: Plan) -> list[Rival]:
-    rivals = []
+def _other_pipelines(contest: Contest, plan: Plan) -> list[Restriction]:
+    found = []
     for count in sorted({tables.num_stages for tables in contest.tables} - {plan.num_stages}):
         chosen = [tables for tables in contest.tables if tables.num_stages == count]
-        rivals.append(contest.rival(format_plural(count, "stage"), chosen))
+        found.append(_among(format_plural(count, "stage"), chosen))
     counts = {tables.num_microbatches for tables in contest.tables}
     for count in (plan.num_microbatches // 2, plan.num_microbatches * 2):
         if count in counts:
             chosen = [tables for tables in contest.tables if tables.num_microbatches == count]
-            rivals.append(contest.rival(format_plural(count, "microbatch", "microbatches"), chosen))
-    return rivals
+            found.append(_among(format_plural(count, "microbatch", "microbatches"), chosen))
+    return found
 
 
-def _other_schedules(contest: Contest, plan: Plan, options: PlanOptions) -> list[Rival]:
+def _other_schedules(contest: Contest, plan: Plan, options: PlanOptions) -> list[Restriction]:
     """The plan's number of stages under the other schedules that were searched, and under GPipe."""
     here = [tables for tables in contest.tables if tables.num_stages == plan.num_stages]
-    rivals = [
-        contest.rival(schedule, [tables for tables in here if tables.schedule == schedule])
+    found = [
+        _among(schedule, [tables for tables in here if tables.schedule == schedule])
         for schedule in dict.fromkeys(tables.schedule for tables in here)
         if schedule not in (plan.schedule, "gpipe")
     ]
     if plan.schedule == "gpipe":
-        return rivals
+        return found
     counts = sorted({tables.num_microbatches for tables in here})
+    return [*found, Restriction(name="gpipe", tables=lambda: _gpipe_tables(contest, plan, options, counts))]
+
+
+def _among(name: str, tables: Sequence[CostTables]) -> Restriction:
+    return Restriction(name=name, tables=lambda: tables)
+
+
+def _gpipe_tables(contest: Contest, plan: Plan, options: PlanOptions, counts: Sequence[int]) -> list[CostTables]:
     settings = [
         Setting(job=contest.job, num_stages=plan.num_stages, num_microbatches=count, schedule="gpipe")
         for count in counts
     ]
     strategies = stage_strategies(contest.job, settings[0].devices_per_stage, options) if settings else ()
-    return [*rivals, contest.rival("gpipe", [build_tables(setting, strategies) for setting in settings])]
+    return [build_tables(setting, strategies) for setting in settings]

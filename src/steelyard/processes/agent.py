@@ -14,15 +14,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from steelyard.processes.failure import failures_folder, write_exit_codes
-from steelyard.processes.parent import end_process, watch_parent
+from steelyard.processes.parent import PARENT_VARIABLE, end_process, watch_parent
 
 
 def main() -> None:
-    """Runs torchrun; ends with code 1 if a process failed."""
+    """Runs torchrun; ends with the code of the process that failed first, 1 if a signal ended it."""
     for name in logging.Logger.manager.loggerDict:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     end_process(_run(sys.argv[1:]))
 
 
@@ -33,7 +34,8 @@ def _run(arguments: list[str]) -> int:
         folder = failures_folder()
         if folder is not None:
             write_exit_codes({rank: failure.exitcode for rank, failure in error.failures.items()}, folder)
-        return 1
+        _, first = error.get_first_failure()
+        return max(first.exitcode, 1)
     except SignalException as error:
         return 128 + error.sigval
     return 0

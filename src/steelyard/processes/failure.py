@@ -1,4 +1,7 @@
-"""How a process of a run tells the launcher why it failed: one small JSON file per rank, in a folder of the run."""
+"""How a process of a run tells the launcher why it failed: one small JSON file per rank, in a folder of the run.
+
+A run that torchrun starts again has a folder inside for each attempt.
+"""
 
 import json
 import os
@@ -7,10 +10,15 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from steelyard.errors import UserError
+
 FAILURES_VARIABLE = "STEELYARD_FAILURES"
 """Environment variable that names the folder; absent where torchrun was started by hand."""
 AGENT_FILE = "agent.json"
 """Exit codes of the failed processes by rank, as torchrun saw them."""
+_ATTEMPT = "attempt"
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"""How often torchrun has started the processes again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +31,8 @@ class Failure:
     kind: str
     message: str
     traceback: str
+    is_final: bool = False
+    """Another attempt would fail alike: a mistake of the user, or an error that says so of itself."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, exit_code: int) -> "Failure":
@@ -34,26 +44,54 @@ class Failure:
             kind=type(error).__name__,
             message=str(error),
             traceback="".join(traceback.format_exception(error)),
+            is_final=bool(getattr(error, "is_final", isinstance(error, UserError))),
         )
 
 
+def restart_count() -> int:
+    """How often torchrun has started the processes of this run again."""
+    return int(os.environ.get(RESTART_VARIABLE, "0"))
+
+
 def failures_folder() -> Path | None:
-    """Where this process reports a failure; None where nobody collects it."""
+    """Where the processes of this run report failures; None where nobody collects them."""
     folder = os.environ.get(FAILURES_VARIABLE)
     return Path(folder) if folder else None
 
 
+def begin_attempt() -> None:
+    """Makes the folder for the failures of this attempt, where somebody collects them."""
+    folder = failures_folder()
+    if folder is not None:
+        _attempt_folder(folder, restart_count()).mkdir(exist_ok=True)
+
+
+def previous_failures() -> list[Failure]:
+    """What the ranks reported in the attempt before this one, the earliest first; nothing in the first attempt."""
+    folder, count = failures_folder(), restart_count()
+    return read_failures(folder, count - 1) if folder is not None and count else []
+
+
 def write_failure(failure: Failure, folder: Path) -> None:
-    """Writes the failure as a whole or not at all."""
-    part = folder / f"rank{failure.rank}.part"
+    """Writes the failure, of this attempt, as a whole or not at all."""
+    attempt = _attempt_folder(folder, restart_count())
+    attempt.mkdir(exist_ok=True)
+    part = attempt / f"rank{failure.rank}.part"
     part.write_text(json.dumps(asdict(failure)))
-    part.rename(folder / f"rank{failure.rank}.json")
+    part.rename(attempt / f"rank{failure.rank}.json")
 
 
-def read_failures(folder: Path) -> list[Failure]:
-    """The failures that ranks wrote, the earliest first."""
-    found = [Failure(**json.loads(path.read_text())) for path in folder.glob("rank*.json")]
+def read_failures(folder: Path, attempt: int | None = None) -> list[Failure]:
+    """The failures that ranks wrote in an attempt, by default the last one; the earliest first."""
+    if attempt is None:
+        numbers = [int(path.name.removeprefix(_ATTEMPT)) for path in folder.glob(f"{_ATTEMPT}*")]
+        attempt = max(numbers, default=0)
+    found = [Failure(**json.loads(path.read_text())) for path in _attempt_folder(folder, attempt).glob("rank*.json")]
     return sorted(found, key=lambda failure: failure.time_s)
+
+
+def _attempt_folder(folder: Path, attempt: int) -> Path:
+    return folder / f"{_ATTEMPT}{attempt}"
 
 
 def write_exit_codes(exit_codes: dict[int, int], folder: Path) -> None:

@@ -69,6 +69,12 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def local_rank() -> int:
+    """This process's place among those that torchrun started on its host."""
+    _check_environment()
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def _check_environment() -> None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UserError(

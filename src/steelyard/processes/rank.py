@@ -5,7 +5,6 @@ was started by hand it goes to stderr: mistakes that all processes of a host see
 """
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,23 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steelyard.errors import UserError
-from steelyard.processes.failure import Failure, failures_folder, write_failure
-from steelyard.processes.parent import end_process, watch_parent
+from steelyard.processes.failure import Failure, begin_attempt, failures_folder, previous_failures, write_failure
+from steelyard.processes.parent import end_process, end_with_parent
 
 FAILED = 1
 
 
 def run_rank(work: Callable[[], None]) -> None:
-    """Runs ``work`` as one rank, reports how it failed, and ends the process."""
-    watch_parent(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    """Runs ``work`` as one rank, reports how it failed, and ends the process.
+
+    Started again after an error that would come again, it ends at once with that error.
+    """
+    end_with_parent()
+    begin_attempt()
+    final = next((failure for failure in previous_failures() if failure.is_final), None)
+    if final is not None:
+        _report(final)
+        end_process(final.exit_code)
     exit_code = 0
     try:
         work()

@@ -14,12 +14,17 @@ from pathlib import Path
 
 from steelyard.errors import UserError
 from steelyard.processes.failure import FAILURES_VARIABLE, Failure, read_exit_codes, read_failures
+from steelyard.processes.parent import PARENT_VARIABLE
 
 _END_S = 10.0
 """Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
-_LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
+LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
 """Errors that a process meets because another one is gone."""
 _NUM_SHOWN_LINES = 25
+_SIGNAL_HINTS = {
+    "SIGKILL": " (often: the machine ran out of memory)",
+    "SIGBUS": " (often: a file that is mapped into memory has shrunk, or shared memory is full)",
+}
 
 
 class RankFailedError(RuntimeError):
@@ -43,10 +48,11 @@ class RankUserError(UserError):
         return self.message
 
 
-def run_processes(module: str, arguments: Sequence[str], *, num_processes: int) -> None:
+def run_processes(module: str, arguments: Sequence[str], *, num_processes: int, restarts: int = 0) -> None:
     """Runs ``module`` in ``num_processes`` processes under torchrun until all have ended.
 
-    Raises `RankUserError` or `RankFailedError` with the error of the process that failed first.
+    When one fails, torchrun ends the others and starts all again, up to ``restarts`` times. Raises `RankUserError` or
+    `RankFailedError` with the error of the process that failed first in the last attempt.
     """
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         command = [
@@ -57,8 +63,9 @@ def run_processes(module: str, arguments: Sequence[str], *, num_processes: int) 
             f"--nproc-per-node={num_processes}",
         ]
         command += ["--local-ranks-filter=0", f"--shutdown-timeout={_END_S:.0f}", "--monitor-interval=0.1"]
-        command += ["--log-dir", folder, "-m", module, *arguments]
+        command += [f"--max-restarts={restarts}", "--log-dir", folder, "-m", module, *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}
+        environment[PARENT_VARIABLE] = str(os.getpid())
         with subprocess.Popen(command, env=environment, start_new_session=True) as agent:
             try:
                 exit_code = agent.wait()
@@ -97,7 +104,7 @@ def first_failure(failures: Iterable[Failure], exit_codes: dict[int, int]) -> Fa
     reported = sorted(failures, key=lambda failure: failure.time_s)
     named = {failure.rank for failure in reported}
     silent = [_silent(rank, code) for rank, code in sorted(exit_codes.items()) if rank not in named]
-    if reported and not (silent and _LOST_PEER.search(reported[0].message)):
+    if reported and not (silent and LOST_PEER.search(reported[0].message)):
         return reported[0]
     return silent[0] if silent else None
 
@@ -105,7 +112,7 @@ def first_failure(failures: Iterable[Failure], exit_codes: dict[int, int]) -> Fa
 def _silent(rank: int, exit_code: int) -> Failure:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        hint = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
+        hint = _SIGNAL_HINTS.get(name, "")
         message = f"was ended by {name}{hint}"
     else:
         message = f"ended with exit code {exit_code} and no message"

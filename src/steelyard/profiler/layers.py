@@ -28,9 +28,19 @@ from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.modules.build import build_meta_model, build_rotary, layer_modules, materialize_layer
+from steelyard.modules.batch import decoder_inputs, random_samples
+from steelyard.modules.build import build_meta_model, build_rotary, materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype, replicate_over
-from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.layers import (
+    BlockLayer,
+    ChainLayer,
+    Flow,
+    LayerContext,
+    SideInputBuilder,
+    as_flow,
+    build_layer,
+    tensors_of,
+)
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
@@ -50,8 +60,9 @@ class ShortChain:
     side: SideInputBuilder
     seq_len: int
     dtype: torch.dtype
-    vocab_size: int
-    hidden_size: int
+    chain: ModelChain
+    places: tuple[int, ...]
+    """Where the layers stand in the chain of the model."""
     device: torch.device
     tp: int
     sp: bool
@@ -63,12 +74,20 @@ class ShortChain:
     def microbatch(self, samples: int) -> tuple[Tensor, Tensor]:
         """What the first layer reads (token ids [B, S] or a hidden state [B, s, H]) and labels [B, S], on all ranks."""
         generator = torch.Generator().manual_seed(samples)
-        tokens, labels = torch.randint(self.vocab_size, (2, samples, self.seq_len), generator=generator).to(self.device)
-        if isinstance(self.layers[0], EmbeddingLayer):
-            return tokens, labels
-        shape = (samples, self.seq_len // self.tp if self.sp else self.seq_len, self.hidden_size)
+        inputs, labels = random_samples(self.chain, samples, self.seq_len, generator)
+        if self.places[0] == 0:
+            return inputs.to(self.device), labels.to(self.device)
+        sequence, width = self.chain.hidden_shape(self.places[0] - 1, self.seq_len)
+        shape = (samples, sequence // self.tp if self.sp else sequence, width)
         hidden = torch.randn(shape, generator=generator).to(self.device, self.dtype)
-        return hidden.requires_grad_(), labels
+        return hidden.requires_grad_(), labels.to(self.device)
+
+    def entering(self, number: int, flow: Flow) -> Flow:
+        """What enters a layer after ``flow`` came out of the one before: as many hidden states as it reads."""
+        place = self.places[number]
+        tensors = tensors_of(flow)
+        wanted = self.chain.kind_of(place - 1).num_streams if place else 1
+        return as_flow(tuple(tensors[min(each, len(tensors) - 1)] for each in range(wanted)))
 
     def loss_context(self) -> AbstractContextManager[None]:
         """Keeps the logits sharded over the vocabulary under tensor parallelism, as the runtime does."""
@@ -94,16 +113,17 @@ def build_short_chain(
     """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``tp`` and ``sp``."""
     picked = [layer for layer in _layers_of_each_kind(chain) if chain.kind_of(layer).name in kinds]
     model = build_meta_model(chain)
+    prepare_model(model, chain)
     layers = tuple(_build(model, chain, layer, tp, sp, precision, device, mesh) for layer in picked)
     attention_types = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
     return ShortChain(
         kinds=tuple(chain.kind_of(layer).name for layer in picked),
         layers=layers,
-        side=SideInputBuilder(model, build_rotary(model, chain, device), attention_types),
+        side=SideInputBuilder(model, chain, build_rotary(model, chain, device), attention_types),
         seq_len=seq_len,
         dtype=activation_dtype(precision),
-        vocab_size=chain.vocab_size,
-        hidden_size=chain.hidden_size,
+        chain=chain,
+        places=tuple(picked),
         device=device,
         tp=tp,
         sp=sp,
@@ -162,20 +182,25 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
     """Forward and backward of one microbatch with a mark after each layer: forward in order, then backward reversed."""
     watch.mark()
     context = LayerContext(
-        side=short.side(short.seq_len, short.dtype, short.device), labels_BS=labels, num_tokens=labels.numel()
+        side=short.side(short.seq_len, short.dtype, short.device),
+        config=short.side.model_config,
+        labels_BS=labels,
+        num_targets=labels.numel(),
+        decoder_ids=decoder_inputs(labels, short.side.model_config) if labels.dim() > 1 else None,
     )
-    inputs, outputs = [], []
-    hidden = entering
+    inputs: list[Flow] = []
+    outputs: list[Flow] = []
+    hidden: Flow = entering
     with short.loss_context():
-        for layer in short.layers:
-            inputs.append(hidden)
-            outputs.append(layer(hidden, context))
-            hidden = outputs[-1].detach().requires_grad_()
+        for number, layer in enumerate(short.layers):
+            inputs.append(short.entering(number, hidden))
+            outputs.append(layer(inputs[-1], context))
+            hidden = as_flow(tuple(each.detach().requires_grad_() for each in tensors_of(outputs[-1])))
             watch.mark()
-        gradient = None if hidden.dim() == 0 else torch.randn_like(hidden)
+        gradients = [None if each.dim() == 0 else torch.randn_like(each) for each in tensors_of(hidden)]
         while outputs:
-            torch.autograd.backward(outputs.pop(), gradient)
-            gradient = inputs.pop().grad
+            torch.autograd.backward(tensors_of(outputs.pop()), gradients)
+            gradients = [each.grad for each in tensors_of(inputs.pop())]
             watch.mark()
 
 
@@ -226,10 +251,10 @@ def _build(
     mesh: DeviceMesh,
 ) -> ChainLayer:
     """One layer as the runtime builds it, replicated over a group of one rank and without gradient reduction."""
-    materialize_layer(model, layer_modules(model, chain, index), index, seed=0, device=device)
+    materialize_layer(model, chain, index, seed=0, device=device)
     layer = build_layer(model, chain, index, Remat.NONE)
     if tp > 1:
-        apply_tensor_parallel(layer, model, chain, chain.kind_of(index).role, mesh["tp"], sp=sp)
+        apply_tensor_parallel(layer, model, chain, mesh["tp"], sp=sp)
     wrapped = replicate_over(layer, mesh["one"], precision)
     wrapped.set_requires_gradient_sync(False)
     return layer

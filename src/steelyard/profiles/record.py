@@ -29,6 +29,9 @@ class RankRecord(RecordPart):
     memory_method: str
     num_params: int
     """Parameters this rank holds (its shards)."""
+    busy_s: float | None = None
+    """Seconds of a step, the median, in which the rank worked and did not wait for another stage; absent in records
+    that were written before it was measured."""
 
 
 class RunRecord(RecordPart):
@@ -46,6 +49,10 @@ class RunRecord(RecordPart):
     tokens_per_s: float
     steps: tuple[StepRecord, ...]
     ranks: tuple[RankRecord, ...]
+    mfu: float | None = None
+    """Model FLOP utilisation of the median step; absent where the devices' peak rate is not known."""
     predicted_step_s: float | None = None
+    predicted_busy_s: tuple[float, ...] | None = None
+    """Per stage the seconds of a step in which it works, as the plan predicted."""
     predicted_peak_bytes: tuple[int, ...] | None = None
     """Per stage, as the plan predicted."""

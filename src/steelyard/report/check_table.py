@@ -28,6 +28,11 @@ class StageBudget:
         """What tensors are predicted to hold."""
         return sum(num_bytes for name, num_bytes in self.predicted.items() if name not in ALLOWANCES)
 
+    @property
+    def is_host(self) -> bool:
+        """Whether the rank is a process of the host alone, which sets nothing aside for a device's context."""
+        return not self.predicted.get("context")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRank:
@@ -89,7 +94,7 @@ def term_table(checked: Sequence[CheckedRank]) -> Table:
     names = dict.fromkeys(name for rank in checked for terms in (rank.budget.predicted, rank.terms) for name in terms)
     for name in names:
         if name not in ALLOWANCES:
-            table.add_row(name, *_pair(checked, lambda terms, name=name: terms.get(name, 0)))
+            table.add_row(name, *_pair(checked, name))
     table.add_section()
     table.add_row(
         "tensors",
@@ -152,9 +157,9 @@ def rank_ranges(ranks: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-def _pair(checked: Sequence[CheckedRank], of: Callable[[Mapping[str, int]], int]) -> list[str]:
+def _pair(checked: Sequence[CheckedRank], name: str) -> list[str]:
     return [
-        format_bytes(of(terms)) if of(terms) else "–"
+        format_bytes(terms[name]) if terms.get(name) else "–"
         for rank in checked
         for terms in (rank.terms, rank.budget.predicted)
     ]

@@ -21,6 +21,8 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
         "–" if predicted_s is None else f"{predicted_s / record.median_step_s:.2f}",
         end_section=True,
     )
+    for stage in range(plan.num_stages if plan.num_stages > 1 else 0):
+        _add_busy_row(table, record, stage, is_last=stage == plan.num_stages - 1)
     predicted_bytes = record.predicted_peak_bytes
     for rank in record.ranks:
         expected = None if predicted_bytes is None else predicted_bytes[rank.stage]
@@ -31,3 +33,16 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
             "–" if expected is None else f"{expected / rank.peak_bytes:.2f}",
         )
     return table
+
+
+def _add_busy_row(table: Table, record: RunRecord, stage: int, *, is_last: bool) -> None:
+    """The seconds of a step in which a stage works, those of its slowest rank."""
+    measured = [rank.busy_s for rank in record.ranks if rank.stage == stage and rank.busy_s is not None]
+    expected = None if record.predicted_busy_s is None else record.predicted_busy_s[stage]
+    table.add_row(
+        f"work of stage {stage} in a step",
+        "–" if expected is None else format_seconds(expected),
+        format_seconds(max(measured)) if measured else "–",
+        f"{expected / max(measured):.2f}" if measured and expected is not None else "–",
+        end_section=is_last,
+    )

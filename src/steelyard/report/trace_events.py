@@ -20,15 +20,15 @@ from steelyard.units import format_plural
 
 MAX_EVENTS = 80_000
 """Slices of a trace that is shown whole; each takes about 90 bytes of the file."""
-_PASSES, _SENDS, _SYNCS = range(3)
-_TRACK_NAMES = {_PASSES: "passes", _SENDS: "sends", _SYNCS: "gradient sync"}
+PASSES, _SENDS, _SYNCS = range(3)
+_TRACK_NAMES = {PASSES: "passes", _SENDS: "sends", _SYNCS: "gradient sync"}
 
 TraceEvent = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slice:
-    """One slice of a track before it is written."""
+class Slice:
+    """One slice of a track: a pass, a bubble, a transfer, or what stands for many of them."""
 
     track: int
     name: str
@@ -42,13 +42,13 @@ class _Slice:
 def trace_events(timeline: Timeline, plan: Plan, *, num_shown: int) -> dict[str, Any]:
     """The content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last."""
     events: list[TraceEvent] = []
-    hidden = _hidden(plan.num_microbatches, num_shown)
+    hidden = hidden_microbatches(plan.num_microbatches, num_shown)
     for stage in range(timeline.num_stages):
-        slices = list(_slices(timeline, stage, plan.num_chunks))
+        slices = list(stage_slices(timeline, stage, plan.num_chunks))
         events += _metadata(plan, stage, sorted({each.track for each in slices}))
         for track in _TRACK_NAMES:
             ordered = sorted((each for each in slices if each.track == track), key=lambda each: each.start_s)
-            events += (_complete(each, stage) for each in _without_hidden(ordered, hidden))
+            events += (_complete(each, stage) for each in without_hidden(ordered, hidden))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -70,26 +70,27 @@ def default_num_shown(plan: Plan) -> int:
     return max(2, min(plan.num_microbatches, MAX_EVENTS // per_microbatch))
 
 
-def _hidden(num_microbatches: int, num_shown: int) -> range:
+def hidden_microbatches(num_microbatches: int, num_shown: int) -> range:
     """The microbatches in the middle that are left out."""
     if num_shown >= num_microbatches:
         return range(0)
     return range(num_shown - num_shown // 2, num_microbatches - num_shown // 2)
 
 
-def _slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[_Slice]:
+def stage_slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[Slice]:
+    """All that a stage does in a step: passes, bubbles, and what it sends and reduces beside them."""
     beside = set(timeline.beside(stage))
     for event in timeline.stages[stage]:
-        yield _pass_slice(event, num_chunks, track=_SYNCS if event in beside else _PASSES)
+        yield _pass_slice(event, num_chunks, track=_SYNCS if event in beside else PASSES)
     for bubble in timeline.bubbles(stage):
         yield _bubble_slice(bubble)
     for send in timeline.sends[stage]:
         yield _send_slice(send, num_chunks)
 
 
-def _pass_slice(event: Event, num_chunks: int, *, track: int) -> _Slice:
+def _pass_slice(event: Event, num_chunks: int, *, track: int) -> Slice:
     name = {"sync": "gradient sync", "once": "optimizer"}.get(event.kind, event.kind)
-    return _Slice(
+    return Slice(
         track=track,
         name=name if event.microbatch < 0 else f"{name} {event.microbatch}",
         category=event.kind,
@@ -100,9 +101,9 @@ def _pass_slice(event: Event, num_chunks: int, *, track: int) -> _Slice:
     )
 
 
-def _bubble_slice(bubble: Bubble) -> _Slice:
-    return _Slice(
-        track=_PASSES,
+def _bubble_slice(bubble: Bubble) -> Slice:
+    return Slice(
+        track=PASSES,
         name=f"bubble: {bubble.reason}",
         category="bubble",
         microbatch=bubble.microbatch,
@@ -111,8 +112,8 @@ def _bubble_slice(bubble: Bubble) -> _Slice:
     )
 
 
-def _send_slice(send: Send, num_chunks: int) -> _Slice:
-    return _Slice(
+def _send_slice(send: Send, num_chunks: int) -> Slice:
+    return Slice(
         track=_SENDS,
         name=f"send {send.kind} {send.microbatch} to stage {send.receiver}",
         category="send",
@@ -123,14 +124,14 @@ def _send_slice(send: Send, num_chunks: int) -> _Slice:
     )
 
 
-def _without_hidden(slices: list[_Slice], hidden: range) -> Iterator[_Slice]:
+def without_hidden(slices: list[Slice], hidden: range) -> Iterator[Slice]:
     """The slices, where every run of slices of hidden microbatches is one slice that names and counts them."""
     for is_hidden, run in groupby(slices, key=lambda each: each.microbatch in hidden):
         if not is_hidden:
             yield from run
             continue
         left_out = list(run)
-        yield _Slice(
+        yield Slice(
             track=left_out[0].track,
             name=f"{format_plural(len(left_out), 'slice')} of microbatches {hidden[0]}–{hidden[-1]} not shown",
             category="not shown",
@@ -140,7 +141,7 @@ def _without_hidden(slices: list[_Slice], hidden: range) -> Iterator[_Slice]:
         )
 
 
-def _complete(each: _Slice, stage: int) -> TraceEvent:
+def _complete(each: Slice, stage: int) -> TraceEvent:
     event: TraceEvent = {
         "name": each.name if each.chunk is None else f"{each.name} chunk {each.chunk}",
         "cat": each.category,

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from steelyard.modules.layers import ChainLayer, EmbeddingLayer
+from steelyard.modules.layers import ChainLayer, EmbeddingLayer, Flow, tensors_of
 from steelyard.plan.strategy import Level, Parallelism, Strategy
 from steelyard.runtime.parallel_model import ParallelModel
 
@@ -26,8 +26,8 @@ def observe_layers(model: ParallelModel) -> Iterator[dict[int, torch.Size]]:
     shapes: dict[int, torch.Size] = {}
 
     def keep(layer: int, is_embedding: bool) -> object:
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            shapes[layer] = (output if is_embedding else inputs[0]).shape
+        def hook(_module: nn.Module, inputs: tuple[Flow, ...], output: Flow) -> None:
+            shapes[layer] = tensors_of(output if is_embedding else inputs[0])[0].shape
 
         return hook
 

@@ -41,7 +41,6 @@ class AttributedStorages(LiveStorages):
 
     def __init__(self) -> None:
         self.place = "building the model"
-        self.is_paused = False
         self._peak_place = self.place
         self._ids: dict[int, int] = {}
         self._num_born = 0
@@ -88,10 +87,6 @@ class AttributedStorages(LiveStorages):
     def num_born(self) -> int:
         """Storages that were seen so far."""
         return self._num_born
-
-    def _follow(self, tensor: Tensor) -> None:
-        if not self.is_paused:
-            super()._follow(tensor)
 
     def _set_size(self, key: int, num_bytes: int) -> None:
         if key not in self._ids:

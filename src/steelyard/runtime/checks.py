@@ -18,12 +18,7 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 def check_same_model(config: object, chain: ModelChain) -> None:
     """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model."""
-    for key, expected in (
-        ("model_type", chain.family.model_type),
-        ("hidden_size", chain.hidden_size),
-        ("num_hidden_layers", chain.num_layers - 2),
-        ("vocab_size", chain.vocab_size),
-    ):
+    for key, expected in {"model_type": chain.family.model_type, **chain.sizes}.items():
         found = getattr(config, key, None)
         if found != expected:
             raise InvalidPlanError(

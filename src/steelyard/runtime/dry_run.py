@@ -20,8 +20,9 @@ Each storage that lives at the peak belongs to one term:
 | pipeline buffers    | what the pipeline schedule made before its first forward pass and never frees          |
 | working set         | everything else                                                                        |
 
-Not seen, as in a real process on the CPU: scratch memory inside an operation or a collective. On GPUs communication has
-a stream of its own and its buffers are freed when that is done, which may be later than here.
+Gloo reduces a copy of what it scatters, which a dry run makes as well where gloo is the backend. Not seen, as in a real
+process on the CPU: other scratch memory inside an operation or a collective. On GPUs communication has a stream of its
+own and its buffers are freed when that is done, which may be later than here.
 """
 
 import time
@@ -32,7 +33,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -44,20 +45,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from steelyard.errors import UserError
-from steelyard.modules.build import build_meta_model, untie_embedding
+from steelyard.model.family import Task
+from steelyard.modules.batch import blank_samples
+from steelyard.modules.build import build_meta_model, prepare_model
+from steelyard.modules.layers import Flow, tensors_of
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.processes.group import quiet_notices
 from steelyard.runtime.attribution import TERMS, AttributedStorages, Peak
+from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.mesh import build_mesh
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_on
+
+Backend = Literal["gloo", "nccl"]
+"""What real processes would communicate with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,7 @@ class RankMemory:
     wall_s: float
 
 
-def dry_run(plan: Plan, rank: int, *, every_microbatch: bool = False) -> RankMemory:
+def dry_run(plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool = False) -> RankMemory:
     """The memory of one rank of a plan.
 
     ``every_microbatch`` runs them all, where usually those that repeat others are left out. Raises `UserError` in a
@@ -82,8 +89,8 @@ def dry_run(plan: Plan, rank: int, *, every_microbatch: bool = False) -> RankMem
     with _fake_world(rank, plan.num_devices):
         mesh = build_mesh(plan, "cpu")
         meta_model = build_meta_model(chain)
-        untie_embedding(meta_model)  # a fake parameter made by untying could not be given memory later
-        with _fake_tensors(), AttributedStorages() as storages, _no_trial_shapes(storages):
+        prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
+        with _fake_tensors(backend), AttributedStorages() as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
             peaks = _two_steps(model, storages)
         left_out = whole.num_microbatches - plan.num_microbatches
@@ -92,10 +99,10 @@ def dry_run(plan: Plan, rank: int, *, every_microbatch: bool = False) -> RankMem
 
 
 def dry_run_all(
-    plan: Plan, ranks: Sequence[int], *, num_processes: int, every_microbatch: bool = False
+    plan: Plan, ranks: Sequence[int], *, backend: Backend, num_processes: int, every_microbatch: bool = False
 ) -> Iterator[RankMemory]:
     """The memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
-    work = partial(dry_run, plan, every_microbatch=every_microbatch)
+    work = partial(dry_run, plan, backend=backend, every_microbatch=every_microbatch)
     num_processes = min(num_processes, len(ranks))
     if num_processes == 1:
         yield from map(work, ranks)
@@ -144,7 +151,7 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages) -> list[Peak]
         storages.begin()
         storages.place = "preparing the step"
         born = storages.num_born
-        model.train_step(lambda samples: torch.zeros((len(samples), plan.seq_len + 1), dtype=torch.long))
+        model.train_step(lambda samples: _blank(model, len(samples)))
         storages.assign("gradients", _gradients(model))
         storages.place = "clipping gradients"
         model.clip_gradients(1.0)
@@ -161,6 +168,14 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages) -> list[Peak]
     return peaks
 
 
+def _blank(model: ParallelModel, num_samples: int) -> Tensor | Samples:
+    """Samples as they are read: of next-token prediction, inputs and labels in one tensor."""
+    if model.chain.family.task is Task.CAUSAL_LM:
+        return torch.zeros((num_samples, model.plan.seq_len + 1), dtype=torch.long)
+    inputs, labels = blank_samples(model.chain, num_samples, model.plan.seq_len)
+    return Samples(inputs=inputs, labels=labels)
+
+
 def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
     """Lets ``storages`` know which layer runs, and what a forward pass leaves behind."""
     born = 0
@@ -170,7 +185,7 @@ def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
         born = storages.num_born
         storages.assign("gradients", _unsharded_gradients(model))
 
-    def forward_ends(_module: nn.Module, _inputs: Any, _output: Tensor) -> None:
+    def forward_ends(_module: nn.Module, _inputs: Any, _output: Flow) -> None:
         storages.assign_born_since(born, "activations")
 
     for chunk in model.chunks:
@@ -187,9 +202,10 @@ def _follow_layer(layer: nn.Module, name: str, storages: AttributedStorages) -> 
     def backward_begins(_gradient: Tensor) -> None:
         storages.place = f"backward of {name}"
 
-    def ends(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(backward_begins)
+    def ends(_module: nn.Module, _inputs: Any, output: Flow) -> None:
+        last = tensors_of(output)[0]
+        if last.requires_grad:
+            last.register_hook(backward_begins)
 
     layer.register_forward_pre_hook(begins)
     layer.register_forward_hook(ends)
@@ -257,29 +273,16 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _fake_tensors() -> Iterator[None]:
+def _fake_tensors(backend: Backend) -> Iterator[None]:
     """Tensors made in this context have no memory; the few places that need real numbers get them."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _without_modes(DeviceMesh.__init__)))
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
-        yield
-
-
-@contextmanager
-def _no_trial_shapes(storages: AttributedStorages) -> Iterator[None]:
-    """Leaves out what DTensor makes to learn the shape of a result: whole tensors, which are fake in any process."""
-    learn = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def learn_unseen(*arguments: Any) -> Any:
-        storages.is_paused = True
-        try:
-            return learn(*arguments)
-        finally:
-            storages.is_paused = False
-
-    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", learn_unseen):
+        if backend == "gloo":
+            reduce_scatter = _with_scratch(dist.reduce_scatter_single)
+            stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", reduce_scatter))
         yield
 
 
@@ -289,6 +292,17 @@ def _without_modes(function: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, **keywords: Any) -> None:
         with _disable_current_modes():
             function(*arguments, **keywords)
+
+    return run
+
+
+def _with_scratch(reduce_scatter: Callable[..., None]) -> Callable[..., None]:
+    """The function with a copy of the whole tensor while it works, as gloo makes one."""
+
+    def run(**arguments: Any) -> None:
+        scratch = arguments["input"].clone()
+        reduce_scatter(**arguments)
+        del scratch
 
     return run
 

@@ -1,32 +1,83 @@
 """Starts a training run on this host and returns what it measured.
 
-Imports no torch: the command line that calls it starts at once.
+Where a plan runs out of memory, the run goes on with the next of its fallbacks, from the newest checkpoint if there is
+one, else from the start. Imports no torch: the command line that calls it starts at once.
 """
 
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from steelyard.errors import InvalidPlanError
-from steelyard.plan.file import parse_file, read_plan
-from steelyard.processes.start import run_processes
+from steelyard.plan.file import parse_file, read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.processes.start import RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
+from steelyard.runtime.checkpoint_folder import LATEST, newest_intact
+from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.progress import check_tensorboard
+from steelyard.units import format_bytes, format_seconds
+
+OUT_OF_MEMORY = "MemoryExceededError"
+"""How a rank reports that memory ran out."""
 
 
-def launch(plan_path: str | Path, data: str | Path, options: TrainOptions) -> RunRecord:
+def launch(plan_path: str | Path, data: str | Path, options: TrainOptions, *, restarts: int = 0) -> RunRecord:
     """Trains a plan on the devices of this host and returns the record; the first process's lines go to stdout.
 
-    Raises a `UserError` for a mistake in the plan, the data or the options, and `RankFailedError` if a process failed;
-    by then every process has ended.
+    When a process fails, torchrun starts all again, up to ``restarts`` times. Raises a `UserError` for a mistake in
+    the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
     """
     plan = read_plan(plan_path)
-    if not Path(data).exists():
-        from steelyard.runtime.data import check_data_path
-
-        check_data_path(data)
+    prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
+    check_tensorboard(options)
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
-        record = options.record or Path(folder) / "record.json"
-        arguments = [str(plan_path), "--data", str(data), *replace(options, record=record).arguments()]
-        run_processes("steelyard.train", arguments, num_processes=plan.num_devices)
-        return parse_file(record, RunRecord, InvalidPlanError, what="record")
+        options = replace(options, record=options.record or Path(folder) / "record.json")
+        path = Path(plan_path)
+        while True:
+            try:
+                return _run(path, plan, data, options, restarts)
+            except RankFailedError as error:
+                if error.failure is None or error.failure.kind != OUT_OF_MEMORY:
+                    raise
+                plan = _next_plan(plan, error)
+                print(_notice(plan, error), file=sys.stderr, flush=True)
+            path = Path(folder) / "fallback.json"
+            write_plan(plan, path)
+            options = _from_newest_checkpoint(options)
+
+
+def _run(path: Path, plan: Plan, data: str | Path, options: TrainOptions, restarts: int) -> RunRecord:
+    arguments = [str(path), "--data", str(data), *options.arguments()]
+    run_processes("steelyard.train", arguments, num_processes=plan.num_devices, restarts=restarts)
+    assert options.record is not None, "set by the caller"
+    return parse_file(options.record, RunRecord, InvalidPlanError, what="record")
+
+
+def _next_plan(plan: Plan, error: RankFailedError) -> Plan:
+    """The first fallback of the plan; without one, the error with what to do."""
+    if plan.fallbacks:
+        return plan.fallback_plan(0)
+    hint = "the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
+    raise RankFailedError(f"{_first_line(error)}\n  to fix: {hint}", error.failure) from error
+
+
+def _notice(plan: Plan, error: RankFailedError) -> str:
+    expected = "no prediction"
+    if plan.prediction is not None:
+        most = max(stage.total_bytes for stage in plan.prediction.stages)
+        expected = f"{format_seconds(plan.prediction.step_time_s)} a step, {format_bytes(most)} per device"
+    left = len(plan.fallbacks)
+    return f"{_first_line(error)}\ngoing on with the next fallback of the plan ({expected}; {left} more after it)"
+
+
+def _first_line(error: RankFailedError) -> str:
+    return str(error).splitlines()[0]
+
+
+def _from_newest_checkpoint(options: TrainOptions) -> TrainOptions:
+    if options.checkpoint_dir is None or newest_intact(options.checkpoint_dir)[0] is None:
+        return options
+    return replace(options, resume=LATEST)

@@ -4,18 +4,21 @@ On a GPU the allocator counts. Elsewhere a dispatch mode sees every tensor that 
 storage until that is freed or resized (FSDP frees gathered parameters by resizing them to nothing), so parameters,
 gradients, optimizer states, activations and gathered parameters all count, each storage once.
 
-Not counted on the CPU: scratch memory inside an operation or a collective, and the process itself (code, libraries).
+Not counted on the CPU: scratch memory inside an operation, and the process itself (code, libraries). Nor is what
+DTensor makes to learn the shape of a result: tensors without memory.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,16 +51,22 @@ class LiveStorages(TorchDispatchMode):
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._resize = torch.UntypedStorage.resize_
+        self._is_paused = False
+        self._patches = ExitStack()
         for tensor in tensors:
             self._follow(tensor)
 
     def __enter__(self) -> Self:
-        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        replaced = (
+            (torch.UntypedStorage, "resize_", self._resizing),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._unseen),
+        )
+        for owner, name, wrap in replaced:
+            self._patches.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patches.close()
         super().__exit__(*exception)
 
     def __torch_dispatch__(
@@ -74,7 +83,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         tensor = held_tensor(tensor)
-        if tensor.is_meta:
+        if tensor.is_meta or self._is_paused:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -100,6 +109,16 @@ class LiveStorages(TorchDispatchMode):
             return result
 
         return resize_
+
+    def _unseen(self, learn: Callable[..., Any]) -> Callable[..., Any]:
+        def learn_unseen(*arguments: Any) -> Any:
+            self._is_paused = True
+            try:
+                return learn(*arguments)
+            finally:
+                self._is_paused = False
+
+        return learn_unseen
 
 
 def held_tensor(tensor: Tensor) -> Tensor:

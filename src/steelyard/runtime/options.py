@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from steelyard.errors import UserError
+from steelyard.runtime.data.prepare import TextOptions
+
+
+def parse_yes(text: str) -> bool:
+    """Whether ``text`` says yes; raises ValueError where it says neither yes nor no."""
+    values = {"yes": True, "true": True, "no": False, "false": False}
+    return values[text.lower()] if text.lower() in values else bool(int(text))
 
 
 def _option(default: Any, help_text: str, kind: type = float, *, least: float | None = None) -> Any:
@@ -26,18 +33,39 @@ class TrainOptions:
     weight_decay: float = _option(0.1, "weight decay of AdamW", least=0)
     max_grad_norm: float = _option(1.0, "gradients are scaled down to this global norm", least=0)
     seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0)
-    max_data_bytes: int = _option(64 * 2**20, "text read from --data at most, in bytes", int, least=1)
+    tokenizer: Path | None = _option(None, "tokenizer.json for text; without it text is read as bytes", Path)  # noqa: RUF009
+    text_key: str = _option("text", "key of JSON lines that holds the text", str)
+    max_data_bytes: int | None = _option(None, "text read from --data at most, in bytes; all without it", int, least=1)
+    mask_token: int | None = _option(None, "token that hides another in masked-token training", int, least=0)
+    checkpoint_dir: Path | None = _option(None, "folder for checkpoints; none are written without it", Path)  # noqa: RUF009
+    checkpoint_every: int = _option(100, "steps between checkpoints; one more is written at the end", int, least=1)
+    keep_last: int = _option(2, "checkpoints that are kept, the newest ones", int, least=1)
+    resume: str | None = _option(None, "checkpoint to go on from, a folder of them, or latest of --checkpoint-dir", str)
+    init: Path | None = _option(None, "Hugging Face folder with the first weights", Path)  # noqa: RUF009
+    export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
+    enforce_memory: bool = _option(False, "no rank may take more than the plan's budget: yes or no", parse_yes)
     timeout_s: float = _option(600.0, "seconds after which a process that waits for the others gives up", least=1)
     metrics: Path | None = _option(None, "file for one JSON line per step", Path)  # noqa: RUF009
+    tensorboard: Path | None = _option(None, "folder for TensorBoard's event files", Path)  # noqa: RUF009
     record: Path | None = _option(None, "file for the run record", Path)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         for option in fields(self):
             least, value = option.metadata["least"], getattr(self, option.name)
-            if least is not None and not value >= least:
+            if least is not None and value is not None and not value >= least:
                 raise UserError(
                     field=flag(option), found=str(value), expected=f"{least} or more", hint="correct the option"
                 )
+
+    @property
+    def text(self) -> TextOptions:
+        """How text becomes tokens."""
+        return TextOptions(
+            tokenizer=self.tokenizer,
+            text_key=self.text_key,
+            max_bytes=self.max_data_bytes,
+            mask_token=self.mask_token,
+        )
 
     def arguments(self) -> list[str]:
         """The command-line arguments that `options_from` reads back to equal options."""

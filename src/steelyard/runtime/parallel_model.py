@@ -4,7 +4,7 @@ Legend of shape suffixes: N samples of the global batch, B samples of this rank 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
 
@@ -18,13 +18,18 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
+from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.build import build_meta_model
-from steelyard.modules.layers import ChainLayer
+from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.runtime.checks import check_same_model, check_world_size
+from steelyard.runtime.data.order import rank_samples
+from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
 from steelyard.runtime.stage import StageModule, build_chunks, local_hidden_shape
+from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
@@ -34,13 +39,25 @@ class ParallelModel:
     """This rank's part of a model that is trained under a plan. Made by `parallelize`."""
 
     def __init__(
-        self, plan: Plan, chain: ModelChain, mesh: PlanMesh, chunks: tuple[StageModule, ...], device: torch.device
+        self,
+        plan: Plan,
+        chain: ModelChain,
+        mesh: PlanMesh,
+        chunks: tuple[StageModule, ...],
+        device: torch.device,
+        *,
+        seed: int = 0,
     ) -> None:
         self.plan = plan
         self.chain = chain
         self.mesh = mesh
         self.chunks = chunks
         self.device = device
+        self.clock = StageClock(device)
+        self.num_steps = 0
+        """Steps that were trained; set it when a run is resumed, for dropout depends on it."""
+        self._seed = seed
+        self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
         self._tied: TiedEmbedding | None = find_tied_embedding(plan, chain, self.layers)
         self._step_microbatches = self._pipeline_step() if plan.num_stages > 1 else self._accumulate
 
@@ -67,18 +84,28 @@ class ParallelModel:
         """The samples of the global batch whose labels this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
 
-    def train_step(self, read: Callable[[list[int]], Tensor]) -> Tensor:
+    def decoder_samples(self) -> list[int] | None:
+        """The samples whose labels this rank needs as inputs of a decoder, in order; None if it needs none."""
+        embeddings = [int(name) for name, layer in self.layers.items() if isinstance(layer, EmbeddingLayer)]
+        decoders = [layer for layer in embeddings if layer > 0]
+        return self._samples(self.plan.strategies[decoders[0]]) if decoders else None
+
+    def train_step(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor:
         """Forward and backward of one global batch; returns its mean loss, the same on every rank.
 
-        ``read`` maps indices into the global batch to their token ids [len, S + 1]. Gradients are added to ``.grad``.
+        ``read`` maps indices into the global batch to their token ids [len, S + 1], or to what their `Samples` are.
+        Gradients are added to ``.grad``.
         """
         inputs, labels = self.input_samples(), self.label_samples()
-        tokens_BS = read(inputs)[:, :-1].to(self.device) if inputs is not None else None  # noqa: N806
-        labels_BS = read(labels)[:, 1:].to(self.device) if labels is not None else None  # noqa: N806
+        tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
+        labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
+        targets = {"labels_BS": labels_BS, "decoder_ids": self._decoder_ids(read)}
+        self._count_targets(labels_BS)
         for chunk in self.chunks:
-            chunk.begin_step(self.plan.num_microbatches)
-        with self._vocabulary_parallel_loss():
-            losses = self._step_microbatches(tokens_BS, labels_BS)
+            chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
+        with self._vocabulary_parallel_loss(), self._own_generators():
+            losses = self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
+        self.num_steps += 1
         if self._tied is not None:
             self._tied.sum_gradients()
         return self._global_loss(losses)
@@ -123,24 +150,42 @@ class ParallelModel:
         return norm
 
     def _samples(self, strategy: Strategy) -> list[int]:
-        per_rank = self.plan.microbatch_samples // strategy.data_degree
-        first = data_index(self.mesh, strategy) * per_rank
-        return [
-            microbatch * self.plan.microbatch_samples + first + index
-            for microbatch in range(self.plan.num_microbatches)
-            for index in range(per_rank)
-        ]
+        return rank_samples(
+            global_batch=self.plan.global_batch,
+            num_microbatches=self.plan.num_microbatches,
+            degree=strategy.data_degree,
+            index=data_index(self.mesh, strategy),
+        )
 
-    def _accumulate(self, tokens_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:  # noqa: N803
+    def _decoder_ids(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor | None:
+        samples = self.decoder_samples()
+        if samples is None:
+            return None
+        return decoder_inputs(Samples.of(read(samples)).labels.to(self.device), self.chunks[0].side.model_config)
+
+    def _count_targets(self, labels_BS: Tensor | None) -> None:  # noqa: N803
+        """Tells the parts how many targets the global batch has, where that is not the same for all batches."""
+        if self.chain.family.task in (Task.CAUSAL_LM, Task.IMAGE_CLASSIFICATION):
+            return
+        count = torch.zeros((), device=self.device)
+        if labels_BS is not None:
+            count += (labels_BS != IGNORED).sum() / self.plan.strategies[-1].tp
+        dist.all_reduce(count)
+        for chunk in self.chunks:
+            chunk.num_targets = count
+
+    def _accumulate(self, tokens_BS: Tensor, targets: dict[str, Tensor]) -> list[Tensor]:  # noqa: N803
         losses = []
         count = self.plan.num_microbatches
-        for tokens, labels in zip(tokens_BS.chunk(count), labels_BS.chunk(count), strict=True):
-            loss = self.chunks[0](tokens, labels_BS=labels)
-            loss.backward()
+        parts = {name: each.chunk(count) for name, each in targets.items()}
+        for index, tokens in enumerate(tokens_BS.chunk(count)):
+            with self.clock.working():
+                loss = self.chunks[0](tokens, **{name: each[index] for name, each in parts.items()})
+                loss.backward()
             losses.append(loss.detach())
         return losses
 
-    def _pipeline_step(self) -> Callable[[Tensor | None, Tensor | None], list[Tensor]]:
+    def _pipeline_step(self) -> Callable[[Tensor | None, dict[str, Tensor]], list[Tensor]]:
         plan = self.plan
         parts = [
             self._pipeline_part(chunk, number * plan.num_stages + self.mesh.stage_index)
@@ -153,20 +198,20 @@ class ParallelModel:
             scale_grads=False,
         )
 
-        def step(tokens_BS: Tensor | None, labels_BS: Tensor | None) -> list[Tensor]:  # noqa: N803
+        def step(tokens_BS: Tensor | None, targets: dict[str, Tensor]) -> list[Tensor]:  # noqa: N803
             inputs = () if tokens_BS is None else (tokens_BS,)
             losses: list[Tensor] = []
-            if labels_BS is None:
-                schedule.step(*inputs, return_outputs=False)
+            if "labels_BS" not in targets:
+                schedule.step(*inputs, return_outputs=False, **targets)
             else:
-                schedule.step(*inputs, target=labels_BS, losses=losses, return_outputs=False, labels_BS=labels_BS)
+                schedule.step(*inputs, target=targets["labels_BS"], losses=losses, return_outputs=False, **targets)
             return [loss.detach() for loss in losses]
 
         return step
 
     def _pipeline_part(self, chunk: StageModule, index: int) -> PipelineStage:
         """Part ``index`` of the pipeline, which torch calls a stage, in the order of the layers."""
-        return PipelineStage(
+        stage = PipelineStage(
             chunk,
             index,
             len(self.plan.stages),
@@ -175,18 +220,29 @@ class ParallelModel:
             output_args=self._example(index, is_input=False),
             group=self.mesh.pipeline.get_group(),
         )
+        self.clock.watch(stage)
+        return stage
 
-    def _example(self, index: int, *, is_input: bool) -> Tensor:
-        """A tensor of the shape and type that part ``index`` receives or sends for one microbatch."""
+    def _example(self, index: int, *, is_input: bool) -> Tensor | tuple[Tensor, ...]:
+        """Tensors of the shape and type that part ``index`` receives or sends for one microbatch."""
         part = self.plan.stages[index]
         if is_input and index == 0:
             samples = self.plan.microbatch_samples // self.plan.strategies[0].data_degree
-            return torch.empty(samples, self.plan.seq_len, dtype=torch.long, device="meta")
+            return blank_samples(self.chain, samples, self.plan.seq_len)[0].to("meta")
         if not is_input and index == len(self.plan.stages) - 1:
             return torch.empty((), device="meta", requires_grad=True)
-        sender = self.plan.strategies[part.first_layer - 1 if is_input else part.last_layer]
+        sender = part.first_layer - 1 if is_input else part.last_layer
         shape = local_hidden_shape(self.plan, self.chain, sender)
-        return torch.empty(shape, dtype=self.chunks[0].dtype, device="meta", requires_grad=True)
+        streams = (
+            torch.empty(shape, dtype=self.chunks[0].dtype, device="meta", requires_grad=True)
+            for _ in range(self.chain.kind_of(sender).num_streams)
+        )
+        return as_flow(tuple(streams))
+
+    def _own_generators(self) -> AbstractContextManager[None]:
+        """Leaves the random generators of the user's own loop as they were."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        return torch.random.fork_rng(devices) if self._has_dropout else nullcontext()
 
     @contextmanager
     def _vocabulary_parallel_loss(self) -> Iterator[None]:
@@ -225,7 +281,7 @@ def parallelize_on(
     """This rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
     chain = plan.chain()
     chunks = build_chunks(model, plan, chain, mesh, seed=seed, device=device)
-    return ParallelModel(plan, chain, mesh, chunks, device)
+    return ParallelModel(plan, chain, mesh, chunks, device, seed=seed)
 
 
 def parallelize_plan(plan: Plan, *, seed: int = 0) -> ParallelModel:

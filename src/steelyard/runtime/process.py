@@ -2,13 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from steelyard.plan.file import read_plan
-from steelyard.processes.group import process_group, world_size
+from steelyard.processes.group import local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
 from steelyard.runtime.checks import check_world_size
-from steelyard.runtime.data import check_data_path
+from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions, add_train_options
+from steelyard.runtime.progress import check_tensorboard
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -21,7 +23,9 @@ def _train(namespace: argparse.Namespace) -> None:
     options = TrainOptions.from_namespace(namespace)
     plan = read_plan(namespace.plan)
     check_world_size(plan, world_size())
-    check_data_path(namespace.data)
+    if local_rank() == 0:
+        prepare_data(Path(namespace.data), options.text, reads_text=plan.chain().family.task.reads_text)
+    check_tensorboard(options)
     from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for
 
     with process_group(options.timeout_s):

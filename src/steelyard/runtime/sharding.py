@@ -3,7 +3,7 @@
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.chain import ModelChain
 from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
@@ -16,14 +16,13 @@ def shard_layer(
     layer: ChainLayer,
     model: PreTrainedModel,
     chain: ModelChain,
-    role: LayerRole,
     strategy: Strategy,
     mesh: PlanMesh,
     precision: Precision,
 ) -> FSDPModule:
     """The layer with its parameters sharded as ``strategy`` says, in place."""
     if strategy.tp > 1:
-        apply_tensor_parallel(layer, model, chain, role, mesh.tensor(strategy), sp=strategy.sp)
+        apply_tensor_parallel(layer, model, chain, mesh.tensor(strategy), sp=strategy.sp)
     if strategy.fsdp > 1:
         return shard_over(layer, mesh.data(strategy), precision, reshard_after_forward=strategy.zero == 3)
     return replicate_over(layer, mesh.data(strategy), precision)

@@ -13,12 +13,22 @@ from torch.distributed.tensor import DTensor, Placement
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_rotary, layer_modules, materialize_layer, untie_embedding
+from steelyard.modules.build import build_rotary, materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype
-from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.dropout import has_dropout, seed_dropout
+from steelyard.modules.layers import (
+    BlockLayer,
+    ChainLayer,
+    Flow,
+    LayerContext,
+    SideInputBuilder,
+    as_flow,
+    build_layer,
+    tensors_of,
+)
 from steelyard.plan.plan import Plan, StagePlan
 from steelyard.plan.strategy import Strategy
-from steelyard.runtime.mesh import PlanMesh
+from steelyard.runtime.mesh import PlanMesh, data_index
 from steelyard.runtime.sharding import shard_layer
 
 
@@ -37,19 +47,34 @@ class LayerLoop(nn.Module):
         placements: list[tuple[Placement, ...]],
         incoming: tuple[Placement, ...],
         mesh: DeviceMesh,
+        shares: list[int],
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
         self._placements = placements
         self._incoming = incoming
         self._mesh = mesh
+        self._dropout_shares = [
+            share if has_dropout(layer) else None for share, layer in zip(shares, layers.values(), strict=True)
+        ]
+        """For each layer that drops entries, which share of the samples this rank holds there."""
 
-    def forward(self, inputs: Tensor, context: LayerContext) -> Tensor:
-        """The output of the last layer."""
+    @property
+    def has_dropout(self) -> bool:
+        """Whether any layer drops entries."""
+        return any(share is not None for share in self._dropout_shares)
+
+    def forward(self, inputs: Flow, context: LayerContext, dropout_seed: tuple[int, ...]) -> Flow:
+        """The output of the last layer; ``dropout_seed`` is of this step and microbatch."""
         hidden, current = inputs, self._incoming
-        for layer, wanted in zip(self.layers.values(), self._placements, strict=True):
+        for (name, layer), wanted, share in zip(
+            self.layers.items(), self._placements, self._dropout_shares, strict=True
+        ):
             if wanted != current:
-                hidden, current = redistribute(hidden, self._mesh, current, wanted), wanted
+                tensors = (redistribute(each, self._mesh, current, wanted) for each in tensors_of(hidden))
+                hidden, current = as_flow(tuple(tensors)), wanted
+            if share is not None:
+                seed_dropout(*dropout_seed, int(name), share)
             hidden = layer(hidden, context)
         return hidden
 
@@ -78,29 +103,43 @@ class StageModule(nn.Module):
         self._reduce_late = reduce_late
         self._seq_len = seq_len
         self.dtype = dtype
-        self._num_tokens = num_tokens
+        self.num_targets: int | Tensor = num_tokens
+        """Targets of a global batch; set it before a step where their number differs between batches."""
         self._backwards_to_go = 0
+        self._dropout_seed: tuple[int, ...] = ()
+        self._forwards_done = 0
 
     @property
     def layers(self) -> nn.ModuleDict:
         """The layers by their number in the chain."""
         return self.loop.layers
 
-    def begin_step(self, num_microbatches: int) -> None:
-        """Prepares for the backward passes of one step."""
+    def begin_step(self, num_microbatches: int, dropout_seed: tuple[int, ...] = (0, 0)) -> None:
+        """Prepares for the passes of one step; ``dropout_seed`` is a seed and the number of the step."""
+        self._dropout_seed = dropout_seed
+        self._forwards_done = 0
         self._backwards_to_go = num_microbatches
         self._set_last_backward(num_microbatches == 1)
 
-    def forward(self, inputs: Tensor, labels_BS: Tensor | None = None) -> Tensor:  # noqa: N803
+    def forward(
+        self,
+        *inputs: Tensor,
+        labels_BS: Tensor | None = None,  # noqa: N803
+        decoder_ids: Tensor | None = None,
+    ) -> Flow:
         """The hidden state for the next part, or in the last part this rank's share of the loss of a microbatch."""
         context = LayerContext(
-            side=self.side(self._seq_len, self.dtype, inputs.device),
+            side=self.side(self._seq_len, self.dtype, inputs[0].device),
+            config=self.side.model_config,
             labels_BS=labels_BS,
-            num_tokens=self._num_tokens,
+            num_targets=self.num_targets,
+            decoder_ids=decoder_ids,
         )
-        output = self.loop(inputs, context)
-        if output.requires_grad:
-            output.register_hook(self._backward_begins)
+        output = self.loop(as_flow(inputs), context, (*self._dropout_seed, self._forwards_done))
+        self._forwards_done += 1
+        last = tensors_of(output)[0]
+        if last.requires_grad:
+            last.register_hook(self._backward_begins)
         return output
 
     def _backward_begins(self, _grad: Tensor) -> None:
@@ -125,8 +164,7 @@ def build_chunks(
     model: PreTrainedModel, plan: Plan, chain: ModelChain, mesh: PlanMesh, *, seed: int, device: torch.device
 ) -> tuple[StageModule, ...]:
     """This rank's parts of the pipeline: their layers made one by one, each sharded before the next takes memory."""
-    if chain.tied_embeddings:
-        untie_embedding(model)
+    prepare_model(model, chain)
     return tuple(
         _build_chunk(model, plan, part, chain, mesh, seed=seed, device=device) for part in plan.chunks(mesh.stage_index)
     )
@@ -146,10 +184,9 @@ def _build_chunk(
     layers: dict[str, ChainLayer] = {}
     reduce_late: list[FSDPModule] = []
     for index, strategy in enumerate(strategies, start=stage_plan.first_layer):
-        materialize_layer(model, layer_modules(model, chain, index), index, seed=seed, device=device)
+        materialize_layer(model, chain, index, seed=seed, device=device)
         layer = build_layer(model, chain, index, strategy.remat)
-        role = chain.kind_of(index).role
-        sharded = shard_layer(layer, model, chain, role, strategy, mesh, plan.precision)
+        sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision)
         if strategy.fsdp == 1:
             reduce_late.append(sharded)
         layers[str(index)] = layer
@@ -159,21 +196,22 @@ def _build_chunk(
         placements=[mesh.activation_placements(strategy) for strategy in strategies],
         incoming=mesh.activation_placements(before),
         mesh=mesh.stage,
+        shares=[data_index(mesh, strategy) for strategy in strategies],
     )
     fully_shard(loop, mesh=mesh.data(strategies[0]), reshard_after_forward=True)
     attention_types = {layer.attention_type for layer in layers.values() if isinstance(layer, BlockLayer)}
     return StageModule(
         loop,
         reduce_late=reduce_late,
-        side=SideInputBuilder(model, build_rotary(model, chain, device), attention_types),
+        side=SideInputBuilder(model, chain, build_rotary(model, chain, device), attention_types),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),
-        num_tokens=plan.global_batch * plan.seq_len,
+        num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.reads_text else 1),
     )
 
 
-def local_hidden_shape(plan: Plan, chain: ModelChain, strategy: Strategy) -> tuple[int, int, int]:
-    """Shape [B, s, H] of one rank's hidden state after a layer of this strategy, for one microbatch."""
-    samples = plan.microbatch_samples // strategy.data_degree
-    sequence = plan.seq_len // strategy.tp if strategy.sp else plan.seq_len
-    return samples, sequence, chain.hidden_size
+def local_hidden_shape(plan: Plan, chain: ModelChain, layer: int) -> tuple[int, int, int]:
+    """Shape [B, s, H] of one rank's hidden state behind a layer, for one microbatch."""
+    strategy = plan.strategies[layer]
+    sequence, width = chain.hidden_shape(layer, plan.seq_len)
+    return plan.microbatch_samples // strategy.data_degree, sequence // (strategy.tp if strategy.sp else 1), width

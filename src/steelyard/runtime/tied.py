@@ -1,11 +1,11 @@
-"""Tied embeddings under any plan: the embedding and the head each keep the matrix, and share its gradient.
+"""Parameters that several layers hold, such as tied embeddings, under any plan: each layer a copy, all one gradient.
 
-The two layers may lie on different stages and under different strategies. Both copies start equal. After the backward
-passes of a step each rank of the first and the last stage gathers the gradient of its copy, adds the other's and keeps
-its part of the sum: both copies then take the same optimizer step and stay equal, entry by entry.
+The layers may lie on different stages and under different strategies. All copies start equal. After the backward passes
+of a step each rank of a stage with a copy gathers the gradients of its copies, adds those of the other stages and keeps
+its part of the sum: all copies then take the same optimizer step and stay equal, entry by entry.
 
-Costs a second copy of the matrix with its gradient and optimizer states, and once a step the gathering of both
-gradients and, with several stages, their exchange between the first and the last.
+Costs one more matrix for every copy, with its gradient and optimizer states, and once a step the gathering of all
+gradients and, with several stages, their sum over the stages that hold a copy.
 """
 
 from collections.abc import Mapping
@@ -15,65 +15,89 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import ModelChain, SharedWeight
 from steelyard.plan.plan import Plan
 
 
-class TiedEmbedding:
-    """The copies of the tied matrix that this rank holds, and how their gradients meet."""
+class SharedGradient:
+    """The copies of one shared parameter that this rank holds, and how their gradients meet."""
 
-    def __init__(
-        self, embedding: nn.Parameter | None, head: nn.Parameter | None, pair: dist.ProcessGroup | None
-    ) -> None:
-        self._embedding = embedding
-        self._head = head
-        self._pair = pair
+    def __init__(self, copies: list[nn.Parameter], *, has_first: bool, group: dist.ProcessGroup | None) -> None:
+        self._copies = copies
+        self._has_first = has_first
+        self._group = group
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter repeats one that is counted elsewhere."""
-        return parameter is self._head
+        return any(parameter is copy for copy in self._copies[1 if self._has_first else 0 :])
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Replaces the gradient of each copy by the sum of both; collective over the ranks that hold a copy.
+        """Replaces the gradient of each copy by the sum of all; collective over the ranks that hold a copy.
 
         Gradients must hold one step alone: those of an earlier step would count twice.
         """
-        copies = [parameter for parameter in (self._embedding, self._head) if parameter is not None]
-        full = _full_gradient(copies[0])
-        for other in copies[1:]:
+        full = _full_gradient(self._copies[0])
+        for other in self._copies[1:]:
             full = full + _full_gradient(other)
-        if self._pair is not None:
-            dist.all_reduce(full, group=self._pair)
-        for parameter in copies:
+        if self._group is not None:
+            dist.all_reduce(full, group=self._group)
+        for parameter in self._copies:
             _set_gradient(parameter, full)
 
 
+class TiedEmbedding:
+    """All parameters that this rank shares with other layers."""
+
+    def __init__(self, shared: list[SharedGradient]) -> None:
+        self._shared = shared
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter repeats one that is counted elsewhere."""
+        return any(each.is_copy(parameter) for each in self._shared)
+
+    def sum_gradients(self) -> None:
+        """Gives all copies of each shared parameter the sum of their gradients; a collective call."""
+        for each in self._shared:
+            each.sum_gradients()
+
+
 def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> TiedEmbedding | None:
-    """This rank's part in tying, or None where the model is not tied or none of the rank's ``layers`` has a copy.
+    """This rank's part in sharing, or None where none of the rank's ``layers`` has a copy of anything.
 
-    A collective call on every rank: with more than one stage it makes the groups that pair the first and last stage.
+    A collective call on every rank: it makes the groups that bring together the stages that hold copies.
     """
-    if not chain.tied_embeddings:
-        return None
-    pair = _pair_group(plan) if plan.num_stages > 1 else None
-    embedding, head = "0", str(chain.num_layers - 1)
-    if embedding not in layers and head not in layers:
-        return None
-    return TiedEmbedding(
-        embedding=layers[embedding].embedding.weight if embedding in layers else None,
-        head=layers[head].output.weight if head in layers else None,
-        pair=pair,
-    )
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    found = []
+    for shared in chain.shared:
+        stages = _stages_of(plan, shared)
+        if len(stages) > 1 and stages not in groups:
+            groups[stages] = _group_across(plan, stages)
+        mine = [(layer, path) for layer, path in shared.copies if str(layer) in layers]
+        if mine:
+            copies = [layers[str(layer)].get_parameter(path) for layer, path in mine]
+            has_first = mine[0] == shared.copies[0]
+            found.append(SharedGradient(copies, has_first=has_first, group=groups.get(stages)))
+    return TiedEmbedding(found) if found else None
 
 
-def _pair_group(plan: Plan) -> dist.ProcessGroup | None:
-    """The group of two ranks at the same place in the first and the last stage, on those ranks."""
-    last = plan.stages[-1].ranks[0]
+def _stages_of(plan: Plan, shared: SharedWeight) -> tuple[int, ...]:
+    """The stages that hold a copy, rising."""
+    stage_of = {
+        layer: index % plan.num_stages
+        for index, part in enumerate(plan.stages)
+        for layer in range(part.first_layer, part.last_layer + 1)
+    }
+    return tuple(sorted({stage_of[layer] for layer, _ in shared.copies}))
+
+
+def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of the ranks at the same place in each of the stages, on those ranks."""
     mine = None
-    for rank in range(plan.stages[0].num_devices):
-        group = dist.new_group([rank, last + rank])
-        if dist.get_rank() in (rank, last + rank):
+    for place in range(plan.stages[0].num_devices):
+        ranks = [plan.stages[stage].ranks[0] + place for stage in stages]
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
             mine = group
     return mine
 

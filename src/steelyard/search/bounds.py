@@ -58,11 +58,17 @@ class StageBounds:
     missing: IntArray
     """[J, L + 1] how many of the first layers have no option in the level"""
 
-    def matrix(self, starts: IntArray, ends: IntArray) -> FloatArray:
-        """[starts, ends] lower bounds in seconds, transfer included; infinite for empty runs."""
-        found = np.empty((len(starts), len(ends)))
-        kernels.run_bounds(self.prefix_s, self.missing, self.prices, self.lower, self.room_bytes, starts, ends, found)
-        return found + self.transfer_s
+    def matrix(self, starts: tuple[int, int], ends: tuple[int, int]) -> FloatArray:
+        """[starts, ends] lower bounds in seconds, transfer included; infinite for empty runs.
+
+        Starts and ends are consecutive, given as the first one and how many.
+        """
+        found = np.empty((starts[1], ends[1]))
+        kernels.run_bounds(
+            self.prefix_s, self.missing, self.prices, self.lower, self.room_bytes, starts[0], ends[0], found
+        )
+        found += self.transfer_s
+        return found
 
     def good_prices(self, start: int, end: int) -> FloatArray:
         """Prices around those that bound this run best on each level, and 0."""
@@ -82,7 +88,7 @@ class StageBounds:
         return end - bisect_right(starts, limit_s, key=lambda start: self._bound_s(start, end))
 
     def _bound_s(self, start: int, end: int) -> float:
-        return float(self.matrix(np.array([start]), np.array([end]))[0, 0])
+        return float(self.matrix((start, 1), (end, 1))[0, 0])
 
 
 def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, transfer_s: float) -> StageBounds:
@@ -116,8 +122,8 @@ def _hull_slopes(costs: StageCosts, kinds: Sequence[int]) -> FloatArray:
     """0 and the slopes of the kinds' lower convex hulls, rising, at most `MAX_PRICES` of them."""
     slopes = {0.0}
     for kind in kinds[:: -(-len(kinds) // MAX_KINDS)]:
-        _, _, num_bytes, _, seconds = costs.options(kind)
-        points = frontier(num_bytes, seconds)
+        count = int(costs.count[kind])
+        points = frontier(costs.bytes[kind, :count], costs.seconds[kind, :count])
         hull: list[tuple[float, float]] = []
         for point in zip(points.bytes.tolist(), points.seconds.tolist(), strict=True):
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):

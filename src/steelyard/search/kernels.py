@@ -19,46 +19,6 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
-
-
-@njit(cache=True, error_model="numpy")
-def unbeaten(
-    legal: BoolArray,
-    seconds: FloatArray,
-    num_bytes: IntArray,
-    transient: IntArray,
-    group: IntArray,
-    table: IntArray,
-    receives_less: BoolArray,
-) -> BoolArray:
-    """[K, S] legal strategies that no other of their switch class beats; of equal ones the first is kept.
-
-    ``receives_less`` [T, S, S]: whether every sender pays no more into the first strategy than into the second.
-    """
-    kept = legal.copy()
-    size = legal.shape[1]
-    for kind in range(legal.shape[0]):
-        for own in range(size):
-            for other in range(size):
-                if other == own or not legal[kind, other] or not kept[kind, own] or group[other] != group[own]:
-                    continue
-                better = (
-                    seconds[kind, other] <= seconds[kind, own]
-                    and num_bytes[kind, other] <= num_bytes[kind, own]
-                    and transient[kind, other] <= transient[kind, own]
-                    and receives_less[table[kind], other, own]
-                )
-                if better:
-                    equal = (
-                        seconds[kind, other] == seconds[kind, own]
-                        and num_bytes[kind, other] == num_bytes[kind, own]
-                        and transient[kind, other] == transient[kind, own]
-                        and receives_less[table[kind], own, other]
-                    )
-                    if other < own or not equal:
-                        kept[kind, own] = False
-    return kept
 
 
 @njit(cache=True, error_model="numpy")
@@ -67,10 +27,7 @@ def completions(
     least: IntArray,
     kinds: IntArray,
     count: IntArray,
-    strategy: IntArray,
-    group: IntArray,
-    num_bytes: IntArray,
-    transient: IntArray,
+    rows: IntArray,
     seconds: FloatArray,
     table: IntArray,
     switch: FloatArray,
@@ -81,42 +38,38 @@ def completions(
     """Fills in the least priced cost, and the least bytes, of the layers from each position of a run to its end.
 
     ``rest`` [n + 1, J, Q, C + 1] is in seconds, by the class before; ``least`` [n + 1, J] in bytes; both come with
-    zeros in the last position. Level j allows options with a transient of at most ``upper[j]``; infinite (2^60 bytes)
-    where some layer has none. ``priced`` [O] is room to work in.
+    zeros in the last position. ``rows`` [K, 4, O] as in `StageCosts`. Level j allows options with a transient of at
+    most ``upper[j]``; infinite (2^60 bytes) where some layer has none. ``priced`` [O] is room to work in.
     """
     for position in range(len(kinds) - 1, -1, -1):
         kind = kinds[position]
         for level in range(len(upper)):
             smallest = 2**60
             for option in range(count[kind]):
-                if transient[kind, option] <= upper[level] and num_bytes[kind, option] < smallest:
-                    smallest = num_bytes[kind, option]
+                if rows[kind, 3, option] <= upper[level] and rows[kind, 2, option] < smallest:
+                    smallest = rows[kind, 2, option]
             smallest += least[position + 1, level]
             least[position, level] = smallest if smallest < 2**60 else 2**60
             for which in range(len(prices)):
                 for option in range(count[kind]):
                     priced[option] = np.inf
-                    if transient[kind, option] <= upper[level]:
-                        paid = seconds[kind, option] + prices[which] * num_bytes[kind, option]
-                        priced[option] = paid + rest[position + 1, level, which, group[kind, option]]
+                    if rows[kind, 3, option] <= upper[level]:
+                        paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
+                        priced[option] = paid + rest[position + 1, level, which, rows[kind, 1, option]]
                 for before in range(switch.shape[1]):
                     best = np.inf
                     for option in range(count[kind]):
-                        paid = switch[table[kind], before, strategy[kind, option]] + priced[option]
+                        paid = switch[table[kind], before, rows[kind, 0, option]] + priced[option]
                         best = min(best, paid)
                     rest[position, level, which, before] = best
 
 
 @njit(cache=True, error_model="numpy")
 def candidates(
-    group: IntArray,
-    num_bytes: IntArray,
-    transient: IntArray,
+    states: IntArray,
     seconds: FloatArray,
-    own_strategy: IntArray,
-    own_group: IntArray,
-    own_bytes: IntArray,
-    own_transient: IntArray,
+    count: int,
+    options: IntArray,
     own_seconds: FloatArray,
     switch: FloatArray,
     lower: IntArray,
@@ -131,20 +84,22 @@ def candidates(
 ) -> int:
     """Extends states by the options of one more layer; returns how many may still fit and be in time.
 
-    The first four arrays are states, those that begin with ``own`` options. ``switch`` [C + 1, S]; ``prices`` [J, Q],
-    ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the layers still to come. Fills ``places`` [5, room]
-    with state, option, bytes, transient and its level, and ``values`` [2, room] with seconds and the lower bound of
-    the whole run.
+    ``states`` [6, N] as in `LayerStates`; ``options`` [4, O] hold strategy, class, bytes and transient of the ``count``
+    options; ``switch`` [C + 1, S]. ``prices`` [J, Q], ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the
+    layers still to come. Fills ``places`` [7, room] with new states and the level of their transient, and ``values``
+    [2, room] with seconds and the lower bound of the whole run.
     """
     found = 0
-    for state in range(len(group)):
-        for option in range(len(own_group)):
-            taken = num_bytes[state] + own_bytes[option]
-            peak = transient[state] if transient[state] > own_transient[option] else own_transient[option]
+    for option in range(count):
+        strategy, own_group = options[0, option], options[1, option]
+        for state in range(states.shape[1]):
+            taken = states[2, state] + options[2, option]
+            peak = states[3, state]
+            peak = max(peak, options[3, option])
             level = 0
             while upper[level] < peak:
                 level += 1
-            spent = seconds[state] + (switch[group[state], own_strategy[option]] + own_seconds[option])
+            spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
             bound = np.inf
             for higher in range(level, len(upper)):
                 reached = lower[higher] if higher > level else peak
@@ -153,15 +108,17 @@ def candidates(
                 excess = float(taken + reached - budget)
                 least = 0.0
                 for which in range(prices.shape[1]):
-                    paid = completion[higher, which, own_group[option]] + prices[higher, which] * excess
+                    paid = completion[higher, which, own_group] + prices[higher, which] * excess
                     least = max(least, paid)
                 bound = min(bound, least)
             if spent + bound <= limit_s and bound < np.inf:
-                places[0, found] = state
-                places[1, found] = option
+                places[0, found] = states[0, state]
+                places[1, found] = own_group
                 places[2, found] = taken
                 places[3, found] = peak
-                places[4, found] = level
+                places[4, found] = state
+                places[5, found] = strategy
+                places[6, found] = level
                 values[0, found] = spent
                 values[1, found] = spent + bound
                 found += 1
@@ -169,28 +126,40 @@ def candidates(
 
 
 @njit(cache=True, error_model="numpy")
-def sweep(
+def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     order: IntArray,
-    entry: IntArray,
-    group: IntArray,
-    transient: IntArray,
-    level: IntArray,
+    places: IntArray,
     seconds: FloatArray,
     detour: FloatArray,
     fastest: FloatArray,
     same: FloatArray,
     same_peak: IntArray,
-    kept: IntArray,
 ) -> int:
-    """Visits candidates in order of bytes, then seconds, and fills ``kept`` with the unbeaten ones; returns how many.
+    """Moves the unbeaten of the `candidates` to the front of ``order``, which lists them by bytes; returns how many.
 
     ``detour`` [C + 1, C + 1] is at most so much longer takes whatever follows from the first class than from the
-    second. Room to work in, [entries, C + 1, J], infinite at first: ``fastest`` so far at a level or below, ``same``
-    the fastest at the very level and ``same_peak`` its transient.
+    second. Room to work in, [entries, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the
+    very level and ``same_peak`` its transient. Of equal bytes the faster one goes first, then the smaller transient.
     """
+    for came in range(fastest.shape[0]):
+        for left in range(fastest.shape[1]):
+            for own in range(fastest.shape[2]):
+                fastest[came, left, own] = np.inf
+                same[came, left, own] = np.inf
+    for place in range(1, len(order)):
+        index, slot = order[place], place
+        while slot > 0 and places[2, order[slot - 1]] == places[2, index]:
+            before = order[slot - 1]
+            if seconds[before] < seconds[index]:
+                break
+            if seconds[before] == seconds[index] and places[3, before] <= places[3, index]:
+                break
+            order[slot] = before
+            slot -= 1
+        order[slot] = index
     num_kept = 0
     for index in order:
-        came, left, peak, own = entry[index], group[index], transient[index], level[index]
+        came, left, peak, own = places[0, index], places[1, index], places[3, index], places[6, index]
         beaten = False
         for other in range(detour.shape[0]):
             longest = seconds[index] - detour[other, left]
@@ -200,7 +169,7 @@ def sweep(
                 beaten = True
         if beaten:
             continue
-        kept[num_kept] = index
+        order[num_kept] = index
         num_kept += 1
         if seconds[index] < same[came, left, own]:
             same[came, left, own] = seconds[index]
@@ -217,17 +186,17 @@ def run_bounds(
     prices: FloatArray,
     lower: IntArray,
     room: int,
-    starts: IntArray,
-    ends: IntArray,
+    first_start: int,
+    first_end: int,
     found: FloatArray,
 ) -> None:
     """Fills [starts, ends] with lower bounds in seconds of the layers start..end-1 on a stage; see `bounds`.
 
-    Infinite for runs without layers.
+    Starts and ends count up from the first ones. Infinite for runs without layers.
     """
-    for row in range(len(starts)):
-        for column in range(len(ends)):
-            start, end = starts[row], ends[column]
+    for row in range(found.shape[0]):
+        for column in range(found.shape[1]):
+            start, end = first_start + row, first_end + column
             bound = np.inf
             for level in range(len(lower)):
                 if start >= end or missing[level, end] > missing[level, start]:

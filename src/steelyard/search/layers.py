@@ -65,8 +65,6 @@ class Switches:
     """[T, C + 1, S] from each switch class; the last row, all zeros, is for no layer before"""
     detour: FloatArray
     """[T, C + 1, C + 1] at most so much more does a receiver pay from the first class than from the second"""
-    receives_less: NDArray[np.bool_]
-    """[T, S, S] whether every sender pays no more into the first strategy than into the second"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,10 +76,8 @@ class StageCosts:
 
     switches: Switches
     count: IntArray
-    strategy: IntArray
-    group: IntArray
-    bytes: IntArray
-    transient: IntArray
+    rows: IntArray
+    """[K, 4, O] strategy, switch class, bytes and transient bytes"""
     seconds: FloatArray
 
     @property
@@ -89,12 +85,29 @@ class StageCosts:
         """Switch classes."""
         return self.switches.num_groups
 
-    def options(self, kind: int) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray]:
-        """Strategy, switch class, bytes, transient bytes and seconds of the options of a kind."""
-        kept = slice(int(self.count[kind]))
-        fields = (self.strategy, self.group, self.bytes, self.transient)
-        strategy, group, num_bytes, transient = (each[kind, kept] for each in fields)
-        return strategy, group, num_bytes, transient, self.seconds[kind, kept]
+    def _row(self, which: int) -> IntArray:
+        row: IntArray = self.rows[:, which]
+        return row
+
+    @property
+    def strategy(self) -> IntArray:
+        """Index of the strategy of each option."""
+        return self._row(0)
+
+    @property
+    def group(self) -> IntArray:
+        """Its switch class."""
+        return self._row(1)
+
+    @property
+    def bytes(self) -> IntArray:
+        """Its additive bytes."""
+        return self._row(2)
+
+    @property
+    def transient(self) -> IntArray:
+        """Its transient bytes."""
+        return self._row(3)
 
     def floor(self, kinds: Sequence[int]) -> int:
         """Transient bytes that any choice for these layers reaches."""
@@ -103,18 +116,48 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerStates:
-    """States of the dynamic program after one layer; ``parent`` indexes the states of the layer before."""
+    """States of the dynamic program after one layer, in order of bytes."""
 
-    entry: IntArray
-    group: IntArray
-    bytes: IntArray
-    transient: IntArray
+    rows: IntArray
+    """[6, N] entry class, own class, bytes, transient, index of the state before, strategy"""
     seconds: FloatArray
-    parent: IntArray
-    strategy: IntArray
 
     def __len__(self) -> int:
-        return len(self.entry)
+        return len(self.seconds)
+
+    def _row(self, which: int) -> IntArray:
+        row: IntArray = self.rows[which]
+        return row
+
+    @property
+    def entry(self) -> IntArray:
+        """The class that the layer before the run left."""
+        return self._row(0)
+
+    @property
+    def group(self) -> IntArray:
+        """The class of the last layer's strategy."""
+        return self._row(1)
+
+    @property
+    def bytes(self) -> IntArray:
+        """Additive bytes of the layers so far."""
+        return self._row(2)
+
+    @property
+    def transient(self) -> IntArray:
+        """Largest transient so far."""
+        return self._row(3)
+
+    @property
+    def parent(self) -> IntArray:
+        """Indices into the states of the layer before."""
+        return self._row(4)
+
+    @property
+    def strategy(self) -> IntArray:
+        """The last layer's strategy."""
+        return self._row(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,45 +186,25 @@ class OptionTable:
 
     tables: CostTables
     switches: Switches
-
-    @property
-    def may_beat(self) -> NDArray[np.bool_]:
-        """[K, S, S] the first is no worse than the second in all but the additive bytes, and both are legal."""
-        seconds, transient, legal = self.tables.time_s, self.tables.transient_bytes, self.tables.legal
-        group = self.switches.group
-        beats = (
-            (group[:, None] == group[None, :])
-            & (seconds[:, :, None] <= seconds[:, None, :])
-            & (transient[:, :, None] <= transient[:, None, :])
-            & self.switches.receives_less[self.switches.table]
-            & legal[:, :, None]
-            & legal[:, None, :]
-        )
-        return np.asarray(beats & ~np.eye(len(group), dtype=bool))
+    may_beat: NDArray[np.bool_]
+    """[K, S, S] the first is no worse than the second in all but the additive bytes, and both are legal"""
 
     def stage(self, in_flight: int) -> StageCosts:
         """The costs of a stage with this many microbatches in flight, beaten strategies left out."""
         tables = self.tables
         num_bytes = tables.static_bytes + in_flight * tables.activation_bytes
-        kept = kernels.unbeaten(
-            tables.legal,
-            tables.time_s,
-            num_bytes,
-            tables.transient_bytes,
-            self.switches.group,
-            self.switches.table,
-            self.switches.receives_less,
-        )
+        beats = self.may_beat & (num_bytes[:, :, None] <= num_bytes[:, None, :])
+        equal = beats & beats.transpose(0, 2, 1)
+        kept = tables.legal & ~(beats & ~np.tril(equal)).any(axis=1)
         count = kept.sum(axis=1)
         strategy = np.argsort(~kept, axis=1, kind="stable")[:, : max(int(count.max()), 1)]
+        kinds = np.arange(len(strategy))[:, None]
+        fields = (strategy, self.switches.group[strategy], num_bytes[kinds, strategy])
         return StageCosts(
             switches=self.switches,
             count=count,
-            strategy=strategy,
-            group=self.switches.group[strategy],
-            bytes=np.take_along_axis(num_bytes, strategy, axis=1),
-            transient=np.take_along_axis(tables.transient_bytes, strategy, axis=1),
-            seconds=np.take_along_axis(tables.time_s, strategy, axis=1),
+            rows=np.stack([*fields, tables.transient_bytes[kinds, strategy]], axis=1),
+            seconds=tables.time_s[kinds, strategy],
         )
 
 
@@ -202,9 +225,13 @@ def option_table(tables: CostTables) -> OptionTable:
         table=table,
         seconds=seconds,
         detour=np.stack([_detours(*each) for each in zip(legal, seconds, strict=True)]),
-        receives_less=np.stack([np.all(each[:, :, None] <= each[:, None, :], axis=0) for each in received]),
     )
-    return OptionTable(tables=tables, switches=switches)
+    receives_less = np.stack([np.all(each[:, :, None] <= each[:, None, :], axis=0) for each in received])
+    may_beat = (group[:, None] == group[None, :]) & ~np.eye(len(group), dtype=bool) & receives_less[table]
+    may_beat &= tables.legal[:, :, None] & tables.legal[:, None, :]
+    for table_of in (tables.time_s, tables.transient_bytes):
+        may_beat &= table_of[:, :, None] <= table_of[:, None, :]
+    return OptionTable(tables=tables, switches=switches, may_beat=may_beat)
 
 
 def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
@@ -332,16 +359,13 @@ def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, pruning: 
         rest_bytes,
         np.array(kinds, dtype=np.int64),
         costs.count,
-        costs.strategy,
-        costs.group,
-        costs.bytes,
-        costs.transient,
+        costs.rows,
         costs.seconds,
         costs.switches.table,
         costs.switches.seconds,
         pruning.prices,
         upper,
-        np.empty(costs.strategy.shape[1]),
+        np.empty(costs.rows.shape[2]),
     )
     excess = (lower - pruning.budget_bytes).astype(np.float64)
     whole = completion[0][:, :, entries].min(axis=2) + pruning.prices * excess[:, None]
@@ -364,19 +388,14 @@ def _extend(
     states: LayerStates, costs: StageCosts, kind: int, detour: FloatArray, guide: _Guide, position: int
 ) -> LayerStates:
     """The unbeaten states after one more layer, in order of bytes."""
-    strategy, group, num_bytes, transient, seconds = costs.options(kind)
-    room = len(states) * len(strategy)
-    places, values = np.empty((5, room), dtype=np.int64), np.empty((2, room))
+    room = len(states) * int(costs.count[kind])
+    places, values = np.empty((7, room), dtype=np.int64), np.empty((2, room))
     found = kernels.candidates(
-        states.group,
-        states.bytes,
-        states.transient,
+        states.rows,
         states.seconds,
-        strategy,
-        group,
-        num_bytes,
-        transient,
-        seconds,
+        costs.count[kind],
+        costs.rows[kind],
+        costs.seconds[kind],
         costs.switches.seconds[costs.switches.table[kind]],
         guide.lower,
         guide.upper,
@@ -388,64 +407,18 @@ def _extend(
         places,
         values,
     )
-    parent, choice, taken, peak, level = places[:, :found]
-    spent, bound = values[:, :found]
-    entry, own_group = states.entry[parent], group[choice]
-    kept = _unbeaten(entry, own_group, taken, peak, level, spent, detour, len(guide.upper))
+    order = places[2, :found].argsort(kind="stable")
+    shape = (costs.num_groups + 1, len(detour), len(guide.upper))
+    work, peaks = np.empty((2, *shape)), np.empty(shape, dtype=np.int64)
+    kept = order[: kernels.sweep(order, places, values[0], detour, work[0], work[1], peaks)]
     if guide.pruning.width is not None and len(kept) > guide.pruning.width:
-        kept = kept[np.sort(np.argsort(bound[kept], kind="stable")[: guide.pruning.width])]
-    return LayerStates(
-        entry=entry[kept],
-        group=own_group[kept],
-        bytes=taken[kept],
-        transient=peak[kept],
-        seconds=spent[kept],
-        parent=parent[kept],
-        strategy=strategy[choice[kept]],
-    )
-
-
-def _unbeaten(
-    entry: IntArray,
-    group: IntArray,
-    num_bytes: IntArray,
-    transient: IntArray,
-    level: IntArray,
-    seconds: FloatArray,
-    detour: FloatArray,
-    num_levels: int,
-) -> IntArray:
-    """Indices of the candidates that no other of the same entry beats, in order of bytes."""
-    if len(entry) == 0:
-        return np.zeros(0, dtype=np.int64)
-    shape = (int(entry.max()) + 1, len(detour), num_levels)
-    kept = np.empty(len(entry), dtype=np.int64)
-    num_kept = kernels.sweep(
-        np.lexsort((transient, seconds, num_bytes)),
-        entry,
-        group,
-        transient,
-        level,
-        seconds,
-        detour,
-        np.full(shape, np.inf),
-        np.full(shape, np.inf),
-        np.full(shape, NO_LIMIT_BYTES),
-        kept,
-    )
-    return kept[:num_kept]
+        kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[: guide.pruning.width])]
+    return LayerStates(rows=places[:6].take(kept, axis=1), seconds=values[0, kept])
 
 
 def _start(entries: IntArray, floor: int) -> LayerStates:
     """The empty run, once per entry class; its transient is what any choice will reach."""
-    size = len(entries)
-    none = np.full(size, -1, dtype=np.int64)
-    return LayerStates(
-        entry=entries,
-        group=entries,
-        bytes=np.zeros(size, dtype=np.int64),
-        transient=np.full(size, floor, dtype=np.int64),
-        seconds=np.zeros(size),
-        parent=none,
-        strategy=none,
-    )
+    rows = np.full((6, len(entries)), -1, dtype=np.int64)
+    rows[0] = rows[1] = entries
+    rows[2], rows[3] = 0, floor
+    return LayerStates(rows=rows, seconds=np.zeros(len(entries)))

@@ -52,7 +52,7 @@ class StageMemory:
 
     def least_bytes(self, start: int, end: int) -> int:
         """Least bytes of the layers ``start..end-1``."""
-        return int(np.min(self.prefix[:, end] - self.prefix[:, start] + self.threshold))
+        return min(row[end] - row[start] + peak for row, peak in self.rows)
 
     def smallest_start(self, end: int, room_bytes: int) -> int:
         """The smallest start such that the layers ``start..end-1`` fit into the room; ``end`` if not even one does."""
@@ -120,15 +120,18 @@ def furthest_boundaries(memories: Sequence[StageMemory], room_bytes: int) -> tup
     return tuple(boundaries) if boundaries[-1] == num_layers else None
 
 
-def least_budget(tables: CostTables, memories: Sequence[StageMemory]) -> int | None:
+def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small: int = -1) -> int | None:
     """The smallest budget in bytes for which some plan fits; None if a layer has no legal strategy at all.
+
+    ``too_small``: a budget that is known not to be enough.
 
     Bisection; a feasible room shrinks to what its stages take, an infeasible one grows to where some stage takes one
     layer more, so a handful of steps ends it at the exact byte.
     """
     if len(tables.layers) < tables.num_stages or not tables.legal[list(set(tables.layers))].any(axis=1).all():
         return None
-    low, high = 0, max(memory.least_bytes(0, len(tables.layers)) for memory in memories)
+    low = _next_room(memories, too_small - tables.overhead_bytes) if too_small > tables.overhead_bytes else 0
+    high = max(memory.least_bytes(0, len(tables.layers)) for memory in memories)
     while low < high:
         middle = (low + high) // 2
         boundaries = furthest_boundaries(memories, middle)
@@ -155,10 +158,12 @@ def _next_room(memories: Sequence[StageMemory], room_bytes: int) -> int:
     return nearest
 
 
-def nearest_miss(tables: CostTables, budget_bytes: int) -> NearestMiss | None:
-    """What the smallest feasible budget is and where it binds; None if no budget would do."""
-    memories = stage_memories(tables)
-    needed = least_budget(tables, memories)
+def nearest_miss(
+    tables: CostTables, budget_bytes: int, memories: Sequence[StageMemory] | None = None
+) -> NearestMiss | None:
+    """The smallest feasible budget and where it binds, for a budget that is too small; None if none would do."""
+    memories = memories or stage_memories(tables)
+    needed = least_budget(tables, memories, budget_bytes)
     if needed is None:
         return None
     boundaries = furthest_boundaries(memories, needed - tables.overhead_bytes)

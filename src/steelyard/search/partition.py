@@ -120,7 +120,7 @@ def assess(tables: CostTables, budget_bytes: int) -> Prospect | SettingResult:
     room = budget_bytes - tables.overhead_bytes
     fitting = furthest_boundaries(memories, room) if len(tables.layers) >= tables.num_stages else None
     if fitting is None:
-        miss = nearest_miss(tables, budget_bytes)
+        miss = nearest_miss(tables, budget_bytes, memories)
         return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     fallback = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
     setting = prepare(tables, room, memories)

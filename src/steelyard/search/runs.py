@@ -167,7 +167,7 @@ def runs_between(setting: Setting, boundaries: Sequence[int]) -> list[StageRuns]
 def _runs_of(setting: Setting, windows: Sequence[IntArray]) -> list[StageRuns]:
     stages = []
     for bounds, starts, ends in zip(setting.bounds, windows, windows[1:], strict=False):
-        bound_s = bounds.matrix(starts, ends)
+        bound_s = bounds.matrix((int(starts[0]), len(starts)), (int(ends[0]), len(ends)))
         stages.append(StageRuns(starts=starts, ends=ends, bound_s=bound_s, level_s=bound_s.copy(), found={}))
     return stages
 

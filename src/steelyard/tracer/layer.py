@@ -5,6 +5,7 @@ the layer again up to where its last tensor is saved for backward, which the run
 is bounded by the larger of that part of the forward pass and of the backward pass without remat.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.modules.build import build_one_block_model, build_rotary
-from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.batch import blank_samples, decoder_inputs
+from steelyard.modules.build import build_rotary
+from steelyard.modules.layers import (
+    BlockLayer,
+    ChainLayer,
+    Flow,
+    LayerContext,
+    SideInputBuilder,
+    as_flow,
+    build_layer,
+    tensors_of,
+)
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
@@ -71,6 +82,8 @@ class LayerSetting:
     precision: Precision
     mesh: DeviceMesh
     sp: bool
+    model: PreTrainedModel
+    """The whole model on the meta device, made ready by `steelyard.modules.build.prepare_model`; it is not changed."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,29 +98,40 @@ class LayerSetting:
 
 def observe(setting: LayerSetting, sizes: tuple[int, ...]) -> list[Observation]:
     """One observation of the layer per number of samples."""
-    with fake_layer(setting) as (model, layer):
-        return [_observe_size(setting, model, layer, samples) for samples in sizes]
+    with fake_layer(setting) as layer:
+        return [_observe_size(setting, layer, samples) for samples in sizes]
 
 
 @contextmanager
-def fake_layer(setting: LayerSetting) -> Iterator[tuple[PreTrainedModel, ChainLayer]]:
-    """A model and its layer on fake tensors, tensor-parallel as the setting says, to be run in the context."""
+def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
+    """The layer on fake tensors, tensor-parallel as the setting says, to be run in the context."""
+    layer = copy.deepcopy(build_layer(setting.model, setting.chain, setting.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
-        model = build_one_block_model(setting.chain, setting.dtype)
-        layer = build_layer(model, setting.chain, setting.layer, Remat.NONE)
+        _make_fake(layer, setting.dtype)
         if setting.mesh.size() > 1:
-            apply_tensor_parallel(layer, model, setting.chain, setting.role, setting.mesh, sp=setting.sp)
+            apply_tensor_parallel(layer, setting.model, setting.chain, setting.mesh, sp=setting.sp)
             if setting.role is LayerRole.HEAD:
                 stack.enter_context(loss_parallel())
-        yield model, layer
+        yield layer
 
 
-def _observe_size(setting: LayerSetting, model: PreTrainedModel, layer: ChainLayer, samples: int) -> Observation:
-    plain = run_layer(setting, model, layer, samples)
+def _make_fake(module: nn.Module, dtype: torch.dtype) -> None:
+    """Puts fake tensors on the CPU in the place of meta ones, parameters in ``dtype``, in place."""
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            kind = dtype if parameter.is_floating_point() else parameter.dtype
+            fake = torch.empty(parameter.shape, dtype=kind, device="cpu")
+            owner.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+
+
+def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int) -> Observation:
+    plain = run_layer(setting, layer, samples)
     recomputed = {Remat.FULL: _under_full(plain)}
     if setting.role is LayerRole.BLOCK:
         layer.remat = Remat.SELECTIVE
-        selective = run_layer(setting, model, layer, samples)
+        selective = run_layer(setting, layer, samples)
         layer.remat = Remat.NONE
         recomputed[Remat.SELECTIVE] = Recomputed(
             work=selective.backward.beyond(plain.backward),
@@ -158,15 +182,16 @@ class LayerRun:
     backward_peak_bytes: int
 
 
-def run_layer(setting: LayerSetting, model: PreTrainedModel, layer: ChainLayer, samples: int) -> LayerRun:
+def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int) -> LayerRun:
     """Runs a `fake_layer` once forward and backward."""
-    context, inputs = _inputs(setting, model, layer, samples)
+    context, flow = _inputs(setting, layer, samples)
+    inputs = tensors_of(flow)
     for parameter in layer.parameters():
         parameter.grad = None
     counter = OpCounter()
-    counter.ignore([*layer.parameters(), *_side_tensors(context)])
-    counter.watch([inputs])
-    input_ids = counter.storage_ids([inputs])
+    counter.ignore([*layer.parameters(), *layer.buffers(), *context.side.tensors()])
+    counter.watch(inputs)
+    input_ids = counter.storage_ids(inputs)
     needed, num_needed = OpCounts(), 0
 
     def save(tensor: Tensor) -> Tensor:
@@ -176,22 +201,22 @@ def run_layer(setting: LayerSetting, model: PreTrainedModel, layer: ChainLayer, 
 
     with counter:
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            output = layer(inputs, context)
+            outputs = tensors_of(layer(flow, context))
         forward, counter.counts = counter.counts, OpCounts()
         num_forward = len(counter.log)
-        output_ids = counter.storage_ids([output])
-        output_bytes = output.numel() * output.element_size()
-        gradient = torch.empty_like(output)
-        output.backward(gradient)
+        output_ids = counter.storage_ids(outputs)
+        output_bytes = sum(output.nbytes for output in outputs)
+        gradients_of_outputs = [torch.empty_like(output) for output in outputs]
+        torch.autograd.backward(outputs, gradients_of_outputs)
         gradients = counter.storage_ids(p.grad for p in layer.parameters() if p.grad is not None)
-    del output, gradient
+    del outputs, gradients_of_outputs
     history = live_bytes(counter.log, without=gradients)
     return LayerRun(
         forward=forward,
         needed=needed,
         backward=counter.counts,
-        input_bytes=inputs.numel() * inputs.element_size(),
-        label_bytes=context.labels_BS.nbytes if setting.role is LayerRole.HEAD else 0,
+        input_bytes=sum(each.nbytes for each in inputs),
+        label_bytes=context.labels_BS.nbytes if setting.role is LayerRole.HEAD and context.labels_BS is not None else 0,
         output_bytes=output_bytes,
         saved_bytes=live_bytes(counter.log[:num_forward], without=output_ids - input_ids)[-1],
         forward_peak_bytes=max(history[: num_forward + 1]),
@@ -200,25 +225,28 @@ def run_layer(setting: LayerSetting, model: PreTrainedModel, layer: ChainLayer, 
     )
 
 
-def _side_tensors(context: LayerContext) -> list[Tensor]:
-    side = context.side
-    return [side.position_ids, *side.position_embeddings, *(mask for mask in side.masks.values() if mask is not None)]
-
-
-def _inputs(
-    setting: LayerSetting, model: PreTrainedModel, layer: ChainLayer, samples: int
-) -> tuple[LayerContext, Tensor]:
-    chain, seq_len = setting.chain, setting.seq_len
+def _inputs(setting: LayerSetting, layer: ChainLayer, samples: int) -> tuple[LayerContext, Flow]:
+    """The context of a forward pass, and what flows into the layer."""
+    chain, seq_len, model = setting.chain, setting.seq_len, setting.model
     kinds = {layer.attention_type} if isinstance(layer, BlockLayer) else set()
-    side = SideInputBuilder(model, build_rotary(model, chain, torch.device("cpu")), kinds)
-    tokens = torch.zeros((samples, seq_len), dtype=torch.long)
+    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), kinds)
+    first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
-        side=side(seq_len, setting.dtype, torch.device("cpu")), labels_BS=tokens, num_tokens=samples * seq_len
+        side=side(seq_len, setting.dtype, torch.device("cpu")),
+        config=model.config,
+        labels_BS=labels,
+        num_targets=labels.numel(),
+        decoder_ids=decoder_inputs(labels, model.config) if labels.dim() > 1 else None,
     )
-    if setting.role is LayerRole.EMBEDDING:
-        return context, tokens
-    local_seq = seq_len // setting.mesh.size() if setting.sp else seq_len
-    return context, torch.empty((samples, local_seq, chain.hidden_size), dtype=setting.dtype, requires_grad=True)
+    if setting.layer == 0:
+        return context, first.to(setting.dtype) if first.is_floating_point() else first
+    sequence, width = chain.hidden_shape(setting.layer - 1, seq_len)
+    shape = (samples, sequence // setting.mesh.size() if setting.sp else sequence, width)
+    streams = (
+        torch.empty(shape, dtype=setting.dtype, requires_grad=True)
+        for _ in range(chain.kind_of(setting.layer - 1).num_streams)
+    )
+    return context, as_flow(tuple(streams))
 
 
 def _local_size(parameter: nn.Parameter) -> int:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import transformers
 
 from steelyard.errors import InvalidProfileError
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import LayerKind, ModelChain
+from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
 from steelyard.profiles.profile import (
@@ -50,19 +51,37 @@ def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: 
             expected="a process without one: tracing makes a fake group of its own",
             hint="plan before torch.distributed is initialised, or in another process",
         )
+    model = build_meta_model(chain)
+    prepare_model(model, chain)
     layers: list[LayerProfile] = []
     for tp in sorted(set(tp_degrees) | {1}):
         with fake_world(tp) as mesh:
-            for layer in (0, 1, chain.num_layers - 1):
-                kind = chain.kind_of(layer)
-                if any(size % tp for _, size in kind.tp_divides):
-                    continue
-                for sp in (False, True) if tp > 1 and seq_len % tp == 0 else (False,):
+            for kind in range(len(chain.kinds)):
+                for sp in _sp_choices(chain.kinds[kind], tp, seq_len):
                     setting = LayerSetting(
-                        chain=chain, layer=layer, seq_len=seq_len, precision=precision, mesh=mesh, sp=sp
+                        chain=chain,
+                        layer=_representative(chain, kind),
+                        seq_len=seq_len,
+                        precision=precision,
+                        mesh=mesh,
+                        sp=sp,
+                        model=model,
                     )
-                    layers.append(_layer_profile(kind.name, tp, sp, observe(setting, _SIZES)))
+                    layers.append(_layer_profile(chain.kinds[kind].name, tp, sp, observe(setting, _SIZES)))
     return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
+
+
+def _representative(chain: ModelChain, kind: int) -> int:
+    """The layer that is traced for a kind: its second one, since the first of a Swin stage has no shifted window."""
+    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == kind]
+    return places[min(1, len(places) - 1)]
+
+
+def _sp_choices(kind: LayerKind, tp: int, seq_len: int) -> tuple[bool, ...]:
+    """Whether sequence parallelism is off, or off and on, for a kind at a degree; empty where the degree is illegal."""
+    if tp > 1 and (kind.no_tp or any(size % tp for _, size in kind.tp_divides)):
+        return ()
+    return (False, True) if tp > 1 and seq_len % tp == 0 and not kind.no_sp else (False,)
 
 
 def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileIdentity:

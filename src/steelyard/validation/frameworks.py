@@ -1,7 +1,8 @@
 """What each framework that others published runs of does otherwise than this project's runtime.
 
 Every value says what the framework's code or paper says it does (kernels, states, what runs beside what); only
-nanotron's ``pipelined_collective_s`` was fitted, with the efficiencies, on its open rows. A framework that is not here is a reason to skip a row.
+nanotron's ``pipelined_collective_s`` was fitted, with the efficiencies, on its open rows. A framework that is not here
+is a reason to skip a row.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ from steelyard.validation.rows import PublishedRun
 from steelyard.validation.shapes import Kernels
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
-"""Half-precision parameters and gradients, fp32 master and moments (DeepSpeed fp16)."""
+"""Half-precision parameters and gradients, fp32 master and moments (DeepSpeed, fp16)."""
 MIXED_18 = StateBytes(parameters=2, gradients=4, optimizer=12, zero=0)
-"""As above with gradients accumulated in fp32 (Megatron-LM, nanotron)."""
+"""Gradients accumulated in fp32, those of a microbatch freed at once (Megatron-LM, nanotron)."""
+KEPT_18 = StateBytes(parameters=2, gradients=6, optimizer=12, zero=0)
+"""Gradients accumulated in fp32, those of a microbatch kept in buffers of their own (DeepSpeed's BF16Optimizer)."""
 FP8_LINEAR_SPEEDUP = 0.8
 """Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts."""
 
@@ -30,32 +33,55 @@ class Framework:
 
 _FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
 _MEGATRON_CLASSIC = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="fused softmax", dropout=True)
-_FSDP_EAGER = Kernels(norm=True, rotary=False, activation=False, loss=False, attention="flash")
+_FSDP_EAGER = Kernels(
+    norm=True, rotary=False, activation=False, loss=False, attention="flash", full="until last needed"
+)
+_MPT = replace(_FSDP_EAGER, full="block", loss=True, loss_bytes=(4, 2))
+"""flash-attn's cross entropy keeps the logits in half precision; FSDP1 with reentrant checkpoints."""
+_AA_SCALING = replace(_FSDP_EAGER, full="block", norm_bytes=20, loss_bytes=(18, 4), gathers_logits=True)
+"""The last stage gathers the logits and computes the loss in fp32; norms keep their input and result in fp32."""
+_NANOTRON_KERNELS = Kernels(
+    norm=True,
+    rotary=True,
+    activation=False,
+    loss=True,
+    attention="flash",
+    copies=12,
+    keeps_gathered=True,
+    loss_bytes=(16, 4),
+)
+"""Of each block's launches 12 are copies of q, k and v and sums of the mask. The loss makes two fp32 copies of the
+logits while those of the microbatch before are still alive (models/llama.py, tensor_parallel/functional.py, 2025)."""
 
-_DEEPSPEED = Execution(states=MIXED_16, reduce_bytes=2, overlaps_data=False, transfer="whole")
-_MEGATRON_LM = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False)
-_MEGATRON_CORE = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=True, hidden_tp=0.0)
-_NANOTRON = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False, pipelined_collective_s=340e-6)
+_DEEPSPEED = Execution(
+    states=MIXED_16, reserve=0.04, reduce_bytes=2, overlaps_data=False, transfer="whole", kept_transfers=2
+)
+_MEGATRON_LM = Execution(states=MIXED_18, reserve=0.04, accumulates_apart=True, overlaps_data=False)
+_MEGATRON_CORE = Execution(states=MIXED_18, reserve=0.04, accumulates_apart=True, overlaps_data=True, hidden_tp=0.0)
+_NANOTRON = Execution(
+    states=MIXED_18,
+    reserve=0.04,
+    accumulates_apart=True,
+    accumulates_late=True,
+    overlaps_data=False,
+    pipelined_collective_s=340e-6,
+)
 
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    ("aa-scaling", Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, states=MIXED_18, reduce_bytes=4))),
+    ("aa-scaling", Framework(kernels=_AA_SCALING, execution=replace(_DEEPSPEED, states=MIXED_16, reduce_bytes=4))),
     ("megatron-deepspeed", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
     ("deepspeed zero-3", Framework(kernels=_MEGATRON_CLASSIC, execution=Execution(reduce_bytes=2))),
     ("megatron-lm", Framework(kernels=_MEGATRON_CLASSIC, execution=_MEGATRON_LM)),
-    ("megatron-core", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
+    ("megatron-core", Framework(kernels=replace(_FUSED, dropout=True), execution=_MEGATRON_CORE)),
     ("megatron-bridge", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
     ("nemo automodel", Framework(kernels=_FUSED, execution=Execution())),
     ("nemo", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
     ("maxtext", Framework(kernels=_FUSED, execution=Execution(eager_launch=False))),
-    ("llm-foundry", Framework(kernels=_FSDP_EAGER, execution=Execution())),
+    ("llm-foundry", Framework(kernels=_MPT, execution=Execution())),
     ("torchtitan", Framework(kernels=_FSDP_EAGER, execution=Execution())),
     (
         "nanotron",
-        Framework(
-            kernels=Kernels(norm=True, rotary=True, activation=False, loss=True, attention="flash"),
-            execution=_NANOTRON,
-            balances_by_flop=True,
-        ),
+        Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True),
     ),
     ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
     ("internevo", Framework(kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True))),
@@ -108,7 +134,7 @@ def _execution(run: PublishedRun, execution: Execution) -> Execution:
     if "pure" in precision:
         execution = replace(execution, reduce_bytes=2)
     if "bf16optimizer" in precision:
-        execution = replace(execution, states=replace(MIXED_18, zero=zero), reduce_bytes=4, accumulates_apart=True)
+        execution = replace(execution, states=replace(KEPT_18, zero=zero), reduce_bytes=4, accumulates_apart=True)
     if "async tp" in overlap or "tp userbuffers" in overlap or "tp comm" in overlap:
         execution = replace(execution, hidden_tp=0.5)
     if run.text("framework") == "nanotron" and zero == 0:

@@ -8,6 +8,7 @@ devices in a node, the links, and the memory variant of a device that comes in s
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
@@ -65,7 +66,7 @@ def _case(run: PublishedRun) -> Case:
     if framework is None:
         raise _SkipError(f"framework not known: {run.text('framework') or 'none given'}")
     degrees = _degrees(run)
-    shape = _shape(run, degrees.tp)
+    shape = _shape(run, degrees)
     cluster = _cluster(run)
     chain = _chain(shape)
     strategy, framework = _strategy(run, framework, degrees)
@@ -135,11 +136,11 @@ def _degrees(run: PublishedRun) -> _Degrees:
     )
 
 
-def _shape(run: PublishedRun, tp: int) -> ModelShape:
+def _shape(run: PublishedRun, degrees: _Degrees) -> ModelShape:
     if run.text("mlp_type") not in _GATED:
         raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
     hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
-    multiple = _VOCAB_MULTIPLE * tp
+    multiple = _VOCAB_MULTIPLE * degrees.tp
     return ModelShape(
         num_layers=_needed(run, "layers"),
         hidden=hidden,
@@ -150,7 +151,7 @@ def _shape(run: PublishedRun, tp: int) -> ModelShape:
         gated=_GATED[run.text("mlp_type")],
         vocab=-(-vocab // multiple) * multiple,
         seq_len=_needed(run, "seq_len"),
-        tied=run.text("tied_emb") == "True",
+        tied="no" if run.text("tied_emb") != "True" else "on one rank" if degrees.pp == 1 else "across stages",
         rotary=run.text("pos_emb") in {"rope", ""} and _GATED[run.text("mlp_type")],
     )
 
@@ -166,7 +167,7 @@ def _chain(shape: ModelShape) -> ModelChain:
         "intermediate_size": shape.ffn,
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.seq_len,
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": shape.tied == "across stages",
     }
     return chain_from_config(config, name="published")
 
@@ -232,7 +233,7 @@ def _plan(
     bounds = _stage_bounds(shape, degrees.pp * degrees.chunks, by_flop=framework.balances_by_flop)
     edge = replace(strategy, remat=Remat.NONE)
     stages = []
-    for index, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (first, end) in enumerate(pairwise(bounds)):
         strategies = tuple(
             strategy if chain.kind_of(layer).role is LayerRole.BLOCK else edge for layer in range(first, end)
         )

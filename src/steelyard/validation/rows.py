@@ -90,12 +90,13 @@ class PublishedRun:
         return not self.cells["moe_experts"] and "fp8" not in precision and "fp4" not in precision
 
 
-_NEEDED = (
-    "id split job tier recommended status source_file layers hidden heads kv_heads head_dim ffn mlp_type vocab seq_len "
-    "tied_emb pos_emb moe_experts gpu gpu_mem_gb gpus gpus_per_node intra_link inter_link framework precision attention "
-    "compile dp_shard dp_replicate zero_stage tp sp pp vpp cp ep mbs gbs act_ckpt act_ckpt_detail schedule overlap "
-    "offload step_time_s peak_mem_gib peak_mem mem_unit flags notes"
-).split()
+_NEEDED_TEXT = """
+    id split job tier recommended status source_file layers hidden heads kv_heads head_dim ffn mlp_type vocab seq_len
+    tied_emb pos_emb moe_experts gpu gpu_mem_gb gpus gpus_per_node intra_link inter_link framework precision attention
+    compile dp_shard dp_replicate zero_stage tp sp pp vpp cp ep mbs gbs act_ckpt act_ckpt_detail schedule overlap
+    offload step_time_s peak_mem_gib peak_mem mem_unit mem_kind flags notes
+"""
+_NEEDED = tuple(_NEEDED_TEXT.split())
 
 
 def read_runs(path: Path) -> tuple[PublishedRun, ...]:

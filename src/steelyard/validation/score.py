@@ -1,11 +1,11 @@
 r"""How far predictions are from what was published: errors, verdicts on memory, and regret, per source and in all.
 
-| figure    | formula                                                          | over                                |
-|-----------|------------------------------------------------------------------|-------------------------------------|
-| error     | predicted / measured − 1                                          | runs with the measurement           |
-| bias      | median error                                                     | runs of a source                    |
-| regret    | time of the plan that is ranked first / fastest measured time − 1 | jobs with five measured plans or more |
-| scaled    | the same after one factor per source, framework and device: the median of measured / predicted | runs |
+| figure | formula                                                            | over                              |
+|--------|--------------------------------------------------------------------|-----------------------------------|
+| error  | predicted / measured − 1                                           | runs with the measurement         |
+| bias   | median error                                                       | runs of a source                  |
+| regret | time of the plan that is ranked first / fastest measured time − 1  | jobs of five measured plans or more |
+| scaled | error after one factor per source, framework and device: the median of measured / predicted | runs     |
 
 A job's plans differ in nothing but the plan, so a factor per device and framework cannot change the regret by much: it
 is scored with both all the same. In the summary every source weighs the same, whatever its number of runs.

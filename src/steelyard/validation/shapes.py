@@ -46,7 +46,8 @@ class ModelShape:
     gated: bool
     vocab: int
     seq_len: int
-    tied: bool
+    tied: Literal["no", "on one rank", "across stages"]
+    """Whether the head works on the matrix of the embedding; on one rank it has none of its own then."""
     rotary: bool
     attention_window: int | None = None
 
@@ -57,6 +58,13 @@ class Kernels:
 
     ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: what selective
     remat computes again: the core of attention (Megatron), or all but attention and every second matmul (torchtitan).
+    ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
+    pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
+    ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
+    ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
+    what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
+    and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
+    ``gathers_logits``.
     """
 
     norm: bool
@@ -66,6 +74,12 @@ class Kernels:
     attention: Literal["flash", "fused softmax", "eager"]
     dropout: bool = False
     selective: Literal["attention core", "half of the matmuls"] = "attention core"
+    full: Literal["block", "until last needed"] = "block"
+    norm_bytes: int = 14
+    copies: int = 0
+    keeps_gathered: bool = False
+    loss_bytes: tuple[int, int] = (12, 4)
+    gathers_logits: bool = False
 
 
 def layer_profiles(shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool) -> tuple[LayerProfile, ...]:
@@ -169,7 +183,7 @@ class _Local:
 
     def _num_kernels(self) -> int:
         kernels = self.kernels
-        count = 9 + (2 if kernels.norm else 12) + (3 if kernels.dropout else 0)
+        count = 9 + kernels.copies + (2 if kernels.norm else 12) + (3 if kernels.dropout else 0)
         count += 2 if kernels.activation else 3
         if self.shape.rotary:
             count += 2 if kernels.rotary else 12
@@ -218,6 +232,23 @@ class _Local:
             num_kernels=5,
         )
 
+    def _fully_again(self, kind: str, forward: Work) -> Work:
+        """What the backward pass runs again of the forward pass under full remat."""
+        if kind != "block" or self.kernels.full == "block":
+            return forward
+        inputs, outputs = self._linears()[-1]
+        operands = HALF * self.tokens * (inputs + outputs)
+        return forward.model_copy(
+            update={
+                "matmul_flop": Affine(per_sample=forward.matmul_flop.per_sample - 2 * self.tokens * inputs * outputs),
+                "matmul_bytes": Affine(
+                    constant=forward.matmul_bytes.constant - HALF * inputs * outputs,
+                    per_sample=forward.matmul_bytes.per_sample - operands,
+                ),
+                "num_kernels": forward.num_kernels - 1,
+            }
+        )
+
     def _selectively_saved_per_token(self) -> float:
         h = self.shape.hidden
         if self.kernels.selective == "half of the matmuls":
@@ -233,13 +264,11 @@ class _Local:
 
     def _saved_per_token(self) -> float:
         h, kernels = self.shape.hidden, self.kernels
-        if kernels.norm:
-            outer = self.sigma * h * (8 + (2 if kernels.dropout else 0))
-        else:
-            outer = h * (14 * self.sigma + 4)
+        gathered = 4 * h if not kernels.norm or kernels.keeps_gathered else 4 * self.sigma * h
+        entering = self.sigma * h * ((4 if kernels.norm else kernels.norm_bytes) + (2 if kernels.dropout else 0))
         attention = 4 * self.q + 4 * self.k + self._scores_saved_per_token()
         gated = 6 if kernels.activation else 8
-        return outer + attention + self.f * (gated if self.shape.gated else 4)
+        return gathered + entering + attention + self.f * (gated if self.shape.gated else 4)
 
     def _score_transient(self) -> float:
         return 0.0 if self.kernels.attention == "flash" else 8 * self.heads * self.tokens
@@ -268,18 +297,17 @@ class _Local:
             num_kernels=37 if divided else 22,
         )
         kept = 4 if self.kernels.norm else 10
+        entries = self.shape.vocab if self.kernels.gathers_logits else self.vocab
+        peak_bytes, saved_bytes = (self.tokens * each * entries for each in self.kernels.loss_bytes)
         return self._profile(
             "head",
-            num_params=weights + h,
+            num_params=h if self.shape.tied == "on one rank" else weights + h,
             forward=forward,
             backward=backward,
             calls=1,
-            saved=self.tokens * (kept * self.sigma * h + 4 * self.vocab),
+            saved=self.tokens * kept * self.sigma * h + saved_bytes,
             input_bytes=self.hidden_bytes * self.sigma,
-            transient=(
-                self.tokens * (8 if divided else 4) * self.vocab,
-                self.tokens * (12 if divided and not self.kernels.loss else 8) * self.vocab,
-            ),
+            transient=(peak_bytes - saved_bytes, peak_bytes - saved_bytes),
         )
 
     def embedding(self) -> LayerProfile:
@@ -347,7 +375,7 @@ class _Local:
         input_bytes: float,
         transient: tuple[float, float],
     ) -> tuple[Recomputation, ...]:
-        choices = [("full", forward, collectives, input_bytes)]
+        choices = [("full", self._fully_again(kind, forward), collectives, input_bytes)]
         if kind == "block":
             kept = self.tokens * self._selectively_saved_per_token()
             choices.append(("selective", self._selective_work(forward), (), kept))

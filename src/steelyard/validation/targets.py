@@ -47,16 +47,22 @@ def summarise(
     """Every target with what was reached: ``timed`` are scores of recommended runs, ``held`` of all dense ones."""
     verdicts = [score.verdicts for score in held]
     return (
-        _most("time, zero-shot: median |error|", 0.12, _mean(timed, lambda s: s.zero_shot and s.zero_shot.median_abs)),
-        _most("time, zero-shot: |bias|", 0.04, _size(_mean(timed, lambda s: s.zero_shot and s.zero_shot.bias))),
-        _most("time, scaled: median |error|", 0.07, _mean(timed, lambda s: s.scaled and s.scaled.median_abs)),
-        _most("time, scaled: 90th percentile", 0.20, _mean(timed, lambda s: s.scaled and s.scaled.p90_abs)),
-        _most("memory: too low by over 2 %", 0.02, _mean(timed, lambda s: s.memory and s.memory.too_low)),
-        _most("memory: median over-prediction", 0.10, _mean(timed, lambda s: s.memory and s.memory.over)),
+        _most(
+            "time, zero-shot: median |error|",
+            0.12,
+            _mean(timed, lambda s: s.zero_shot.median_abs if s.zero_shot else None),
+        ),
+        _most(
+            "time, zero-shot: |bias|", 0.04, _size(_mean(timed, lambda s: s.zero_shot.bias if s.zero_shot else None))
+        ),
+        _most("time, scaled: median |error|", 0.07, _mean(timed, lambda s: s.scaled.median_abs if s.scaled else None)),
+        _most("time, scaled: 90th percentile", 0.20, _mean(timed, lambda s: s.scaled.p90_abs if s.scaled else None)),
+        _most("memory: too low by over 2 %", 0.02, _mean(timed, lambda s: s.memory.too_low if s.memory else None)),
+        _most("memory: median over-prediction", 0.10, _mean(timed, lambda s: s.memory.over if s.memory else None)),
         _most("out of memory, called fitting", 0.03, _part([(v.false_fits, v.num_oom) for v in verdicts])),
         _most("ran, called not fitting", 0.05, _part([(v.false_misfits, v.num_ran) for v in verdicts])),
-        _most("regret, zero-shot: mean", 0.04, _mean(timed, lambda s: s.regret and s.regret.mean)),
-        _most("regret, zero-shot: 90th percentile", 0.12, _mean(timed, lambda s: s.regret and s.regret.p90)),
+        _most("regret, zero-shot: mean", 0.04, _mean(timed, lambda s: s.regret.mean if s.regret else None)),
+        _most("regret, zero-shot: 90th percentile", 0.12, _mean(timed, lambda s: s.regret.p90 if s.regret else None)),
         TargetLine(name="tier A dense runs predicted", bound=0.85, at_most=False, reached=_predicted_part(outcomes)),
     )
 

@@ -1,0 +1,193 @@
+"""``steelyard export``: a plan in another framework's configuration, or in files that start it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.progress import progress
+from steelyard.errors import InvalidClusterError, UserError
+from steelyard.export import TARGETS, Export, Request, Target, describe_uniform, export_plan, target_of
+from steelyard.hardware import Cluster, parse_cluster
+from steelyard.plan.file import read_plan
+from steelyard.plan.means import Means, beyond
+from steelyard.plan.plan import Plan
+from steelyard.planning import FittedPlan, job_of, plan_within
+from steelyard.units import format_seconds
+
+SAME = 5e-4
+"""Step times that differ by less than this fraction are called the same."""
+
+
+def export(
+    path: Annotated[Path | None, typer.Argument(help="A plan file.", metavar="PLAN", show_default=False)] = None,
+    to: Annotated[str, typer.Option("--to", help="The framework or launcher; list shows them all.")] = "list",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file, or a folder for all files; default: print the first.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="The plan's cluster, where its name is not known here.")
+    ] = None,
+    memory: Memory = None,
+    profile: ProfileOption = None,
+    image: Annotated[str | None, typer.Option("--image", help="Container image, for kubeflow.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a plan for another framework: the best it can express, with what could not be carried over."""
+    if to == "list":
+        _print_targets(as_json)
+        return
+    target = target_of(to)
+    if path is None:
+        raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
+    plan = read_plan(path)
+    with progress(f"fitting the plan into {target.name}", silent=as_json):
+        fitted = _fitted(plan, target, cluster=cluster, memory=memory, profile=profile)
+    headline = _headline(fitted, target)
+    request = Request(
+        plan=fitted.plan,
+        headline=headline,
+        beyond=fitted.reasons,
+        cluster=_known_cluster(cluster or plan.cluster, required=cluster is not None),
+        image=image,
+    )
+    exported = export_plan(target, request)
+    written = _write(exported, output) if output is not None else ()
+    if as_json:
+        print_json(_content(exported, fitted, target, headline, written))
+        return
+    if output is None:
+        print(exported.files[0][1], end="")
+    _print_statement(exported, headline, written, on_error=output is None)
+
+
+def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | None, profile: str | None) -> FittedPlan:
+    """The best plan within the target's means; the plan itself, unpriced, where it is within them."""
+    if not beyond(plan, target.means):
+        return FittedPlan(plan=plan, reasons=(), wanted_step_s=None)
+    if plan.prediction is not None and plan.prediction.profile.get("method") == "measured" and profile is None:
+        raise UserError(
+            field="--profile",
+            found=f"nothing, for a plan made from a measured profile that {target.name} cannot express as it is",
+            expected="that profile, with which the best plan within its means is searched",
+            hint="add --profile profile.json, or --to pytorch, which runs any plan",
+        )
+    budget = plan.prediction.budget_bytes if plan.prediction and memory is None and cluster is None else memory
+    job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+    return plan_within(plan, job, target.means, framework=target.name)
+
+
+def _headline(fitted: FittedPlan, target: Target) -> str:
+    """The exported plan in a line: ``uniform fsdp8 in torchtitan: 1.43 s/step, 6.0 % slower than the plan``."""
+    if target.means.mixes_layers:
+        return f"the plan as it is in {target.name}{_predicted(fitted.plan)}"
+    what = f"{describe_uniform(fitted.plan)} in {target.name}{_predicted(fitted.plan)}"
+    slowdown = fitted.slowdown
+    if not fitted.reasons:
+        return f"{what}, which is the plan itself"
+    if slowdown is None or abs(slowdown) < SAME:
+        return f"{what}, as fast as the plan"
+    return f"{what}, {abs(slowdown):.1%} {'slower' if slowdown > 0 else 'faster'} than the plan"
+
+
+def _predicted(plan: Plan) -> str:
+    return f": {format_seconds(plan.prediction.step_time_s)}/step" if plan.prediction else ""
+
+
+def _known_cluster(name: str, *, required: bool) -> Cluster | None:
+    """The cluster of a name, or None where it is not known and nobody asked for it."""
+    try:
+        return parse_cluster(name)
+    except InvalidClusterError:
+        if required:
+            raise
+        return None
+
+
+def _write(exported: Export, output: Path) -> tuple[Path, ...]:
+    """Writes all files into a folder, or the one that a file name asks for, and returns the paths."""
+    try:
+        if output.is_dir() or not output.suffix:
+            output.mkdir(parents=True, exist_ok=True)
+            chosen = {output / name: content for name, content in exported.files}
+        else:
+            alike = [content for name, content in exported.files if Path(name).suffix == output.suffix]
+            if not alike:
+                raise UserError(
+                    field="--output",
+                    found=str(output),
+                    expected="a folder, or a file that ends in "
+                    + " or ".join(Path(name).suffix for name, _ in exported.files),
+                    hint=f"write for example -o {exported.files[0][0]}",
+                )
+            chosen = {output: alike[0]}
+        for file, content in chosen.items():
+            file.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            field="--output",
+            found=f"{output}: {error.strerror}",
+            expected="a path that can be written",
+            hint="check the path",
+        ) from error
+    return tuple(chosen)
+
+
+def _print_statement(exported: Export, headline: str, written: tuple[Path, ...], *, on_error: bool) -> None:
+    console = Console(stderr=on_error, highlight=False, soft_wrap=True)
+    console.print(headline)
+    for line in exported.left_out:
+        console.print(f"  not carried over: {line}", style="dim", markup=False)
+    for file in written:
+        console.print(f"written to {file}", markup=False)
+
+
+def _content(
+    exported: Export, fitted: FittedPlan, target: Target, headline: str, written: tuple[Path, ...]
+) -> dict[str, Any]:
+    prediction = fitted.plan.prediction
+    return {
+        "target": target.name,
+        "software": target.software,
+        "headline": headline,
+        "carried": exported.carried,
+        "left_out": exported.left_out,
+        "step_time_s": prediction.step_time_s if prediction else None,
+        "slowdown": fitted.slowdown,
+        "plan": fitted.plan.model_dump(mode="json", exclude_none=True),
+        "written": [str(file) for file in written],
+        "files": dict(exported.files),
+    }
+
+
+def _print_targets(as_json: bool) -> None:
+    if as_json:
+        print_json(
+            [
+                {
+                    "target": target.name,
+                    "software": target.software,
+                    "summary": target.summary,
+                    "means": _means_content(target.means),
+                }
+                for target in TARGETS.values()
+            ]
+        )
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for target in TARGETS.values():
+        means = _means_content(target.means)
+        console.print(f"[bold]{target.name}[/bold]  {target.software}")
+        console.print(f"  strategies: {means['strategies']}; remat: {means['remat']}; pipeline: {means['pipeline']}")
+        console.print(f"  writes {target.summary}", style="dim")
+
+
+def _means_content(means: Means) -> dict[str, str]:
+    if means.mixes_layers:
+        return {"strategies": "one per layer", "remat": "one per layer", "pipeline": "any"}
+    kinds = sorted("+".join(sorted(each)) for each in means.kinds if each)
+    remats = [str(remat) for remat in sorted(means.remats)] + ["first n blocks"] * means.remats_first_blocks
+    pipeline = "none" if means.pipeline == "none" else f"{means.pipeline}; " + ", ".join(sorted(means.schedules))
+    return {"strategies": "one of " + ", ".join(kinds), "remat": ", ".join(remats), "pipeline": pipeline}

@@ -1,0 +1,136 @@
+"""``steelyard report``: a plan as one page for the browser, with what a run measured beside it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.progress import progress
+from steelyard.cost.predict import predict
+from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
+from steelyard.plan.choices import Explanation, PlanStudy
+from steelyard.plan.file import parse_file, read_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning import job_of, study_plan, with_price
+from steelyard.profiles.record import RunRecord
+from steelyard.report.html import ReportContents, report_page
+from steelyard.units import format_bytes
+
+TIME_LIMIT_S = 1.0
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page (.html).")],
+    run: Annotated[
+        Path | None, typer.Option("--run", help="A run record of `steelyard train`: measured beside predicted.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Price it for another cluster than the plan names.")
+    ] = None,
+    memory: Memory = None,
+    profile: ProfileOption = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", help="Seconds to search the frontier and the rivals; 0: not at all.", min=0)
+    ] = TIME_LIMIT_S,
+    all_settings: Annotated[
+        bool, typer.Option("--all-settings", help="Search them in all pipeline settings, not only in that of the plan.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one offline page: the decision, where time and memory go, the schedule, the frontier, why others lost."""
+    plan = read_plan(path)
+    record = None if run is None else read_record(run, plan, path)
+    with progress("counting the model's layers", silent=as_json) as show:
+        reason = None if cluster or profile or plan.prediction is None else _why_only_the_file(plan)
+        if reason is not None:
+            nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
+            found = ReportContents(plan=plan, plan_file=path.name, study=nothing, record=record, notes=(reason,))
+        else:
+            budget = plan.prediction.budget_bytes if plan.prediction and memory is None and not cluster else memory
+            job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+            study = study_plan(plan, job, time_limit_s=time_limit, everywhere=all_settings, progress=show)
+            show("writing the page")
+            if plan.prediction is None or cluster or memory or profile:
+                plan = with_price(plan, job)
+            found = ReportContents(
+                plan=plan,
+                plan_file=path.name,
+                job=job,
+                timeline=predict(plan, job).timeline,
+                study=study,
+                record=record,
+            )
+        text = report_page(found)
+    _write(output, text)
+    if as_json:
+        print_json(_as_json(found))
+    else:
+        print(f"written to {output} ({format_bytes(len(text.encode()))})")
+
+
+def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:
+    """The run record in a file; raises `UserError` for one that is no record, or of another model or plan."""
+    record = parse_file(path, RunRecord, UserError, what="record")
+    chain = plan.chain()
+    wanted: list[tuple[str, object, object]] = [
+        ("config_hash", record.config_hash, chain.config_hash),
+        ("num_devices", record.num_devices, plan.num_devices),
+        ("strategies", record.strategies, tuple(str(strategy) for strategy in plan.strategies)),
+    ]
+    for field, found, expected in wanted:
+        if found != expected:
+            raise UserError(
+                field=f"--run: {field}",
+                found=_short(found),
+                expected=f"{_short(expected)}, as in {plan_path}",
+                hint=f"give the record of a run of {plan_path}",
+            )
+    return record
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(dict.fromkeys(map(str, value))) + f" ({len(value)} layers)"
+    return str(value)
+
+
+def _why_only_the_file(plan: Plan) -> str | None:
+    """Why the page shows only what the plan file holds; None where costs can be found again."""
+    if plan.prediction is not None and plan.prediction.profile.get("method") == "measured":
+        return (
+            "The plan was made from a measured profile. The schedule, the frontier and the rivals need that profile: "
+            "add --profile profile.json."
+        )
+    try:
+        job_of(plan)
+    except (InvalidClusterError, InvalidProfileError) as error:
+        return (
+            f"The schedule, the frontier and the rivals are left out, since {plan.cluster!r} is not known here "
+            f"({error.found}): add --cluster with the file or name of the cluster."
+        )
+    return None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            field="--output",
+            found=f"{path}: {error.strerror}",
+            expected="a path that can be written",
+            hint="check the path",
+        ) from error
+
+
+def _as_json(found: ReportContents) -> dict[str, Any]:
+    timeline = found.timeline
+    return {
+        "plan": found.plan.model_dump(mode="json", exclude_none=True),
+        "study": found.study.model_dump(mode="json", exclude_none=True),
+        "bubble_share": None if timeline is None else timeline.bubble_share(),
+        "record": None if found.record is None else found.record.model_dump(mode="json", exclude_none=True),
+        "notes": list(found.notes),
+    }

@@ -1,0 +1,50 @@
+"""A plan in other frameworks' own configuration, each file opening with what was carried over and what was not.
+
+| module         | targets                                                                    |
+|----------------|----------------------------------------------------------------------------|
+| `target`       | what a target is; the statement that every file opens with                 |
+| `uniform`      | a plan of one strategy in the words that frameworks share                  |
+| `torchtitan`   | torchtitan                                                                 |
+| `megatron`     | megatron                                                                   |
+| `hugging_face` | accelerate, transformers                                                   |
+| `deepspeed`    | deepspeed                                                                  |
+| `pytorch`      | pytorch: a script of stock calls that runs any plan                        |
+| `launch`       | torchrun, slurm, kubeflow                                                  |
+
+What a target can express is data (`steelyard.plan.means`); finding the best plan within it is the planner's work.
+"""
+
+from steelyard.errors import UserError, nearest
+from steelyard.export import deepspeed, hugging_face, launch, megatron, pytorch, torchtitan
+from steelyard.export.target import Export, Request, Target, export_plan
+from steelyard.export.uniform import describe_uniform
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        torchtitan.TARGET,
+        megatron.TARGET,
+        hugging_face.ACCELERATE,
+        hugging_face.TRANSFORMERS,
+        deepspeed.TARGET,
+        pytorch.TARGET,
+        launch.TORCHRUN,
+        launch.SLURM,
+        launch.KUBEFLOW,
+    )
+}
+
+
+def target_of(name: str) -> Target:
+    """The target of a name; raises `UserError` for one that is not known."""
+    if name not in TARGETS:
+        raise UserError(
+            field="--to",
+            found=repr(name),
+            expected="one of " + ", ".join(TARGETS) + ", or list",
+            hint=nearest(name, TARGETS),
+        )
+    return TARGETS[name]
+
+
+__all__ = ["TARGETS", "Export", "Request", "Target", "describe_uniform", "export_plan", "target_of"]

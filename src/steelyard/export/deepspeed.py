@@ -1,0 +1,81 @@
+"""A plan as DeepSpeed's JSON: ZeRO stage, AutoTP, batch sizes, precision, activation checkpointing.
+
+Names are those of DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``,
+``runtime/tensor_parallel/config.py``, ``runtime/activation_checkpointing/config.py``). DeepSpeed's pipelines want the
+model written as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model.
+"""
+
+import json
+from typing import Any
+
+from steelyard.export.target import Draft, Request, Target
+from steelyard.export.uniform import UniformPlan
+from steelyard.plan.means import Means, kinds_of
+from steelyard.plan.strategy import Remat
+
+MEANS = Means(
+    mixes_layers=False,
+    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+    zero_stages=frozenset({2, 3}),
+    zero_stages_with_tp=frozenset({2, 3}),
+    sp=frozenset({False}),
+    remats=frozenset({Remat.NONE, Remat.FULL}),
+)
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    left_out = ["optimizer, data and first weights: those of the training script"]
+    if view.fsdp > 1 and view.zero == 2:
+        left_out.append(
+            "where ZeRO-2 keeps parameters: DeepSpeed replicates them in compute precision all the time, FSDP2 gathers "
+            "them once a microbatch"
+        )
+    if view.tp > 1:
+        left_out.append("which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan")
+    usage = ["deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"]
+    if view.remat is Remat.FULL:
+        usage.insert(0, "model.gradient_checkpointing_enable() in the script: the JSON alone recomputes nothing")
+    return Draft(
+        files=(("ds_config.json", json.dumps(_content(view))),),
+        carried=view.carried,
+        left_out=tuple(left_out),
+        usage=tuple(usage),
+    )
+
+
+def _content(view: UniformPlan) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "train_batch_size": view.global_batch,
+        "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
+        "gradient_accumulation_steps": view.num_microbatches,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": view.precision == "bf16"},
+        "zero_optimization": _zero(view),
+    }
+    if view.tp > 1:
+        content["tensor_parallel"] = {"autotp_size": view.tp}
+    if view.remat is Remat.FULL:
+        content["activation_checkpointing"] = {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+        }
+    return content
+
+
+def _zero(view: UniformPlan) -> dict[str, Any]:
+    stage = view.zero if view.fsdp > 1 else 0
+    if stage == 0:
+        return {"stage": 0}
+    common = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+    return common | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {})
+
+
+TARGET = Target(
+    name="deepspeed",
+    software="DeepSpeed 0.19.8",
+    summary="ds_config.json: ZeRO stage, AutoTP, batch sizes, activation checkpointing",
+    means=MEANS,
+    write=_write,
+)

@@ -1,0 +1,245 @@
+"""Files that start a training run of a plan: a torchrun script, a Slurm batch script, a Kubeflow PyTorchJob.
+
+They run the plan as it is, with `steelyard.train` on every process. Sources: ``torchrun --help`` of torch 2.13; the
+sbatch manual; the PyTorchJob of Kubeflow's training operator v1 (``kubeflow.org/v1``), which sets MASTER_ADDR,
+MASTER_PORT and RANK (of the pod) in each container named ``pytorch``.
+"""
+
+from typing import Any
+
+import yaml
+
+from steelyard.errors import UserError
+from steelyard.export.target import Draft, Request, Target
+from steelyard.hardware import Cluster
+from steelyard.plan.file import dump_json
+from steelyard.plan.means import Means
+from steelyard.plan.plan import Plan
+from steelyard.units import format_plural
+
+MEANS = Means(mixes_layers=True)
+"""They start steelyard's own runtime, which runs every plan."""
+
+RENDEZVOUS_PORT = 29500
+_AMD_PREFIX = "mi"
+"""Names of AMD's accelerators in the catalogue begin so."""
+
+
+def _write_torchrun(request: Request) -> Draft:
+    cluster = _cluster(request, "torchrun")
+    several = cluster.num_nodes > 1
+    rendezvous = (
+        [
+            f"--nnodes {cluster.num_nodes}",
+            "--rdzv-backend c10d",
+            f'--rdzv-endpoint "${{RDZV_HOST:?set RDZV_HOST to the first host}}:${{RDZV_PORT:-{RENDEZVOUS_PORT}}}"',
+            '--rdzv-id "${RDZV_ID:-steelyard}"',
+        ]
+        if several
+        else ["--standalone"]
+    )
+    lines = [
+        "#!/bin/bash",
+        "set -euo pipefail",
+        'PLAN="${PLAN:-plan.json}"',
+        ': "${DATA:?set DATA to the training data}"',
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        "",
+        "exec torchrun \\",
+        *(f"    {option} \\" for option in rendezvous),
+        f"    --nproc-per-node {cluster.devices_per_node} \\",
+        '    -m steelyard.train "$PLAN" --data "$DATA" "$@"',
+    ]
+    where = "on every host, with the same RDZV_HOST" if several else "on the host"
+    return Draft(
+        files=(("train.sh", "\n".join(lines) + "\n"),),
+        carried=(_processes(request.plan, cluster), "every layer's strategy, stages, schedule and microbatches"),
+        left_out=("training options (--steps, --lr, --record, …): give them to the script",),
+        usage=(f"{where}: PLAN=plan.json DATA=PATH bash train.sh --steps 100",),
+    )
+
+
+def _write_slurm(request: Request) -> Draft:
+    cluster = _cluster(request, "slurm")
+    gpus = [] if cluster.device.needs_profile else [f"#SBATCH --gpus-per-node={cluster.devices_per_node}"]
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name=steelyard-{_dashed(request.plan.model.name)}",
+        f"#SBATCH --nodes={cluster.num_nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        *gpus,
+        "#SBATCH --exclusive",
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "set -euo pipefail",
+        'PLAN="${PLAN:-plan.json}"',
+        ': "${DATA:?set DATA to the training data}"',
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        'first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "",
+        "srun torchrun \\",
+        f"    --nnodes {cluster.num_nodes} --nproc-per-node {cluster.devices_per_node} \\",
+        f'    --rdzv-backend c10d --rdzv-endpoint "$first_host:{RENDEZVOUS_PORT}" --rdzv-id "$SLURM_JOB_ID" \\',
+        '    -m steelyard.train "$PLAN" --data "$DATA" "$@"',
+    ]
+    return Draft(
+        files=(("train.sbatch", "\n".join(lines) + "\n"),),
+        carried=(_processes(request.plan, cluster), "every layer's strategy, stages, schedule and microbatches"),
+        left_out=(
+            "partition, account and time limit: give them to sbatch",
+            "training options (--steps, --lr, --record, …): give them to the script",
+        ),
+        usage=("PLAN=plan.json DATA=PATH sbatch --partition NAME --time 8:00:00 train.sbatch --steps 100",),
+    )
+
+
+def _write_kubeflow(request: Request) -> Draft:
+    cluster = _cluster(request, "kubeflow")
+    if request.image is None:
+        raise UserError(
+            field="--image",
+            found="nothing",
+            expected="the container image that has steelyard and torch",
+            hint="write for example --image registry.example/steelyard:0.1",
+        )
+    name = f"steelyard-{_dashed(request.plan.model.name)}"
+    documents = [_config_map(request.plan, name), _job(cluster, name, request.image)]
+    return Draft(
+        files=(("pytorchjob.yaml", yaml.dump_all(documents, Dumper=_BlockTextDumper, sort_keys=False, width=120)),),
+        carried=(
+            _processes(request.plan, cluster),
+            "the plan itself, as a ConfigMap: every layer's strategy, stages, schedule and microbatches",
+        ),
+        left_out=(
+            "the data: a PersistentVolumeClaim named training-data must hold it, at most one file or folder named data",
+            "training options (--lr, --record, …): add them to the command",
+        ),
+        usage=("kubectl apply -f pytorchjob.yaml",),
+    )
+
+
+class _BlockTextDumper(yaml.SafeDumper):
+    """Writes text of several lines as a block, so that a plan stays readable."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_BlockTextDumper.add_representer(str, _text)
+
+
+def _config_map(plan: Plan, name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-plan"},
+        "data": {"plan.json": dump_json(_without_alternatives(plan)) + "\n"},
+    }
+
+
+def _without_alternatives(plan: Plan) -> Plan:
+    if plan.prediction is None:
+        return plan
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"alternatives": ()})})
+
+
+def _job(cluster: Cluster, name: str, image: str) -> dict[str, Any]:
+    command = (
+        f"exec torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.devices_per_node} "
+        '--node-rank "$RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" '
+        "-m steelyard.train /etc/steelyard/plan.json --data /data/data"
+    )
+    pod = {
+        "containers": [
+            {
+                "name": "pytorch",
+                "image": image,
+                "command": ["bash", "-c", command],
+                "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+                "resources": _resources(cluster),
+                "volumeMounts": [
+                    {"name": "plan", "mountPath": "/etc/steelyard", "readOnly": True},
+                    {"name": "data", "mountPath": "/data", "readOnly": True},
+                    {"name": "shared-memory", "mountPath": "/dev/shm"},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "plan", "configMap": {"name": f"{name}-plan"}},
+            {"name": "data", "persistentVolumeClaim": {"claimName": "training-data"}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+    def replicas(count: int) -> dict[str, Any]:
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+
+    specs = {"Master": replicas(1)}
+    if cluster.num_nodes > 1:
+        specs["Worker"] = replicas(cluster.num_nodes - 1)
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": name},
+        "spec": {"pytorchReplicaSpecs": specs},
+    }
+
+
+def _resources(cluster: Cluster) -> dict[str, Any]:
+    if cluster.device.needs_profile:
+        return {"requests": {"cpu": cluster.devices_per_node}}
+    vendor = "amd.com" if cluster.device.name.startswith(_AMD_PREFIX) else "nvidia.com"
+    return {"limits": {f"{vendor}/gpu": cluster.devices_per_node}}
+
+
+def _cluster(request: Request, target: str) -> Cluster:
+    """The hosts of the plan; raises `UserError` where they are not known or not as many devices as the plan has."""
+    cluster = request.cluster
+    if cluster is None:
+        raise UserError(
+            field="--cluster",
+            found=f"the plan's cluster {request.plan.cluster!r}, which is not known here",
+            expected=f"hosts and devices per host, which {target} starts processes by",
+            hint="give --cluster with its name or file",
+        )
+    if cluster.num_devices != request.plan.num_devices:
+        raise UserError(
+            field="--cluster",
+            found=f"{cluster.num_devices} devices",
+            expected=f"the {request.plan.num_devices} devices of the plan",
+            hint="give the cluster that the plan is for, or plan again",
+        )
+    return cluster
+
+
+def _processes(plan: Plan, cluster: Cluster) -> str:
+    hosts = format_plural(cluster.num_nodes, "host")
+    return f"processes: {plan.num_devices} on {hosts}, {cluster.devices_per_node} on each"
+
+
+def _dashed(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")
+
+
+TORCHRUN = Target(
+    name="torchrun",
+    software="torchrun of torch 2.13",
+    summary="train.sh: starts the plan on each host",
+    means=MEANS,
+    write=_write_torchrun,
+)
+SLURM = Target(
+    name="slurm",
+    software="Slurm's sbatch",
+    summary="train.sbatch: starts the plan on the nodes of a job",
+    means=MEANS,
+    write=_write_slurm,
+)
+KUBEFLOW = Target(
+    name="kubeflow",
+    software="Kubeflow's training operator v1 (PyTorchJob)",
+    summary="pytorchjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
+    means=MEANS,
+    write=_write_kubeflow,
+)

@@ -1,0 +1,194 @@
+"""A plan as Megatron-LM's arguments: a script that starts its ``pretrain_gpt.py``.
+
+Names are those of megatron-core 0.19.2 (``megatron/training/arguments.py`` and the config classes it is made from, and
+``core/transformer/pipeline_parallel_layer_layout.py`` for the layout: E the embedding, t a block, L the loss, | a cut).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from steelyard.errors import UserError
+from steelyard.export.target import Draft, Request, Target
+from steelyard.export.uniform import PipelinePart, UniformPlan
+from steelyard.model.chain import ModelChain
+from steelyard.plan.means import Means, kinds_of
+from steelyard.plan.strategy import Remat
+
+MEANS = Means(
+    mixes_layers=False,
+    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+    zero_stages=frozenset({2, 3}),
+    zero_stages_with_tp=frozenset({2, 3}),
+    sp=frozenset({False, True}),
+    remats=frozenset({Remat.NONE, Remat.FULL}),
+    remats_first_blocks=True,
+    pipeline="any cuts",
+    schedules=frozenset({"1f1b", "interleaved-1f1b"}),
+)
+
+Flags = list[str]
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    chain = request.plan.chain()
+    groups = {
+        "MODEL": _model_flags(chain, view),
+        "PARALLEL": _parallel_flags(view),
+        "REMAT": _remat_flags(view),
+        "BATCH": _batch_flags(view),
+    }
+    left_out = ["tokenizer, data, optimizer and first weights: give them as arguments of the script"]
+    if view.fsdp > 1:
+        left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
+    return Draft(
+        files=(("megatron.sh", _script(groups)),),
+        carried=view.carried,
+        left_out=tuple(left_out),
+        usage=(
+            "MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type HuggingFaceTokenizer "
+            "--tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4",
+            "set NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR where they are not one host with all its devices",
+        ),
+    )
+
+
+def _script(groups: Mapping[str, Flags]) -> str:
+    lines = ["#!/bin/bash", "set -euo pipefail", ': "${MEGATRON:?set MEGATRON to a checkout of Megatron-LM}"', ""]
+    for name, flags in groups.items():
+        lines += [f"{name}=(", *(f"    {flag}" for flag in flags), ")"]
+    arrays = " ".join(f'"${{{name}[@]}}"' for name in groups)
+    lines += [
+        "",
+        'torchrun --nproc-per-node "${NPROC_PER_NODE:-gpu}" --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \\',
+        '    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \\',
+        f'    "$MEGATRON/pretrain_gpt.py" {arrays} "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _parallel_flags(view: UniformPlan) -> Flags:
+    flags = [
+        f"--tensor-model-parallel-size {view.tp}",
+        f"--pipeline-model-parallel-size {view.num_stages}",
+        *(["--sequence-parallel"] if view.sp else []),
+    ]
+    if view.num_stages > 1:
+        flags.append(f"--pipeline-model-parallel-layout {layout(view.parts)!r}")
+    if view.fsdp > 1:
+        shards = "optim_grads_params" if view.zero == 3 else "optim_grads"
+        flags += [
+            "--use-megatron-fsdp",
+            f"--data-parallel-sharding-strategy {shards}",
+            "--use-distributed-optimizer",
+            "--ckpt-format fsdp_dtensor",
+            "--no-gradient-accumulation-fusion",
+            "--overlap-param-gather",
+        ]
+    if view.data_degree > 1:
+        flags.append("--overlap-grad-reduce")
+    return flags
+
+
+def layout(parts: tuple[PipelinePart, ...]) -> str:
+    """The stages, or their chunks, as ``--pipeline-model-parallel-layout`` writes them: ``Ettt|tttt|tttL``."""
+    return "|".join(
+        "E" * part.has_embedding
+        + (f"t*{len(part.blocks)}" if len(part.blocks) > 1 else "t" * len(part.blocks))
+        + "L" * part.has_head
+        for part in parts
+    )
+
+
+def _remat_flags(view: UniformPlan) -> Flags:
+    if view.remat is Remat.NONE:
+        return []
+    if view.remat_blocks is None:
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    return [
+        "--recompute-granularity full",
+        "--recompute-method block",
+        f"--recompute-num-layers {view.remat_blocks}",
+    ]
+
+
+def _batch_flags(view: UniformPlan) -> Flags:
+    return [
+        f"--micro-batch-size {view.microbatch_per_rank}",
+        f"--global-batch-size {view.global_batch}",
+        f"--seq-length {view.seq_len}",
+        *(["--bf16"] if view.precision == "bf16" else []),
+    ]
+
+
+def _model_flags(chain: ModelChain, view: UniformPlan) -> Flags:
+    config = chain.config
+    special = _FAMILIES.get(chain.family.model_type)
+    if special is None:
+        raise UserError(
+            field="--to",
+            found=f"megatron for {chain.name} ({chain.family.model_type})",
+            expected="a model of " + ", ".join(sorted(_FAMILIES)),
+            hint="export --to pytorch, which builds any of our decoder models with transformers",
+        )
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    flags = [
+        "--use-mcore-models",
+        f"--num-layers {chain.num_layers - 2}",
+        f"--hidden-size {chain.hidden_size}",
+        f"--num-attention-heads {heads}",
+        f"--ffn-hidden-size {config['intermediate_size']}",
+        f"--max-position-embeddings {max(chain.max_seq_len, view.seq_len)}",
+        "--position-embedding-type rope",
+        f"--rotary-base {_rotary(config, 'rope_theta', 10000):.0f}",
+    ]
+    if kv_heads != heads:
+        flags += ["--group-query-attention", f"--num-query-groups {kv_heads}"]
+    if config.get("head_dim"):
+        flags.append(f"--kv-channels {config['head_dim']}")
+    if not chain.tied_embeddings:
+        flags.append("--untie-embeddings-and-output-weights")
+    return flags + special(config)
+
+
+def _rotary(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A number of the rotary embedding: under ``rope_parameters`` or, in older configs, at the top."""
+    nested = config.get("rope_parameters") or {}
+    return float(nested.get(key) or config.get(key) or default)
+
+
+def _llama(config: Mapping[str, Any]) -> Flags:
+    epsilon = f"--norm-epsilon {config.get('rms_norm_eps', 1e-6):g}"
+    return ["--normalization RMSNorm", epsilon, "--swiglu", "--disable-bias-linear"]
+
+
+def _qwen2(config: Mapping[str, Any]) -> Flags:
+    return [*_llama(config), "--add-qkv-bias"]
+
+
+def _qwen3(config: Mapping[str, Any]) -> Flags:
+    return [*_llama(config), "--qk-layernorm"]
+
+
+def _gpt_neox(config: Mapping[str, Any]) -> Flags:
+    share = _rotary(config, "partial_rotary_factor", float(config.get("rotary_pct", 0.25)))
+    epsilon = f"--norm-epsilon {config.get('layer_norm_eps', 1e-5):g}"
+    return ["--normalization LayerNorm", epsilon, f"--rotary-percent {share:g}"]
+
+
+_FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Flags]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt_neox": _gpt_neox,
+}
+
+TARGET = Target(
+    name="megatron",
+    software="Megatron-LM (megatron-core 0.19.2)",
+    summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
+    means=MEANS,
+    write=_write,
+)

@@ -1,0 +1,100 @@
+"""What an export is: a target with its means, what it is given, and the files that come out, statement first."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.hardware import Cluster
+from steelyard.plan.means import Means
+from steelyard.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a target writes: a plan within its means, and what is known beside it."""
+
+    plan: Plan
+    headline: str
+    """The plan in a line, with what the restriction costs."""
+    beyond: tuple[str, ...]
+    """What of the plan that was wanted the target cannot express."""
+    cluster: Cluster | None = None
+    """Absent where the name in the plan is not known here."""
+    image: str | None = None
+    """Container image for targets that start containers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Files without their opening statement, and what the statement says."""
+
+    files: tuple[tuple[str, str], ...]
+    """Name and content, the main file first."""
+    carried: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    usage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """The files of a target, each opening with the statement, and the statement by itself."""
+
+    files: tuple[tuple[str, str], ...]
+    carried: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A framework or launcher that a plan can be exported to."""
+
+    name: str
+    software: str
+    """What reads the files, with the version whose names were used."""
+    summary: str
+    means: Means
+    write: Callable[[Request], Draft]
+
+
+def export_plan(target: Target, request: Request) -> Export:
+    """The files of a target for a plan within its means; raises `UserError` where the target lacks something else."""
+    draft = target.write(request)
+    left_out = (*request.beyond, *draft.left_out)
+    lines = statement(target, request, draft.carried, left_out, draft.usage)
+    return Export(
+        files=tuple((name, _opened(name, content, lines)) for name, content in draft.files),
+        carried=draft.carried,
+        left_out=left_out,
+    )
+
+
+def statement(
+    target: Target, request: Request, carried: Sequence[str], left_out: Sequence[str], usage: Sequence[str]
+) -> tuple[str, ...]:
+    """The lines that a file opens with: what it is, what was carried over, what could not be, and how it is used."""
+    plan = request.plan
+    return (
+        f"For {target.software}, written by steelyard export.",
+        f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
+        f"{plan.precision}, {plan.num_devices} devices.",
+        request.headline,
+        "Carried over:",
+        *(f"  {line}" for line in carried),
+        "Not carried over:" if left_out else "Not carried over: nothing of the plan is lost.",
+        *(f"  {line}" for line in left_out),
+        *(("How to use it:",) if usage else ()),
+        *(f"  {line}" for line in usage),
+    )
+
+
+def _opened(name: str, content: str, lines: Sequence[str]) -> str:
+    """The content behind the statement as a comment: behind a first line that starts a script, as a key in JSON."""
+    if name.endswith(".json"):
+        opened: dict[str, Any] = {"_comment": list(lines), **json.loads(content)}
+        return json.dumps(opened, indent=2, ensure_ascii=False) + "\n"
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    if content.startswith("#!"):
+        first, rest = content.split("\n", 1)
+        return f"{first}\n{comment}\n{rest}"
+    return f"{comment}\n{content}"

@@ -1,0 +1,199 @@
+"""What steelyard knows of a family of Hugging Face models: one `Family`, filled in one small file per family.
+
+A family says how a model of ``transformers`` splits into a chain of layers (`Family.layout`, from config.json alone),
+which modules each layer consists of (`Family.modules`), how a layer turns what flows in into what flows out
+(`Family.run`), and how its modules are divided under tensor parallelism (`Family.tp`).
+
+Nothing here imports torch, so that the planner can read a family. The functions of `Family.run` are called by the
+runtime and the tracer alone: they use modules and tensors through their methods, hence the types `Tensor` and `Layer`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from steelyard.errors import InvalidModelError
+
+Tensor = Any
+"""A torch tensor."""
+Layer = Any
+"""A layer of the chain: its modules are attributes, under the names that `Family.modules` gives them."""
+Context = Any
+"""What a forward pass carries beside the hidden state: `steelyard.modules.layers.LayerContext`."""
+_Entry = TypeVar("_Entry")
+Run = Callable[[Layer, Any, Context], Any]
+"""Maps what flows into a layer to what flows on: token ids or images, then hidden states, then logits."""
+
+
+class Task(StrEnum):
+    """What a model is trained for: which class of transformers it is, what a sample holds, and what the loss counts."""
+
+    CAUSAL_LM = "causal-lm"
+    MASKED_LM = "masked-lm"
+    SEQ2SEQ_LM = "seq2seq-lm"
+    IMAGE_CLASSIFICATION = "image-classification"
+
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that builds the model from its config."""
+        return _AUTO_CLASSES[self]
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether samples are token ids of a sequence length that the user may choose."""
+        return self is not Task.IMAGE_CLASSIFICATION
+
+
+_AUTO_CLASSES = {
+    Task.CAUSAL_LM: "AutoModelForCausalLM",
+    Task.MASKED_LM: "AutoModelForMaskedLM",
+    Task.SEQ2SEQ_LM: "AutoModelForSeq2SeqLM",
+    Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
+}
+"""Samples are what `steelyard.modules.batch` says."""
+
+
+class LayerRole(StrEnum):
+    """What a layer does in the chain, which decides how it is built and what flows in and out."""
+
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Layers of one kind are interchangeable: the same module, the same sizes, the same costs."""
+
+    name: str
+    role: LayerRole
+    tp_divides: tuple[tuple[str, int], ...] = ()
+    """Sizes that a tensor-parallel degree must divide, each with its name for messages."""
+    no_tp: str = ""
+    """Why the kind cannot be tensor-parallel; empty where it can."""
+    no_sp: str = ""
+    """Why the kind cannot be sequence-parallel; empty where it can."""
+    hidden: tuple[int, int] | None = None
+    """Sequence length and width of what flows out, where these are not those of the whole model."""
+    num_streams: int = 1
+    """Hidden states that flow out: two where an encoder's output goes along with the decoder's state."""
+    attention: str = "full_attention"
+    """Key of the mask and of the rotary embedding that a block reads: as in ``layer_types`` of a config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeight:
+    """A parameter that several layers hold: for each, its place in the chain and its path in the layer.
+
+    The first has the parameter's name in the unmodified model. Every layer keeps a copy, and copies share gradients.
+    """
+
+    copies: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a model of a family splits into a chain; see the fields of the same names of `ModelChain`."""
+
+    kinds: tuple[LayerKind, ...]
+    layers: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    max_seq_len: int
+    tied_embeddings: bool = False
+    shared: tuple[SharedWeight, ...] = ()
+    rotary_size: int = 0
+    image: tuple[int, int, int] | None = None
+
+
+class Sizes:
+    """Reads sizes from a config and remembers them by key; a missing or wrong one is one clear error."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.read: dict[str, int] = {}
+
+    def size(self, *keys: str, default: int | None = None) -> int:
+        """The whole number of 1 or more under the first of ``keys`` that is there.
+
+        ``default`` is what transformers takes where none is. Raises `InvalidModelError` naming the first key.
+        """
+        key = next((key for key in keys if self.config.get(key) is not None), None)
+        if key is None:
+            if default is None:
+                raise _wrong_size(keys[0], None)
+            return default
+        value = self.config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise _wrong_size(key, value)
+        self.read[key] = value
+        return value
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """The whole numbers of 1 or more under a key, one or several; raises `InvalidModelError`."""
+        value = self.config.get(key)
+        entries = value if isinstance(value, list | tuple) else (value,)
+        if not entries or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in entries):
+            raise _wrong_size(key, value)
+        return tuple(entries)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """A switch; null counts as not given, and ``default`` is what transformers takes then."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidModelError(field=key, found=repr(value), expected="true or false in config.json")
+        return default if value is None else value
+
+    def divisor(self, key: str, count: int, of: tuple[str, int]) -> int:
+        """``count`` again, which must divide another size; raises `InvalidModelError` naming ``key``."""
+        if of[1] % count:
+            raise InvalidModelError(
+                field=key,
+                found=str(count),
+                expected=f"a divisor of {of[0]} {of[1]}",
+                hint="use the complete config that the model was published with",
+            )
+        return count
+
+
+def _wrong_size(key: str, value: object) -> InvalidModelError:
+    return InvalidModelError(
+        field=key,
+        found="nothing" if value is None else repr(value),
+        expected="a whole number of 1 or more in config.json",
+        hint="use the complete config that the model was published with",
+    )
+
+
+def _nothing(_model: Any) -> None:
+    """Leaves the model as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models, all of one ``model_type`` of transformers."""
+
+    model_type: str
+    task: Task
+    layout: Callable[[Sizes], Layout]
+    """The chain of a config."""
+    modules: Callable[[Layout, int], Mapping[str, str]]
+    """For a layer of a chain, the path in the model of each of its modules, by the name that `run` and `tp` use."""
+    run: Mapping[str, Run]
+    """How a layer of each kind runs, by the kind's name or else its role; a head returns logits."""
+    tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """For each kind or role, the style of the modules that tensor parallelism divides, by their path in the layer; the
+    names of styles are those of `steelyard.modules.styles.STYLES`. The entry ``*`` is a prefix of paths in
+    ``base_model_tp_plan`` of the config: what stands there is added."""
+    rotary: str | None = None
+    """Path of the rotary embedding, whose result every block reads."""
+    rotary_by_attention: bool = False
+    """Whether the rotary embedding differs between kinds of attention."""
+    prepare: Callable[[Any], None] = _nothing
+    """Lets layers that read what another layer of the model makes of its own weights hold those weights themselves;
+    called on every model before it is taken apart, and twice does no harm."""
+
+    def of_kind(self, table: Mapping[str, _Entry], kind: LayerKind) -> _Entry | None:
+        """The entry of a kind in `run` or `tp`: under its name, else under its role."""
+        return table.get(kind.name, table.get(kind.role.value))

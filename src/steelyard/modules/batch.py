@@ -1,0 +1,55 @@
+"""What samples hold for each task: what the first layer reads, what the head compares with, and a decoder's inputs.
+
+| task                 | the first layer reads           | the head compares with                          |
+|----------------------|---------------------------------|-------------------------------------------------|
+| causal-lm            | token ids [N, S]                | the next token at every place [N, S]            |
+| masked-lm            | token ids [N, S], some hidden   | the hidden tokens [N, S], `IGNORED` elsewhere   |
+| seq2seq-lm           | the source's token ids [N, S]   | the target's token ids [N, S]                   |
+| image-classification | images [N, C, H, W]             | classes [N]                                     |
+
+The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
+on, with the config's ``decoder_start_token_id`` (else ``pad_token_id``) in front.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
+
+IGNORED = -100
+"""The label of a place that is no target."""
+
+
+def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig) -> Tensor:  # noqa: N803
+    """The token ids [B, S] that a decoder is given to predict ``labels_BS``."""
+    padding = config.pad_token_id if config.pad_token_id is not None else 0
+    start = getattr(config, "decoder_start_token_id", None)
+    shifted = torch.cat([torch.full_like(labels_BS[:, :1], padding if start is None else start), labels_BS[:, :-1]], 1)
+    return shifted.masked_fill(shifted == IGNORED, padding)
+
+
+def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of zeros of the right shapes: what is counted on fake tensors."""
+    if chain.family.task is Task.IMAGE_CLASSIFICATION:
+        assert chain.layout.image is not None
+        return torch.zeros((num_samples, *chain.layout.image)), torch.zeros(num_samples, dtype=torch.long)
+    tokens = torch.zeros((num_samples, seq_len), dtype=torch.long)
+    return tokens, torch.zeros_like(tokens)
+
+
+def random_samples(
+    chain: ModelChain, num_samples: int, seq_len: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random inputs and labels, on the CPU; of a masked language model about one place in seven is a target."""
+    if chain.family.task is Task.IMAGE_CLASSIFICATION:
+        assert chain.layout.image is not None
+        images = torch.randn((num_samples, *chain.layout.image), generator=generator)
+        return images, torch.randint(chain.vocab_size, (num_samples,), generator=generator)
+    inputs, labels = torch.randint(chain.vocab_size, (2, num_samples, seq_len), generator=generator)
+    if chain.family.task is Task.MASKED_LM:
+        is_target = torch.rand(labels.shape, generator=generator) < 1 / 7
+        is_target[:, 0] = True
+        labels = labels.masked_fill(~is_target, IGNORED)
+    return inputs, labels

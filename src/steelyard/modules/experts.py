@@ -1,0 +1,114 @@
+"""A mixture of experts whose shapes do not depend on how tokens are routed, so that it runs on fake tensors too.
+
+Every token takes k experts. The T·k pairs of token and expert are sorted by expert and multiplied group by group: the
+work is that of k experts per token, however many there are. It is an experts implementation of transformers like its
+own ``grouped_mm``, under the name `IMPLEMENTATION`.
+
+Where the experts are divided between ranks (``first_expert`` and ``num_all_experts`` are set), a rank computes the pairs
+of its own experts and leaves zeros for the others. How many pairs that is depends on the routing; counted on fake
+tensors it is the share of experts that the rank holds, which is the mean. Not modelled: ranks waiting for the one
+whose experts are in demand.
+
+Legend of shapes: T tokens, K pairs T·k, E experts of this rank, H hidden size, F width of an expert.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+IMPLEMENTATION = "steelyard"
+
+
+@torch.library.custom_op("steelyard::grouped_mm", mutates_args=())
+def grouped_mm(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
+    """Rows of ``inputs`` [K, A] times the matrix [A, B] of their group, of ``weights`` [E, A, B].
+
+    Group e ends before row ``ends[e]``; rows behind the last group come out as zeros. ``share`` is the part of the rows
+    that is expected to lie in a group: it changes nothing but what is counted.
+    """
+    output = inputs.new_zeros((inputs.size(0), weights.size(2)))
+    for group, (start, end) in enumerate(_ranges(ends)):
+        torch.mm(inputs[start:end], weights[group], out=output[start:end])
+    return output
+
+
+@grouped_mm.register_fake
+def _(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
+    return inputs.new_empty((inputs.size(0), weights.size(2)))
+
+
+@torch.library.custom_op("steelyard::grouped_mm_backward", mutates_args=())
+def grouped_mm_backward(
+    gradient: Tensor, inputs: Tensor, weights: Tensor, ends: Tensor, share: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the inputs and of the weights."""
+    of_inputs, of_weights = torch.zeros_like(inputs), torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    for group, (start, end) in enumerate(_ranges(ends)):
+        torch.mm(gradient[start:end], weights[group].T, out=of_inputs[start:end])
+        torch.mm(inputs[start:end].T, gradient[start:end], out=of_weights[group])
+    return of_inputs, of_weights
+
+
+@grouped_mm_backward.register_fake
+def _(gradient: Tensor, inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(inputs), torch.empty_like(weights, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.share = inputs[3]
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    return *grouped_mm_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.share), None, None
+
+
+grouped_mm.register_autograd(_differentiate, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.steelyard.grouped_mm, get_raw=True)
+def _forward_flop(inputs: Tensor, weights: Tensor, ends: Tensor, share: float, **_: Any) -> int:
+    return int(2 * inputs.size(0) * weights.size(1) * weights.size(2) * share)
+
+
+@register_flop_formula(torch.ops.steelyard.grouped_mm_backward, get_raw=True)
+def _backward_flop(gradient: Tensor, inputs: Tensor, weights: Tensor, ends: Tensor, share: float, **_: Any) -> int:
+    return 2 * _forward_flop(inputs, weights, ends, share)
+
+
+def _ranges(ends: Tensor) -> list[tuple[int, int]]:
+    bounds = [0, *ends.tolist()]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
+    if inputs.is_cuda and inputs.dtype == torch.bfloat16:
+        rows = torch.arange(inputs.size(0), device=inputs.device).unsqueeze(-1) < ends[-1]
+        return nn.functional.grouped_mm(inputs, weights, offs=ends).masked_fill(~rows, 0.0)
+    return grouped_mm(inputs, weights, ends, share)
+
+
+def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
+    """The weighted sum of each token's experts, [T, H]: of those that this rank holds."""
+    gate_up, down = self.gate_up_proj, self.down_proj
+    num_experts, first = gate_up.size(0), getattr(self, "first_expert", 0)
+    share = num_experts / getattr(self, "num_all_experts", num_experts)
+    expert_K = experts_Tk.reshape(-1) - first  # noqa: N806
+    expert_K = torch.where((expert_K >= 0) & (expert_K < num_experts), expert_K, num_experts)  # noqa: N806
+    sorted_K, order_K = torch.sort(expert_K, stable=True)  # noqa: N806
+    bounds = torch.arange(1, num_experts + 1, device=sorted_K.device)
+    ends = torch.searchsorted(sorted_K, bounds).to(torch.int32)
+    inputs_KH = hidden_TH[order_K // experts_Tk.size(1)]  # noqa: N806
+    gate_KF, up_KF = _product(inputs_KH, gate_up.transpose(1, 2), ends, share).chunk(2, dim=-1)  # noqa: N806
+    outputs_KH = _product(self.act_fn(gate_KF) * up_KF, down.transpose(1, 2), ends, share)  # noqa: N806
+    outputs_KH = outputs_KH * weights_Tk.reshape(-1)[order_K].unsqueeze(-1)  # noqa: N806
+    place_K = torch.empty_like(order_K)  # noqa: N806
+    place_K[order_K] = torch.arange(order_K.size(0), device=order_K.device)
+    summed_TH = outputs_KH[place_K].view(*experts_Tk.shape, -1).sum(dim=1)  # noqa: N806
+    return summed_TH.to(hidden_TH.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)

@@ -1,0 +1,217 @@
+"""How modules are divided between tensor-parallel ranks: the styles that families and configs call by name.
+
+PyTorch's own styles work where a module computes on DTensors. Those below are for modules that do not: what they do is
+computed on plain tensors of one rank (`on_local_parameters`), and placements are stated where tensors enter and leave.
+
+| name                             | what becomes of the module                                                       |
+|----------------------------------|----------------------------------------------------------------------------------|
+| ``colwise``, ``rowwise``         | PyTorch's: a matrix divided by its outputs, or by its inputs                     |
+| ``replicated_with_grad_allreduce`` | a norm of query and key heads, of which every rank has some                    |
+| ``sequence``                     | under sp, a norm that runs on this rank's part of the sequence                   |
+| ``gather``, ``gather:KEYWORD``   | its input, or the one of that name, is made whole                                |
+| ``gather:KEYWORD:0``             | both                                                                             |
+| ``vocabulary``                   | an embedding divided by tokens                                                   |
+| ``logits``                       | a projection divided by tokens, whose result stays divided                       |
+| ``conv_columns``, ``conv_rows``  | as colwise and rowwise, for matrices stored transposed (Conv1D)                  |
+| ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
+| ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; what follows is as for ``gather`` |
+| ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
+
+Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2; transformers ``integrations/tensor_parallel.py`` for
+the names in configs.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.nn.utils.stateless import _reparametrize_module
+
+_HEAD_DIM_OF_LOCAL_HEADS = 2
+"""Query and key norms see [B, S, heads, head_dim]: their samples differ per rank along the heads."""
+
+
+def between_blocks(sp: bool) -> Replicate | Shard:
+    """Placement of the hidden state [B, S, H] over the tensor-parallel ranks between attention and MLP."""
+    return Shard(1) if sp else Replicate()
+
+
+def style(name: str, *, sp: bool) -> ParallelStyle | None:
+    """The style of a name, None where it asks for nothing; raises `KeyError` for a name that is not in the table."""
+    word, *arguments = name.split(":")
+    return STYLES[word](sp, *arguments)
+
+
+def _gather(sp: bool, keyword: str | None = None, positional: str | None = None) -> ParallelStyle:
+    """Full sequence on entry; as one DTensor, so that backward reduces the gradients of all its readers at once."""
+    given, wanted = between_blocks(sp), Replicate()
+    by_place = {"input_layouts": (given,), "desired_input_layouts": (wanted,)}
+    by_name = {"input_kwarg_layouts": {keyword: given}, "desired_input_kwarg_layouts": {keyword: wanted}}
+    chosen = by_place if keyword is None else by_name if positional is None else by_place | by_name
+    return PrepareModuleInput(**chosen, use_local_output=False)
+
+
+def on_local_parameters(
+    module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any
+) -> Any:
+    """What the module computes from plain tensors: its parameters as ``used`` makes them of the DTensors."""
+    local = {name: make(module.get_parameter(name)) for name, make in used.items()}
+    with _reparametrize_module(module, local):
+        return type(module).forward(module, *arguments)
+
+
+def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+    """Keeps parameters as DTensors of one axis, in place; all ranks hold the same values before."""
+    for path, placement in placements.items():
+        owner_path, _, name = path.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        stored = nn.Parameter(distribute_tensor(owner.get_parameter(name), mesh, [placement], src_data_rank=None))
+        owner.register_parameter(name, stored)
+
+
+def _enter(inputs: Tensor) -> Tensor:
+    """A whole tensor on every rank, of which each rank's gradient is a part of a sum."""
+    return inputs.to_local(grad_placements=[Partial()]) if isinstance(inputs, DTensor) else inputs
+
+
+def _leave(partial_sum: Tensor, mesh: DeviceMesh, sp: bool) -> DTensor:
+    """The sum over the ranks, in the placement between blocks."""
+    return DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False).redistribute(
+        placements=[between_blocks(sp)]
+    )
+
+
+class ConvColumns(ParallelStyle):
+    """A Conv1D divided by its outputs; ``parts`` of them lie side by side, each of which is divided.
+
+    In one part, a rank stores its own columns. In several, a rank's columns are not neighbours: the matrix is stored
+    whole, and its gradient is gathered.
+    """
+
+    def __init__(self, parts: int = 1) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        placement = Shard(1) if self._parts == 1 else Replicate()
+        _store(module, device_mesh, {"weight": placement, "bias": Shard(0) if self._parts == 1 else Replicate()})
+        module.nf = module.nf // device_mesh.size()
+        own = partial(_own_columns, parts=self._parts, mesh=device_mesh)
+        used = {"weight": own, "bias": own} if self._parts > 1 else {"weight": DTensor.to_local, "bias": DTensor.to_local}
+        module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
+        return module
+
+
+def _own_columns(parameter: DTensor, *, parts: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's share of each of the parts that lie side by side in the last dim."""
+    apart = parameter.unflatten(-1, (parts, -1))
+    return apart.redistribute(mesh, [Shard(apart.ndim - 1)]).to_local().flatten(-2)
+
+
+class ConvRows(ParallelStyle):
+    """A Conv1D divided by its inputs, whose partial results are summed."""
+
+    def __init__(self, sp: bool) -> None:
+        super().__init__()
+        self._sp = sp
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _store(module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
+
+        def forward(inputs: Tensor) -> Tensor:
+            product = torch.matmul(inputs, module.weight.to_local())
+            return (_leave(product, device_mesh, self._sp) + module.bias).to_local()
+
+        module.forward = forward
+        return module
+
+
+class FusedAttention(ParallelStyle):
+    """Attention that splits the result of one Conv1D into query, key and value (GPT-2)."""
+
+    def __init__(self, sp: bool, name: str) -> None:
+        super().__init__()
+        self._sp = sp
+        self._name = name
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ConvColumns(parts=3)._apply(module.get_submodule(self._name), device_mesh)
+        module.split_size //= device_mesh.size()
+        return _gather(self._sp)._apply(module, device_mesh)
+
+
+class LocalHeads(ParallelStyle):
+    """As ``gather``, for attention that keeps its number of heads under a name."""
+
+    def __init__(self, sp: bool, name: str, *keywords: str) -> None:
+        super().__init__()
+        self._gather = _gather(sp, *keywords)
+        self._name = name
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        setattr(module, self._name, getattr(module, self._name) // device_mesh.size())
+        return self._gather._apply(module, device_mesh)
+
+
+class Experts(ParallelStyle):
+    """A router and its experts: every rank routes all tokens and runs those experts that it holds."""
+
+    def __init__(self, sp: bool) -> None:
+        super().__init__()
+        self._sp = sp
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        gather = _gather(self._sp)
+        experts = getattr(module, "experts", None)
+        if experts is None:
+            return gather._apply(module, device_mesh)
+        matrices = {f"experts.{name}": DTensor.to_local for name, _ in experts.named_parameters()}
+        shared = {name: _own_share for name, _ in module.named_parameters() if name not in matrices}
+        _store(module, device_mesh, dict.fromkeys(matrices, Shard(0)) | dict.fromkeys(shared, Replicate()))
+        experts.num_all_experts = experts.num_experts
+        experts.num_experts //= device_mesh.size()
+        experts.first_expert = experts.num_experts * device_mesh.get_local_rank()
+
+        def forward(inputs: Tensor) -> Tensor:
+            summed = on_local_parameters(module, matrices | shared, _enter(inputs))
+            return _leave(summed, device_mesh, self._sp).to_local()
+
+        module.forward = forward
+        return gather._apply(module, device_mesh)
+
+
+def _own_share(parameter: DTensor) -> Tensor:
+    """A whole parameter, of whose gradient this rank makes a part."""
+    return parameter.to_local(grad_placements=[Partial()])
+
+
+STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
+    "colwise": lambda sp: ColwiseParallel(),
+    "rowwise": lambda sp: RowwiseParallel(output_layouts=between_blocks(sp)),
+    "replicated_with_grad_allreduce": lambda sp: SequenceParallel(
+        sequence_dim=_HEAD_DIM_OF_LOCAL_HEADS, use_local_output=True
+    ),
+    "sequence": lambda sp: SequenceParallel() if sp else None,
+    "gather": _gather,
+    "vocabulary": lambda sp: RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks(sp)),
+    "logits": lambda sp: ColwiseParallel(
+        input_layouts=between_blocks(sp), output_layouts=Shard(-1), use_local_output=False
+    ),
+    "conv_columns": lambda sp: ConvColumns(),
+    "conv_rows": ConvRows,
+    "gather_fused": FusedAttention,
+    "gather_heads": LocalHeads,
+    "experts": Experts,
+}
+"""The styles by the first word of their name; what stands behind colons is passed on."""

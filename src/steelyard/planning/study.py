@@ -1,0 +1,156 @@
+"""What a report shows around a plan, within a time limit: time against memory first, then what binds, then rivals.
+
+Every search has a share of the time (`SEARCH_SHARE`) and gives the best plan that it has found by then, which for most
+models is the proven best. What there was no time for is named.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from steelyard.cost.build import slack_fraction, usable_bytes
+from steelyard.cost.setting import Job
+from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
+from steelyard.plan.plan import Plan
+from steelyard.planning.assemble import bare_plan, describe_plan
+from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
+from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point
+from steelyard.planning.price import with_price
+from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
+from steelyard.search import nearest_miss, search
+
+SEARCH_SHARE = 0.04
+"""Of the time, for one search."""
+FRONTIER_SHARE = 0.5
+"""Of the time, for the frontier: it is what most readers look for first."""
+MAX_POINTS = 16
+BUDGETS = "more and less memory"
+
+
+def study_plan(
+    plan: Plan,
+    job: Job,
+    *,
+    time_limit_s: float,
+    everywhere: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PlanStudy:
+    """The frontier and the rivals of a plan among those of its own pipeline setting, or of all (``everywhere``).
+
+    Each search that was begun is ended, so the time is overrun by up to one search; what was not begun is left out
+    and named. A limit of 0 searches nothing.
+    """
+    priced = with_price(plan, job)
+    assert priced.prediction is not None, "just priced"
+    notes = pricing_notes(plan, priced)
+    if time_limit_s <= 0:
+        return PlanStudy(scope="", explanation=Explanation(binds="", notes=notes))
+    deadline = time.monotonic() + time_limit_s
+    progress("building cost tables")
+    options = PlanOptions()
+    if not everywhere:
+        options = replace(options, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+    contest = Contest(
+        job=job,
+        tables=make_problem(job, options).settings,
+        step_s=priced.prediction.step_time_s,
+        time_limit_s=SEARCH_SHARE * time_limit_s,
+    )
+    progress("searching memory budgets")
+    own = _own_point(priced, job)
+    points = _points(contest, own, time.monotonic() + FRONTIER_SHARE * (deadline - time.monotonic()))
+    progress("searching the rivals of the plan")
+    explanation, left_out = _explain(contest, plan, options, deadline)
+    return PlanStudy(
+        scope="all pipeline settings" if everywhere else f"plans of {describe_plan(plan)}",
+        explanation=explanation.model_copy(update={"notes": notes}),
+        points=points,
+        left_out=left_out,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What the search found within a budget; an infinite time where nothing fits."""
+
+    budget_bytes: int
+    peak_bytes: int
+    step_s: float
+    point: FrontierPoint | None
+
+
+def _own_point(priced: Plan, job: Job) -> _Found | None:
+    """The plan itself as a point, where it fits and the search has proven it: within the budget none is faster."""
+    point = frontier_point(job, priced, is_chosen=True)
+    proven = priced.prediction is not None and priced.prediction.certificate.startswith("optimal")
+    if not proven or point.memory_bytes > job.budget_bytes:
+        return None
+    peak = int(point.memory_bytes / (1 + slack_fraction(job)))
+    return _Found(budget_bytes=usable_bytes(job), peak_bytes=peak, step_s=point.step_time_s, point=point)
+
+
+def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[FrontierPoint, ...]:
+    """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
+    most = SHOWN_BUDGETS * usable_bytes(contest.job)
+    misses = [miss for each in contest.tables if (miss := nearest_miss(each, 0)) is not None]
+    least = min((miss.needed_bytes for miss in misses), default=most)
+    found = [own] if own is not None else []
+    budgets = [each for each in (most, least) if least <= each]
+    if own is None and least < usable_bytes(contest.job):
+        budgets.insert(0, usable_bytes(contest.job))
+    while budgets and len(found) < MAX_POINTS and time.monotonic() < deadline:
+        found.append(_within(contest, budgets.pop(0)))
+        if not budgets:
+            budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
+    points = {each.peak_bytes: each.point for each in found if each.point is not None}
+    if own is not None and own.point is not None:
+        points[own.peak_bytes] = own.point
+    return falling([points[peak] for peak in sorted(points, reverse=True)])
+
+
+def _within(contest: Contest, budget_bytes: int) -> _Found:
+    best = search(contest.tables, budget_bytes, num_alternatives=0, time_limit_s=contest.time_limit_s).best
+    if best is None:
+        return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
+    point = frontier_point(contest.job, bare_plan(contest.job, best))
+    return _Found(budget_bytes=budget_bytes, peak_bytes=best.solution.peak_bytes, step_s=point.step_time_s, point=point)
+
+
+def _widest_gap(found: Sequence[_Found]) -> list[int]:
+    """The middle, on a logarithmic scale, between the two neighbours that leave most room; none where no gap does."""
+    widest, middle = 0.0, 0
+    for less, more in pairwise(found):
+        reach = min(more.budget_bytes, more.peak_bytes) / max(less.budget_bytes, 1)
+        gain = 1.0 if math.isinf(less.step_s) else less.step_s / more.step_s - 1
+        room = 0.0 if math.isinf(more.step_s) else math.log(max(reach, 1.0)) * gain
+        if room > widest:
+            widest, middle = room, math.isqrt(less.budget_bytes * min(more.budget_bytes, more.peak_bytes))
+    return [middle] if widest > 1e-3 else []
+
+
+def _explain(
+    contest: Contest, plan: Plan, options: PlanOptions, deadline: float
+) -> tuple[Explanation, tuple[str, ...]]:
+    """What binds and the rivals that were searched in time, and the names of the others."""
+    binds = ""
+    budgets: tuple[Rival, ...] = ()
+    rivals: list[Rival] = []
+    left_out: list[str] = []
+    for each in restrictions(contest, plan, options):
+        if time.monotonic() > deadline:
+            left_out.append(each.name)
+            continue
+        rival = contest.rival(each.name, each.tables())
+        rivals.append(rival)
+        if each.name == ANY_PLAN:
+            binds = what_binds(contest, rival)
+    if time.monotonic() > deadline:
+        left_out.append(BUDGETS)
+    else:
+        budgets = other_budgets(contest)
+    shown = tuple(rival for rival in rivals if is_worth_showing(rival))
+    names = tuple(name for name in left_out if name != ANY_PLAN)
+    return Explanation(binds=binds, rivals=shown, budgets=budgets), names

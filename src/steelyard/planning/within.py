@@ -1,0 +1,204 @@
+"""The best plan that a framework of limited means can express, searched on the same costs as any other plan.
+
+Every setting of the pipeline is searched with every strategy that all layers may share (`Means`), cuts free. Where a
+framework recomputes the first n blocks of every stage, the best plans with remat free per block are found first; each
+is then given the least n with which it fits. That last step keeps their cuts, so it is exact for one stage and a good
+answer, not a proven one, for more.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from steelyard.cost.build import build_tables, usable_bytes
+from steelyard.cost.setting import Job
+from steelyard.cost.tables import CostTables
+from steelyard.model.chain import LayerRole
+from steelyard.plan.means import Means, beyond, block_layers, without_remat
+from steelyard.plan.plan import LayerRun, Plan, StagePlan, fold_runs
+from steelyard.plan.strategy import Remat, Strategy
+from steelyard.planning.assemble import bare_plan
+from steelyard.planning.choose import NothingFitsError, device_bytes
+from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.search import SettingOutcome, search
+from steelyard.units import format_bytes
+
+NUM_RESCORED = 5
+"""Plans whose step time the simulator decides in the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedPlan:
+    """A plan that a framework can run, beside the plan that was wanted."""
+
+    plan: Plan
+    reasons: tuple[str, ...]
+    """What of the wanted plan the framework cannot express; empty where ``plan`` is the wanted one."""
+    wanted_step_s: float | None
+    """Predicted for the wanted plan, with the same costs; None where nothing was priced."""
+
+    @property
+    def slowdown(self) -> float | None:
+        """Step time over that of the wanted plan, minus one; None where nothing was priced."""
+        if self.wanted_step_s is None or self.plan.prediction is None:
+            return None
+        return self.plan.prediction.step_time_s / self.wanted_step_s - 1
+
+
+def plan_within(plan: Plan, job: Job, means: Means, *, framework: str) -> FittedPlan:
+    """The fastest plan for the job within the means of a framework that fits; the plan itself where it is within them.
+
+    Raises `NothingFitsError` naming the nearest miss where no plan of that form is legal or fits.
+    """
+    wanted = with_price(plan, job)
+    wanted_step_s = _step_s(wanted)
+    reasons = beyond(plan, means)
+    if not reasons:
+        return FittedPlan(plan=wanted, reasons=(), wanted_step_s=wanted_step_s)
+    candidates = _best_plans(job, list(uniform_tables_within(job, means)), framework)
+    if means.remats_first_blocks:
+        relaxed = list(_free_remat_tables(job, means))
+        for outcome in _ranked(job, relaxed):
+            candidates += _with_first_blocks_recomputed(bare_plan(job, outcome), job)
+    priced = [with_price(candidate, job) for candidate in candidates]
+    return FittedPlan(plan=min(priced, key=_step_s), reasons=reasons, wanted_step_s=wanted_step_s)
+
+
+def uniform_tables_within(job: Job, means: Means) -> Iterator[CostTables]:
+    """The cost tables of every setting and every strategy that all layers share, one remat choice for all blocks."""
+    for full in _setting_tables(job, means):
+        for variants in _by_base(full.strategies).values():
+            for remat, index in variants.items():
+                kept = [variants[Remat.NONE]] if remat is Remat.NONE else [variants[Remat.NONE], index]
+                narrowed = _narrowed(full, kept, job, blocks_at=len(kept) - 1)
+                if narrowed is not None:
+                    yield narrowed
+
+
+def _free_remat_tables(job: Job, means: Means) -> Iterator[CostTables]:
+    """As above, with full remat free for every block."""
+    for full in _setting_tables(job, means):
+        for variants in _by_base(full.strategies).values():
+            if Remat.FULL in variants:
+                narrowed = _narrowed(full, [variants[Remat.NONE], variants[Remat.FULL]], job, blocks_at=None)
+                if narrowed is not None:
+                    yield narrowed
+
+
+def _setting_tables(job: Job, means: Means) -> Iterator[CostTables]:
+    """The cost tables of every setting within the means, with every strategy within them."""
+    options = PlanOptions(
+        num_stages=1 if means.pipeline == "none" else None,
+        remats=tuple(remat for remat in Remat if remat in means.remats),
+        zero_stages=tuple(stage for stage in (3, 2) if stage in means.zero_stages | means.zero_stages_with_tp) or (3,),
+    )
+    for setting in pipeline_settings(job, options):
+        if setting.num_stages == 1 or setting.schedule in means.schedules:
+            offered = stage_strategies(job, setting.devices_per_stage, options)
+            kept = tuple(strategy for strategy in offered if means.refusal(strategy) is None)
+            if kept:
+                yield build_tables(setting, kept)
+
+
+def _by_base(strategies: Sequence[Strategy]) -> dict[Strategy, dict[Remat, int]]:
+    """For every strategy without remat, where it and its variants with remat are."""
+    found: dict[Strategy, dict[Remat, int]] = {}
+    for index, strategy in enumerate(strategies):
+        found.setdefault(without_remat(strategy), {})[strategy.remat] = index
+    return found
+
+
+def _narrowed(full: CostTables, kept: list[int], job: Job, *, blocks_at: int | None) -> CostTables | None:
+    """The tables with these strategies alone, the first for the ends, the one at ``blocks_at`` (or any) for blocks.
+
+    None where a layer has no legal strategy left.
+    """
+    legal = full.legal[:, kept].copy()
+    for row, kind in enumerate(job.chain.kinds):
+        if kind.role is not LayerRole.BLOCK:
+            legal[row, 1:] = False
+        elif blocks_at is not None:
+            legal[row, [index for index in range(len(kept)) if index != blocks_at]] = False
+    if not all(legal[row].any() for row in set(full.layers)):
+        return None
+    pairs = np.ix_(kept, kept)
+    return replace(
+        full,
+        strategies=tuple(full.strategies[index] for index in kept),
+        legal=legal,
+        time_s=full.time_s[:, kept],
+        static_bytes=full.static_bytes[:, kept],
+        activation_bytes=full.activation_bytes[:, kept],
+        transient_bytes=full.transient_bytes[:, kept],
+        switch_s=full.switch_s[:, kept][:, :, kept],
+        side_inputs=tuple(replace(side, seconds=side.seconds[pairs]) for side in full.side_inputs),
+    )
+
+
+def _ranked(job: Job, tables: list[CostTables]) -> tuple[SettingOutcome, ...]:
+    if not tables:
+        return ()
+    return search(tables, usable_bytes(job), num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED]
+
+
+def _best_plans(job: Job, tables: list[CostTables], framework: str) -> list[Plan]:
+    """The best plans of one strategy; raises `NothingFitsError` where there is none."""
+    if not tables:
+        raise _nothing(framework, "that is legal for every layer and this batch", "change the batch or the devices")
+    found = search(tables, usable_bytes(job), num_alternatives=NUM_RESCORED - 1)
+    if found.best is None:
+        miss = found.nearest_miss
+        missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else 0
+        raise _nothing(
+            framework,
+            f"that fits into {format_bytes(job.budget_bytes)} per device: the nearest one misses "
+            f"{format_bytes(missing)} ({missing} bytes)",
+            "export for a target that mixes strategies (pytorch, torchrun), or plan with less memory per device",
+        )
+    return [bare_plan(job, outcome) for outcome in found.ranked[:NUM_RESCORED]]
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None, "just priced"
+    return plan.prediction.step_time_s
+
+
+def _nothing(framework: str, expected: str, hint: str) -> NothingFitsError:
+    return NothingFitsError(
+        field="--to",
+        found=f"{framework}, which runs one strategy for all layers",
+        expected=f"a plan of one strategy {expected}",
+        hint=hint,
+    )
+
+
+def _with_first_blocks_recomputed(plan: Plan, job: Job) -> list[Plan]:
+    """The plan with the first n blocks of every stage recomputed, n the least with which it fits; none where none."""
+    blocks = set(block_layers(plan.chain()))
+    most = max(sum(layer in blocks for layer in range(part.first_layer, part.last_layer + 1)) for part in plan.stages)
+    low, high = 0, most
+    if peak_bytes(with_price(_first_blocks(plan, most, blocks), job)) > job.budget_bytes:
+        return []
+    while low < high:
+        middle = (low + high) // 2
+        if peak_bytes(with_price(_first_blocks(plan, middle, blocks), job)) <= job.budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return [_first_blocks(plan, low, blocks)]
+
+
+def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:
+    stages = []
+    for part in plan.stages:
+        seen = 0
+        strategies: list[Strategy] = []
+        for layer, strategy in enumerate(part.strategies, start=part.first_layer):
+            recomputes = layer in blocks and seen < count
+            seen += layer in blocks
+            strategies.append(replace(without_remat(strategy), remat=Remat.FULL if recomputes else Remat.NONE))
+        runs: tuple[LayerRun, ...] = fold_runs(part.first_layer, tuple(strategies))
+        stages.append(StagePlan(ranks=part.ranks, runs=runs))
+    return plan.model_copy(update={"stages": tuple(stages), "prediction": None})

@@ -1,0 +1,122 @@
+"""What the figures rest on, each number with its source, and what they leave out for a plan of this sort."""
+
+from collections.abc import Iterator
+
+from steelyard.cost.setting import Job
+from steelyard.hardware import Link
+from steelyard.plan.plan import Plan
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Child, Html, section, tag
+from steelyard.units import GB, TERA, format_bytes, format_count, format_plural, format_seconds
+
+PRECISIONS = {
+    "bf16": "computes in bf16; parameters, gradients and both moments of AdamW are kept in fp32, 16 bytes a parameter",
+    "fp32": "computes and keeps everything in fp32, 16 bytes a parameter with both moments of AdamW",
+}
+
+
+def assumption_section(found: ReportContents) -> Html:
+    """A line for each assumption, then what is not modelled."""
+    rows = [
+        tag("div", tag("dt", name), tag("dd", text), class_="fact")
+        for name, text in (*_plan_facts(found), *(_job_facts(found.job) if found.job else ()))
+    ]
+    return section(
+        "assumptions",
+        "What this rests on",
+        tag("dl", rows),
+        tag("h3", "Not modelled"),
+        tag("ul", [tag("li", text) for text in not_modelled(found.plan, found.job)], class_="plain"),
+    )
+
+
+def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
+    """What a step of this plan may do that no figure contains."""
+    found = [
+        "Reading data, writing checkpoints, evaluation, and steps that are slow for reasons outside the job.",
+        "The first steps of a run, in which libraries choose kernels and allocators grow.",
+    ]
+    if job is None or job.profile.identity.method == "traced":
+        found.append(
+            "How the efficiency of a matrix product or a collective depends on its exact shape: a device has one "
+            "efficiency for each, fitted to published runs. A measured profile (steelyard profile) has the shapes."
+        )
+    if plan.num_stages > 1:
+        found.append(
+            "A send that slows the sender's computation down, and a reduction of gradients that holds back the "
+            "gradient sent to the stage before."
+        )
+    if any(strategy.tp > 1 for strategy in plan.strategies):
+        found.append("Tensor-parallel collectives that run beside compute: they are taken not to.")
+    if any(strategy.data_degree > 1 for strategy in plan.strategies):
+        found.append("Congestion between groups of one stage that share a link: each has its full rate.")
+    found.append("Scratch space of kernels, beyond the slack that is kept free for the allocator.")
+    return tuple(found)
+
+
+def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
+    plan, prediction = found.plan, found.prediction
+    chain = plan.chain()
+    yield "model", f"{plan.model.name}: {chain.num_layers} layers; config {chain.config_hash}"
+    yield (
+        "batch",
+        f"{plan.global_batch:,} samples of {plan.seq_len:,} tokens, {format_count(plan.global_batch * plan.seq_len)} "
+        f"tokens a step; {format_plural(plan.num_microbatches, 'microbatch', 'microbatches')} of "
+        f"{format_plural(plan.microbatch_samples, 'sample')}",
+    )
+    yield "precision", f"{plan.precision}: {PRECISIONS[plan.precision]}"
+    bound = prediction.lower_bound_s
+    proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
+    yield "proof", f"{prediction.certificate}{proven}"
+    yield "costs", _source(prediction.profile)
+
+
+def _source(profile: dict[str, str]) -> str:
+    if profile.get("method") == "measured":
+        return f"measured on {profile.get('num_devices')} × {profile.get('device')}, {profile.get('created')}"
+    return (
+        f"each kind of layer traced on fake tensors with torch {profile.get('torch')} and transformers "
+        f"{profile.get('transformers')}, {profile.get('created')}; rates from the catalogue below"
+    )
+
+
+def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
+    cluster, device = job.cluster, job.cluster.device
+    yield "cluster", f"{cluster.num_nodes} × {cluster.devices_per_node} × {device.name}"
+    memory = "" if device.memory_bytes is None else f"{format_bytes(device.memory_bytes)} that a device may hold"
+    if device.needs_profile:
+        yield "device", f"{device.name}: {memory}; its speed was measured"
+        return
+    yield (
+        "device",
+        [
+            f"{device.name}: {job.peak_flop_per_s / TERA:,.0f} TFLOP/s in {job.precision}, "
+            f"{device.known_memory_bytes_per_s() / GB:,.0f} GB/s, {memory}",
+            _cite(device.source),
+        ],
+    )
+    for name, link in (("inside a node", cluster.intra_link), ("between nodes", cluster.inter_link)):
+        if link is not None and (name == "inside a node" or cluster.num_nodes > 1):
+            yield name, _link_facts(link)
+    rates = job.efficiency
+    yield (
+        "reached",
+        f"{rates.matmul:.0%} of the peak in large matrix products, {rates.attention:.0%} in attention, "
+        f"{rates.memory:.0%} of the memory's rate, {rates.links.intra:.0%} of the link inside a node and "
+        f"{rates.links.inter:.0%} of the one between nodes, as fitted to published runs",
+    )
+    if job.time_factor != 1.0:
+        yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from a measured run"
+    yield "upper bound", "memory terms are added as if their peaks came together; see each bar for the terms"
+
+
+def _link_facts(link: Link) -> Child:
+    return [
+        f"{link.name}: {link.bytes_per_s / GB:,.1f} GB/s for a device and direction, "
+        f"{format_seconds(link.latency_s)} latency",
+        _cite(link.source),
+    ]
+
+
+def _cite(source: str) -> Html:
+    return tag("small", source)

@@ -1,0 +1,182 @@
+"""Where the time of a step goes and what fills the memory: a stacked bar for every stage, and the same as a table."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.palette import MEMORY_COLOURS, TIME_COLOURS, colours
+from steelyard.units import format_bytes, format_plural, format_seconds
+
+WORDS = {
+    "compute": "forward and backward of the layers",
+    "remat": "recomputing activations",
+    "tp": "collectives of tensor parallelism",
+    "fsdp": "gathering parameters and scattering gradients, what compute does not hide",
+    "dp": "reducing gradients, what compute does not hide",
+    "pipeline": "handing activations and gradients between stages",
+    "switch": "redistribution between layers of unlike layout",
+    "optimizer": "update of the parameters",
+    "waiting": "the pipeline's bubbles",
+    "fixed": "once a step, whatever its size",
+    "gathered parameters": "whole parameters of the layers in flight",
+    "activations": "saved for the backward pass, of all microbatches in flight",
+    "working set": "the largest short-lived memory of one layer",
+    "pipeline buffers": "sent and received activations and gradients",
+    "context": "process, libraries and communicators",
+    "allocator slack": "what the allocator reserves beyond what it gives out",
+}
+LABEL_SHARES = (0.02, 0.0085)
+"""Share of a bar that a name inside it needs, and for each of its letters, at the page's full width."""
+
+
+def time_section(found: ReportContents) -> Html:
+    """Seconds of a step on each stage by term, what it waits for included: they add up to the step time."""
+    stages = stage_seconds(found)
+    step_s = found.prediction.step_time_s
+    names = _names(stages)
+    slowest = max(range(len(stages)), key=lambda index: _busy_s(stages[index]))
+    lead = f"Of {format_seconds(step_s)} a step,"
+    if len(stages) > 1:
+        lead += f" stage {slowest} works longest, {format_seconds(_busy_s(stages[slowest]))}; the others wait for it"
+    else:
+        lead = f"A step takes {format_seconds(step_s)}"
+    top = max(names, key=lambda name: sum(stage.get(name, 0.0) for stage in stages))
+    total = sum(sum(stage.values()) for stage in stages)
+    lead += f". {top.capitalize()} takes {sum(stage.get(top, 0.0) for stage in stages) / total:.0%} of all time."
+    return section(
+        "time",
+        "Where the time goes",
+        tag("p", lead),
+        _bars(stages, names, colours(names, TIME_COLOURS), step_s, format_seconds),
+        _legend(names, colours(names, TIME_COLOURS)),
+        folded("As a table", _table(stages, names, format_seconds, "a step")),
+    )
+
+
+def memory_section(found: ReportContents) -> Html:
+    """Bytes of a device of each stage by term, against the budget."""
+    prediction = found.prediction
+    stages = [{name: float(size) for name, size in stage.memory_bytes.items()} for stage in prediction.stages]
+    names = [name for name in MEMORY_COLOURS if any(name in stage for stage in stages)]
+    names += [name for name in _names(stages) if name not in names]
+    budget = float(prediction.budget_bytes)
+    totals = [sum(stage.values()) for stage in stages]
+    fullest = max(range(len(stages)), key=lambda index: totals[index])
+    where = f"Stage {fullest} is the fullest" if len(stages) > 1 else "A device holds at most"
+    lead = f"{where}: {format_bytes(totals[fullest])} of {format_bytes(budget)}."
+    if len(stages) > 1:
+        least = min(totals)
+        lead += f" The emptiest holds {format_bytes(least)}."
+    lead += " Each figure is an upper bound."
+    return section(
+        "memory",
+        "What fills the memory",
+        tag("p", lead),
+        _bars(stages, names, colours(names, MEMORY_COLOURS), max(budget, *totals) * 1.0, format_bytes, limit=budget),
+        _legend(names, colours(names, MEMORY_COLOURS), budget=f"the budget of {format_bytes(budget)}"),
+        folded("As a table", _table(stages, names, format_bytes, "memory", left_of=budget)),
+    )
+
+
+def stage_seconds(found: ReportContents) -> list[dict[str, float]]:
+    """For each stage the seconds of a step by term; with what it waits for and what is fixed they are the step."""
+    prediction, count = found.prediction, found.plan.num_microbatches
+    stages = []
+    for stage in prediction.stages:
+        terms = {name: seconds * count for name, seconds in stage.time_s.items()}
+        rest = prediction.step_time_s - sum(terms.values())
+        fixed = min(max(found.fixed_s, 0.0), max(rest, 0.0))
+        terms |= {"waiting": max(rest - fixed, 0.0), "fixed": fixed}
+        stages.append({name: seconds for name, seconds in terms.items() if seconds > 0})
+    return stages
+
+
+def _busy_s(terms: Mapping[str, float]) -> float:
+    return sum(seconds for name, seconds in terms.items() if name not in ("waiting", "fixed"))
+
+
+def _names(stages: Sequence[Mapping[str, float]]) -> list[str]:
+    """All terms, the usual ones in their usual order, waiting and fixed last."""
+    found = dict.fromkeys(name for stage in stages for name in stage)
+    last = [name for name in ("waiting", "fixed") if name in found]
+    usual = [name for name in TIME_COLOURS if name in found and name not in last]
+    return [*usual, *(name for name in found if name not in usual and name not in last), *last]
+
+
+def _bars(
+    stages: Sequence[Mapping[str, float]],
+    names: Sequence[str],
+    colour: Mapping[str, str],
+    whole: float,
+    show: Callable[[float], str],
+    *,
+    limit: float | None = None,
+) -> Html:
+    rows = []
+    for index, stage in enumerate(stages):
+        total = sum(stage.values())
+        parts = [
+            tag(
+                "i",
+                name if _has_room(name, stage[name] / whole) else "",
+                class_=f"part {colour[name]}",
+                style=f"width:{stage[name] / whole:.3%}",
+                title=f"{name}: {show(stage[name])} ({stage[name] / total:.1%})",
+            )
+            for name in names
+            if stage.get(name)
+        ]
+        shown = total if limit is not None else _busy_s(stage)
+        over = limit is not None and total > limit
+        rows.append(
+            tag(
+                "div",
+                tag("div", tag("b", f"stage {index}"), class_="side") if len(stages) > 1 else None,
+                tag("div", parts, class_="bar"),
+                tag("div", show(shown), class_="end over" if over else "end"),
+                class_="row",
+            )
+        )
+    line = None
+    if limit is not None:
+        line = tag("div", tag("i", style=f"left:{limit / whole:.3%}"), class_="limit", aria_hidden="true")
+    return tag("div", line, rows, class_="bars" if len(stages) > 1 else "bars alone")
+
+
+def _has_room(name: str, share: float) -> bool:
+    margin, letter = LABEL_SHARES
+    return share >= margin + letter * len(name)
+
+
+def _legend(names: Sequence[str], colour: Mapping[str, str], budget: str | None = None) -> Html:
+    items = [
+        tag("li", tag("i", class_=f"swatch {colour[name]}"), tag("span", tag("b", name), _words(name)))
+        for name in names
+    ]
+    if budget is not None:
+        items.append(tag("li", tag("i", class_="swatch line"), tag("span", tag("b", "dashed line"), f" {budget}")))
+    return tag("ul", items, class_="legend")
+
+
+def _words(name: str) -> Html | None:
+    return tag("small", WORDS[name]) if name in WORDS else None
+
+
+def _table(
+    stages: Sequence[Mapping[str, float]],
+    names: Sequence[str],
+    show: Callable[[float], str],
+    total: str,
+    *,
+    left_of: float | None = None,
+) -> Html:
+    headings = ("stage", *names, total, *(("left",) if left_of is not None else ()))
+    rows = []
+    for index, stage in enumerate(stages):
+        used = sum(stage.values())
+        left = []
+        if left_of is not None:
+            left = [show(left_of - used) if used <= left_of else f"over by {show(used - left_of)}"]
+        rows.append([str(index), *(show(stage.get(name, 0.0)) for name in names), tag("b", show(used)), *left])
+    caption = tag("p", f"Seconds of a step, {format_plural(len(stages), 'stage')}.") if left_of is None else None
+    return Html((caption or "") + table(headings, rows, numeric=range(1, len(headings))))

@@ -1,0 +1,143 @@
+"""Axes, a line and points that stretch with the page: text keeps its size, since only the lines are an SVG picture."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steelyard.report.html.markup import Html, tag
+from steelyard.report.svg import nice_ticks
+
+LEAST_SPAN = 0.04
+"""Of the values: what an axis spans at least, so that next to no difference looks like none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A point, what it is, and how it looks; ``label`` stands beside it."""
+
+    x: float
+    y: float
+    title: str
+    look: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Points that are joined."""
+
+    points: tuple[tuple[float, float], ...]
+    look: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Labelled axes with lines and points; ``limit`` is a vertical line and what it means."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    marks: tuple[Mark, ...] = ()
+    limit: tuple[float, str] | None = None
+
+
+def staircase(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The points with level steps between them: from each one level to the right until the next begins."""
+    steps: list[tuple[float, float]] = []
+    for x, y in points:
+        if steps:
+            steps.append((x, steps[-1][1]))
+        steps.append((x, y))
+    return tuple(steps)
+
+
+def chart(drawn: Chart) -> Html:
+    """The chart as an element that fills the width of its place."""
+    places = [point for line in drawn.lines for point in line.points] + [(mark.x, mark.y) for mark in drawn.marks]
+    xs = [x for x, _ in places] + ([drawn.limit[0]] if drawn.limit else [])
+    ys = [y for _, y in places]
+    x_ticks, y_ticks = nice_ticks(*_range(xs)), nice_ticks(*_range(ys), 5)
+    frame = _Frame(x_ticks, y_ticks)
+    return tag(
+        "figure",
+        tag("div", drawn.y_label, class_="y-label"),
+        tag(
+            "div",
+            _picture(drawn, frame),
+            [
+                tag("span", _number(tick, x_ticks), class_="tick x", style=f"left:{frame.x(tick):.2f}%")
+                for tick in x_ticks
+            ],
+            [
+                tag("span", _number(tick, y_ticks), class_="tick y", style=f"top:{frame.y(tick):.2f}%")
+                for tick in y_ticks
+            ],
+            _limit_text(drawn, frame),
+            [_mark(mark, frame) for mark in drawn.marks],
+            class_="plot",
+        ),
+        tag("div", drawn.x_label, class_="x-label"),
+        class_="chart",
+        role="group",
+        aria_label=drawn.title,
+    )
+
+
+class _Frame:
+    """From numbers to per cent of the plot's width and height."""
+
+    def __init__(self, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> None:
+        self.x_ticks, self.y_ticks = x_ticks, y_ticks
+
+    def x(self, value: float) -> float:
+        low, high = self.x_ticks[0], self.x_ticks[-1]
+        return round(100 * (value - low) / ((high - low) or 1.0), 3)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return round(100 - 100 * (value - low) / ((high - low) or 1.0), 3)
+
+
+def _picture(drawn: Chart, frame: _Frame) -> Html:
+    grid = "".join(f"M0 {frame.y(tick):g}H100" for tick in frame.y_ticks)
+    grid += "".join(f"M{frame.x(tick):g} 0V100" for tick in frame.x_ticks)
+    paths = [tag("path", d=grid, class_="grid-lines")]
+    if drawn.limit is not None:
+        paths.append(tag("path", d=f"M{frame.x(drawn.limit[0]):g} 0V100", class_="limit-line"))
+    for line in drawn.lines:
+        if line.points:
+            joined = "L".join(f"{frame.x(x):g} {frame.y(y):g}" for x, y in line.points)
+            paths.append(tag("path", d=f"M{joined}", class_=f"line {line.look}".strip()))
+    return tag("svg", paths, viewBox="0 0 100 100", preserveAspectRatio="none", aria_hidden="true")
+
+
+def _limit_text(drawn: Chart, frame: _Frame) -> Html | None:
+    if drawn.limit is None:
+        return None
+    place = frame.x(drawn.limit[0])
+    return tag(
+        "span", drawn.limit[1], class_="limit-text left" if place > 55 else "limit-text", style=f"left:{place:.2f}%"
+    )
+
+
+def _mark(mark: Mark, frame: _Frame) -> Html:
+    x, y = frame.x(mark.x), frame.y(mark.y)
+    label = tag("em", mark.label, class_="left" if x > 60 else None) if mark.label else None
+    return tag(
+        "span", label, class_=f"mark {mark.look}", style=f"left:{x:.2f}%;top:{y:.2f}%", title=mark.title, tabindex="0"
+    )
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """From the least to the largest value, or around them where they are nearly the same."""
+    low, high = min(values), max(values)
+    room = max(0.0, LEAST_SPAN * max(abs(low), abs(high)) - (high - low)) / 2
+    return low - room, high + room
+
+
+def _number(value: float, ticks: Sequence[float]) -> str:
+    """With as many decimals as it takes to tell the ticks apart."""
+    step = abs(ticks[-1] - ticks[0]) / max(len(ticks) - 1, 1)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    return f"{value:,.{decimals}f}"

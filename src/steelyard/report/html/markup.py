@@ -1,0 +1,75 @@
+"""HTML elements as values: text and attributes are escaped where they enter, so no section can forget to."""
+
+import html
+from collections.abc import Iterable
+
+VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline"})
+"""Elements that have no content."""
+
+
+class Html(str):
+    """Text that is markup already and is not escaped again."""
+
+    __slots__ = ()
+
+
+Child = Html | str | Iterable["Child"] | None
+
+
+def tag(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Html:
+    """An element. ``class_`` stands for class and ``data_name`` for data-name; an attribute of None or False is left
+    out, one of True has no value."""
+    shown = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
+    if name in VOID:
+        return Html(f"<{name}{shown}/>")
+    return Html(f"<{name}{shown}>{join(children)}</{name}>")
+
+
+def join(children: Child) -> Html:
+    """The children one after another; plain text among them is escaped."""
+    if children is None:
+        return Html("")
+    if isinstance(children, Html):
+        return children
+    if isinstance(children, str):
+        return Html(html.escape(children, quote=False))
+    return Html("".join(join(child) for child in children))
+
+
+def table(headings: Iterable[str], rows: Iterable[Iterable[Child]], *, numeric: Iterable[int] = ()) -> Html:
+    """A table that scrolls by itself where it is wider than the page; ``numeric`` columns are set flush right."""
+    right = set(numeric)
+
+    def cells(name: str, row: Iterable[Child], **attributes: str) -> list[Html]:
+        return [
+            tag(name, cell, class_="number" if index in right else None, **attributes) for index, cell in enumerate(row)
+        ]
+
+    return tag(
+        "div",
+        tag(
+            "table",
+            tag("thead", tag("tr", cells("th", headings, scope="col"))),
+            tag("tbody", [tag("tr", cells("td", row)) for row in rows]),
+        ),
+        class_="scroll",
+        tabindex="0",
+    )
+
+
+def folded(summary: str, *children: Child) -> Html:
+    """Content that opens when its summary is chosen."""
+    return tag("details", tag("summary", summary), *children)
+
+
+def section(name: str, title: str, *children: Child) -> Html:
+    """A section of the page with its heading; ``name`` is its place in the address."""
+    return tag("section", tag("h2", title), *children, id=name)
+
+
+def _attribute(key: str, value: str | float | bool) -> str:
+    name = key.rstrip("_").replace("_", "-")
+    if isinstance(value, bool):
+        return f" {name}" if value else ""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f' {name}="{html.escape(text)}"'

@@ -1,0 +1,92 @@
+"""What a run measured beside what was predicted."""
+
+from collections.abc import Iterable
+from statistics import median
+
+from steelyard.profiles.record import RankRecord, RunRecord
+from steelyard.report.html.chart import Chart, Line, chart
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.units import format_bytes, format_plural, format_seconds
+
+MOST_RANKS = 16
+"""Of more ranks than these the fullest of each stage is shown."""
+
+
+def measured_section(found: ReportContents) -> Html | None:
+    """Step time, throughput and memory, predicted and measured, and the course of the run; None without a record."""
+    record = found.record
+    if record is None:
+        return None
+    ratio = found.prediction.step_time_s / record.median_step_s
+    verdict = "as predicted" if abs(ratio - 1) < 0.01 else f"{abs(ratio - 1):.0%} {'less' if ratio < 1 else 'more'}"
+    over = [rank for rank in record.ranks if rank.peak_bytes > _predicted_bytes(found, rank)]
+    memory = (
+        f"{format_plural(len(over), 'rank')} held more than the bound"
+        if over
+        else "no rank held more than was predicted"
+    )
+    lead = (
+        f"{format_plural(len(record.steps), 'step')} on {record.num_devices} × {record.device}, median "
+        f"{format_seconds(record.median_step_s)}; predicted {verdict}; {memory}."
+    )
+    return section(
+        "measured",
+        "Predicted and measured",
+        tag("p", lead),
+        table(("", "predicted", "measured", "predicted / measured"), _rows(found, record), numeric=(1, 2, 3)),
+        _loss_chart(record),
+        folded("Every step", _step_table(record)),
+    )
+
+
+def _rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]:
+    prediction = found.prediction
+    yield (
+        "step time",
+        format_seconds(prediction.step_time_s),
+        format_seconds(record.median_step_s),
+        f"{prediction.step_time_s / record.median_step_s:.2f}",
+    )
+    speed = record.tokens_per_s / record.num_devices
+    yield (
+        "tokens/s/device",
+        f"{prediction.tokens_per_s_per_device:,.0f}",
+        f"{speed:,.0f}",
+        f"{prediction.tokens_per_s_per_device / speed:.2f}",
+    )
+    for rank in _shown_ranks(record.ranks):
+        expected = _predicted_bytes(found, rank)
+        yield (
+            f"memory of rank {rank.rank} (stage {rank.stage})",
+            format_bytes(expected),
+            format_bytes(rank.peak_bytes),
+            f"{expected / rank.peak_bytes:.2f}" if rank.peak_bytes else "–",
+        )
+
+
+def _shown_ranks(ranks: tuple[RankRecord, ...]) -> Iterable[RankRecord]:
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    stages = sorted({rank.stage for rank in ranks})
+    return (max((rank for rank in ranks if rank.stage == stage), key=lambda each: each.peak_bytes) for stage in stages)
+
+
+def _predicted_bytes(found: ReportContents, rank: RankRecord) -> int:
+    return found.prediction.stages[rank.stage].total_bytes
+
+
+def _loss_chart(record: RunRecord) -> Html | None:
+    if len(record.steps) < 2:
+        return None
+    points = tuple((float(step.step), step.loss) for step in record.steps)
+    return chart(Chart(title="Loss of every step", x_label="step", y_label="loss", lines=(Line(points=points),)))
+
+
+def _step_table(record: RunRecord) -> Html:
+    typical = median(step.time_s for step in record.steps)
+    rows = [
+        (str(step.step), f"{step.loss:.4f}", format_seconds(step.time_s), f"{step.time_s / typical:.2f}")
+        for step in record.steps
+    ]
+    return table(("step", "loss", "time", "time / median"), rows, numeric=range(4))

@@ -1,0 +1,61 @@
+"""The page itself: all sections, with style and script inside."""
+
+from importlib import resources
+from importlib.metadata import version
+from string import Template
+
+from steelyard.report.html.assumptions import assumption_section
+from steelyard.report.html.bars import memory_section, time_section
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Html, join, tag
+from steelyard.report.html.measured import measured_section
+from steelyard.report.html.rivals import rival_section
+from steelyard.report.html.strategies import strategy_section
+from steelyard.report.html.summary import summary
+from steelyard.report.html.timeline import timeline_section
+from steelyard.report.html.trade_off import trade_off_section
+from steelyard.report.plan_table import headline
+
+
+def report_page(found: ReportContents) -> str:
+    """The complete page as the text of one file that loads nothing from anywhere."""
+    sections = (
+        measured_section(found),
+        strategy_section(found),
+        time_section(found),
+        memory_section(found),
+        timeline_section(found),
+        trade_off_section(found),
+        rival_section(found),
+        assumption_section(found),
+    )
+    return Template(_file("page.html")).substitute(
+        title=join(f"{found.plan.model.name} on {found.plan.cluster}"),
+        description=tag("meta", name="description", content=headline(found.plan)),
+        style=_file("style.css"),
+        summary=summary(found),
+        sections=join(sections),
+        footer=_footer(found),
+        script=_file("timeline.js"),
+    )
+
+
+def _footer(found: ReportContents) -> Html:
+    name = found.plan_file
+    commands = (
+        ("why this plan", f"steelyard explain {name}"),
+        ("does it fit, on the real runtime", f"steelyard check {name}"),
+        ("run it", f"steelyard train {name} --data PATH"),
+    )
+    return tag(
+        "footer",
+        tag(
+            "dl",
+            [tag("div", tag("dt", what), tag("dd", tag("code", command)), class_="fact") for what, command in commands],
+        ),
+        tag("p", f"Written by steelyard {version('steelyard')} from {name}."),
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files("steelyard.report.html").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,84 @@
+"""Why the others lost: what binds, the best plan under each restriction, and the other pipeline settings."""
+
+from collections.abc import Sequence
+
+from steelyard.plan.choices import Rival
+from steelyard.plan.plan import Alternative
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Child, Html, folded, section, table, tag
+from steelyard.units import format_bytes, format_seconds
+
+SHOWN = 8
+WIDEST = 0.5
+"""A plan that is slower by this fraction or more has the longest bar."""
+
+
+def rival_section(found: ReportContents) -> Html:
+    """What was searched again, and the candidates that the plan itself lists, each with its reason."""
+    study, alternatives = found.study, found.prediction.alternatives
+    parts: list[Child] = []
+    if study.explanation.binds:
+        parts.append(tag("p", study.explanation.binds))
+    if study.explanation.rivals or study.explanation.budgets:
+        parts += [
+            tag("h3", "The best plan instead"),
+            tag("p", f"Each line was searched again, among {study.scope}.", class_="hint"),
+            _rival_table((*study.explanation.rivals, *study.explanation.budgets)),
+        ]
+    if study.left_out:
+        parts.append(
+            tag(
+                "p",
+                f"No time was left for {', '.join(study.left_out)}: steelyard report {found.plan_file} "
+                "--time-limit 60 searches them, steelyard explain shows them too.",
+                class_="hint",
+            )
+        )
+    if alternatives:
+        parts += [tag("h3", "Other pipeline settings"), _alternative_table(alternatives[:SHOWN])]
+        if len(alternatives) > SHOWN:
+            rest = alternatives[SHOWN:]
+            parts.append(folded(f"{len(rest)} more that lost", _alternative_table(rest)))
+    if not parts:
+        parts.append(
+            tag("p", f"Nothing was compared with this plan: steelyard explain {found.plan_file} searches its rivals.")
+        )
+    return section("rivals", "Why the others lost", *parts)
+
+
+def _rival_table(rivals: Sequence[Rival]) -> Html:
+    rows: list[tuple[Child, ...]] = []
+    for rival in rivals:
+        if rival.step_time_s is None:
+            missing = rival.missing_bytes
+            reason = "no legal strategy" if missing is None else f"does not fit: {format_bytes(missing)} short"
+            rows.append((rival.name, "–", "–", reason))
+        else:
+            slowdown = rival.slowdown or 0.0
+            rows.append(
+                (
+                    rival.name,
+                    format_seconds(rival.step_time_s),
+                    [_slowdown_bar(slowdown), f"{slowdown:+.1%}" if abs(slowdown) >= 0.0005 else "same"],
+                    f"{rival.setting}: {rival.strategies}",
+                )
+            )
+    return table(("", "step", "slower", "plan"), rows, numeric=(1, 2))
+
+
+def _slowdown_bar(slowdown: float) -> Html:
+    width = min(abs(slowdown) / WIDEST, 1.0) * 4
+    return tag("i", class_="slower" if slowdown >= 0 else "faster", style=f"width:{width:.2f}em", aria_hidden="true")
+
+
+def _alternative_table(alternatives: Sequence[Alternative]) -> Html:
+    rows = [
+        (
+            each.description,
+            "–" if each.step_time_s is None else format_seconds(each.step_time_s),
+            "–" if each.memory_bytes is None else format_bytes(each.memory_bytes),
+            each.reason,
+        )
+        for each in alternatives
+    ]
+    return table(("candidate", "step", "memory", "why it lost"), rows, numeric=(1, 2))

@@ -1,0 +1,144 @@
+"""Stages × layers, a cell for every layer, coloured by its strategy; and what each strategy means, in words."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.plan.plan import Plan, StagePlan
+from steelyard.plan.strategy import Parallelism, Remat, Strategy
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.palette import strategy_classes
+from steelyard.units import format_plural
+
+MOST_CELLS = 32
+"""Layers on one line of a stage; more go on below."""
+_MARKS = {LayerRole.EMBEDDING: "E", LayerRole.HEAD: "H"}
+_REMAT_WORDS = {
+    Remat.NONE: "keeps all activations",
+    Remat.SELECTIVE: "recomputes attention",
+    Remat.FULL: "recomputes the whole layer",
+}
+
+
+def strategy_section(found: ReportContents) -> Html:
+    """Which layer is on which stage under which strategy, with a legend and the same as a table."""
+    plan = found.plan
+    chain, classes = plan.chain(), strategy_classes(plan.strategies)
+    most = min(MOST_CELLS, max(part.last_layer - part.first_layer + 1 for part in plan.stages))
+    rows = [_row(plan, index, chain, classes, most) for index in range(len(plan.stages))]
+    return section(
+        "strategies",
+        "Which layer, where and how",
+        tag("p", _lead(plan, chain)),
+        tag("div", rows, class_="grid", style=f"--columns:{most}"),
+        _legend(plan, classes),
+        folded("As a table", table(("stage", "ranks", "layers", "strategy", "what it does"), _rows(plan, chain))),
+    )
+
+
+def describe_strategy(strategy: Strategy) -> str:
+    """What the devices of a stage do for a layer of this strategy, in words."""
+    parts = []
+    if strategy.fsdp > 1:
+        kept = "" if strategy.zero == 3 else ", gathered once and kept until the backward pass (ZeRO-2)"
+        parts.append(f"parameters and samples over {strategy.fsdp} ranks{kept}")
+    if strategy.dp > 1:
+        parts.append(f"samples over {strategy.dp} ranks, a copy of the parameters on each")
+    if strategy.tp > 1:
+        where = "neighbouring" if strategy.levels[-1].kind is Parallelism.TP else "strided"
+        extra = ", the sequence too (sp)" if strategy.sp else ""
+        parts.append(f"every matrix over {strategy.tp} {where} ranks{extra}")
+    divided = "divides " + "; ".join(parts) if parts else "on a single device"
+    return f"{divided}; {_REMAT_WORDS.get(strategy.remat, str(strategy.remat))}"
+
+
+def layer_text(chain: ModelChain, first: int, last: int) -> str:
+    """Layers by name, ``embedding, blocks 0–6``."""
+    names = [chain.layer_name(first)] if first == last else []
+    if first < last:
+        start, end = first, last
+        has_embedding = chain.kind_of(start).role is LayerRole.EMBEDDING
+        has_head = chain.kind_of(end).role is LayerRole.HEAD
+        names += ["embedding"] if has_embedding else []
+        start, end = start + has_embedding, end - has_head
+        if start <= end:
+            words = [chain.layer_name(start), chain.layer_name(end)]
+            names.append(words[0] if start == end else f"{words[0]} to {words[1]}")
+        names += ["head"] if has_head else []
+    return ", ".join(names)
+
+
+def part_name(plan: Plan, index: int) -> str:
+    """The stage of a part of the pipeline and, interleaved, its chunk."""
+    chunk, stage = divmod(index, plan.num_stages)
+    return f"stage {stage}" + (f", chunk {chunk}" if plan.num_chunks > 1 else "")
+
+
+def ranks_text(part: StagePlan) -> str:
+    """The ranks of a part, ``0–31``."""
+    first, last = part.ranks
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _lead(plan: Plan, chain: ModelChain) -> str:
+    different = len(set(plan.strategies))
+    if different == 1:
+        return f"All {chain.num_layers} layers share one strategy."
+    return (
+        f"{chain.num_layers} layers, {different} different strategies. A cell is a layer; E is the embedding, H the "
+        "head with the loss. Colour says how the work is divided, stripes say what is recomputed."
+    )
+
+
+def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str], most: int) -> Html:
+    part = plan.stages[index]
+    cells = []
+    for layer, strategy in enumerate(part.strategies, start=part.first_layer):
+        mark = _MARKS.get(chain.kind_of(layer).role, "")
+        cells.append(tag("i", mark, class_=f"cell {classes[strategy]}", title=f"{chain.layer_name(layer)}: {strategy}"))
+    return tag(
+        "div",
+        tag(
+            "div",
+            tag("b", part_name(plan, index)),
+            tag("small", tag("span", "rank " if part.num_devices == 1 else "ranks "), ranks_text(part)),
+            class_="side",
+        ),
+        tag("div", cells, class_="cells"),
+        class_="row",
+    )
+
+
+def _legend(plan: Plan, classes: dict[Strategy, str]) -> Html:
+    counts = Counter(plan.strategies)
+    ordered = sorted(counts, key=lambda each: -counts[each])
+    return tag(
+        "ul",
+        [
+            tag(
+                "li",
+                tag("i", class_=f"swatch {classes[strategy]}"),
+                tag(
+                    "span",
+                    tag("b", str(strategy)),
+                    f" on {format_plural(counts[strategy], 'layer')}",
+                    tag("small", describe_strategy(strategy)),
+                ),
+            )
+            for strategy in ordered
+        ],
+        class_="legend tall",
+    )
+
+
+def _rows(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, ...]]:
+    for index, part in enumerate(plan.stages):
+        for place, run in enumerate(part.runs):
+            yield (
+                part_name(plan, index) if place == 0 else "",
+                ranks_text(part) if place == 0 else "",
+                layer_text(chain, *run.layers),
+                str(run.strategy),
+                describe_strategy(run.strategy),
+            )

@@ -1,0 +1,120 @@
+"""The decision in one sentence, and its figures."""
+
+from steelyard.plan.plan import Plan
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Child, Html, join, tag
+from steelyard.units import format_bytes, format_count, format_plural, format_seconds
+
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "interleaved 1F1B"}
+
+
+def summary(found: ReportContents) -> Html:
+    """The head of the page: what is trained, the decision, and the figures."""
+    plan = found.plan
+    return tag(
+        "header",
+        tag("p", "Training plan", class_="kicker"),
+        tag("h1", plan.model.name, tag("span", " on "), plan.cluster),
+        tag("p", decision(found), class_="decision", id="decision"),
+        tag("div", [_tile(*each) for each in _tiles(found)], class_="tiles", id="figures"),
+        [tag("p", note, class_="note") for note in (*found.notes, *found.study.explanation.notes)],
+    )
+
+
+def decision(found: ReportContents) -> Html:
+    """What to do and what that gives, in one sentence."""
+    plan, prediction = found.plan, found.prediction
+    left = found.left_bytes
+    verdict = (
+        f"fits with {format_bytes(left)} to spare"
+        if left >= 0
+        else f"does not fit: {format_bytes(-left)} more than there is"
+    )
+    tokens = format_count(plan.global_batch * plan.seq_len)
+    return join(
+        [
+            f"Train it {_pipeline(plan)}, {_batch(plan)}, most layers as ",
+            tag("b", most_used(plan), class_="whole"),
+            f": a step of {tokens} tokens takes {format_seconds(prediction.step_time_s)} and {verdict}.",
+        ]
+    )
+
+
+def most_used(plan: Plan) -> str:
+    """The strategy that most layers have."""
+    names = [str(strategy) for strategy in plan.strategies]
+    return max(dict.fromkeys(names), key=names.count)
+
+
+def _pipeline(plan: Plan) -> str:
+    devices = format_plural(plan.num_devices // plan.num_stages, "device")
+    if plan.num_stages == 1:
+        return f"without a pipeline on {devices}"
+    chunks = f" of {format_plural(plan.num_chunks, 'chunk')}" if plan.num_chunks > 1 else ""
+    schedule = SCHEDULES.get(plan.schedule, plan.schedule)
+    return f"in {format_plural(plan.num_stages, 'pipeline stage')}{chunks} ({schedule}) of {devices} each"
+
+
+def _batch(plan: Plan) -> str:
+    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    return f"with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
+
+
+def _tiles(found: ReportContents) -> list[tuple[str, str, Child]]:
+    """Name, figure and what stands below it."""
+    plan, prediction, record = found.plan, found.prediction, found.record
+    share = found.peak_bytes / prediction.budget_bytes if prediction.budget_bytes else 1.0
+    measured_s = None if record is None else f"measured {format_seconds(record.median_step_s)}"
+    measured_speed = None
+    if record is not None:
+        measured_speed = f"measured {record.tokens_per_s / record.num_devices:,.0f}"
+    all_devices = format_count(prediction.tokens_per_s_per_device * plan.num_devices)
+    tiles: list[tuple[str, str, Child]] = [
+        ("step time", format_seconds(prediction.step_time_s), measured_s or f"{_count(plan)} samples a step"),
+        (
+            "tokens/s/device",
+            f"{prediction.tokens_per_s_per_device:,.0f}",
+            measured_speed or f"{all_devices} on {format_plural(plan.num_devices, 'device')}",
+        ),
+    ]
+    if prediction.mfu is not None:
+        tiles.append(("MFU", f"{prediction.mfu:.1%}", "model FLOP, remat not counted"))
+    tiles.append(
+        (
+            "memory of the fullest device",
+            format_bytes(found.peak_bytes),
+            [f"{share:.0%} of {format_bytes(prediction.budget_bytes)}", _gauge(share)],
+        )
+    )
+    if found.timeline is not None and plan.num_stages > 1:
+        tiles.append(("bubbles", f"{found.timeline.bubble_share():.1%}", "of all stages' time"))
+    return [*tiles, ("proof", *_proof(prediction.certificate))]
+
+
+def _proof(certificate: str) -> tuple[str, str]:
+    """A word or two for the certificate, which stands in full among the assumptions, and what they mean."""
+    gap = certificate.removeprefix("best so far, ")
+    for beginning, words, meaning in (
+        ("optimal", "optimal", "no plan is faster on these costs"),
+        ("fastest in simulation", "simulated", "the fastest of the search's best"),
+        ("best so far", gap, "left when the time was up"),
+        ("priced", "none", "priced as given, not searched"),
+    ):
+        if certificate.startswith(beginning):
+            return words, meaning
+    return "see below", certificate
+
+
+def _count(plan: Plan) -> str:
+    return f"{plan.global_batch:,}"
+
+
+def _gauge(share: float) -> Html:
+    fill = tag("i", style=f"width:{min(share, 1.0):.1%}", class_="over" if share > 1 else None)
+    return tag("span", fill, class_="gauge", aria_hidden="true")
+
+
+def _tile(name: str, figure: str, below: Child) -> Html:
+    return tag(
+        "div", tag("div", name, class_="name"), tag("div", figure, class_="figure"), tag("div", below, class_="below")
+    )

@@ -1,0 +1,187 @@
+"""The schedule of a step, pass by pass: a picture that needs no script, and with one can be zoomed and asked.
+
+Passes of one kind are one path, so that a step of thousands of them stays quick. The picture is stretched over the
+width of the page; stage names and times stand beside it as text.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+
+from steelyard.cost.simulator import Timeline
+from steelyard.plan.plan import Plan
+from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.summary import SCHEDULES
+from steelyard.report.trace_events import PASSES, Slice, hidden_microbatches, stage_slices, without_hidden
+from steelyard.units import format_seconds
+
+WIDTH = 100_000
+"""Units of the picture's width: a step."""
+ROW, HEIGHT = 10, 8
+"""Units from one stage to the next, and of a pass."""
+MOST_PASSES = 12_000
+"""A step of more is shown in part: its first and its last microbatches."""
+KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "sync": "gradient sync",
+    "once": "optimizer",
+    "bubble": "bubble",
+    "not shown": "not shown",
+}
+MIN_SHARE = 0.0005
+
+
+def timeline_section(found: ReportContents) -> Html | None:
+    """The picture, what its colours mean, and the bubbles of every stage by name; None without a timeline."""
+    timeline, plan = found.timeline, found.plan
+    if timeline is None:
+        return None
+    hidden = hidden_microbatches(plan.num_microbatches, _num_shown(plan))
+    stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.num_stages)]
+    kinds = [kind for kind in KINDS if any(each.category == kind for stage in stages for each in stage)]
+    parts = [
+        tag("p", _lead(timeline, plan, hidden)),
+        tag(
+            "div",
+            _controls(),
+            tag(
+                "div",
+                tag("div", [tag("span", f"stage {stage}") for stage in range(len(stages))], class_="names"),
+                tag("div", _picture(stages, kinds, timeline.step_time_s), class_="view", tabindex="0"),
+                class_="lanes",
+                style=f"--stages:{len(stages)}",
+            ),
+            tag("div", [tag("span", text) for text in _axis(timeline.step_time_s)], class_="axis"),
+            _data(stages, timeline.step_time_s),
+            class_="timeline",
+            id="schedule",
+        ),
+        _legend(kinds),
+    ]
+    if len(stages) > 1:
+        parts.append(folded("Bubbles by name", _bubble_table(timeline)))
+    parts.append(tag("p", f"For a full trace: steelyard timeline {found.plan_file} -o trace.json", class_="hint"))
+    return section("timeline", "One step, pass by pass", *parts)
+
+
+def _num_shown(plan: Plan) -> int:
+    return max(2, min(plan.num_microbatches, MOST_PASSES // (2 * len(plan.stages))))
+
+
+def _passes(timeline: Timeline, plan: Plan, stage: int, hidden: range) -> list[Slice]:
+    slices = (each for each in stage_slices(timeline, stage, plan.num_chunks) if each.track == PASSES)
+    return list(without_hidden(sorted(slices, key=lambda each: each.start_s), hidden))
+
+
+def _lead(timeline: Timeline, plan: Plan, hidden: range) -> str:
+    text = f"{SCHEDULES.get(plan.schedule, plan.schedule)} with {plan.num_microbatches} microbatches, as simulated. "
+    if timeline.num_stages == 1:
+        text = f"{plan.num_microbatches} microbatches one after another, as simulated; without stages nothing waits. "
+    else:
+        text += f"Stages wait for {timeline.bubble_share():.1%} of the time. "
+    if hidden:
+        text += f"Microbatches {hidden[0]} to {hidden[-1]} are drawn as one block."
+    return text
+
+
+def _controls() -> Html:
+    names = (
+        ("whole", "Whole step"),
+        ("start", "Start"),
+        ("end", "End"),
+        ("in", "+"),
+        ("out", "−"),
+    )
+    words = {"in": "zoom in", "out": "zoom out"}
+    return tag(
+        "div",
+        [tag("button", text, type="button", data_zoom=name, aria_label=words.get(name)) for name, text in names],
+        tag("span", "drag to move, Ctrl and wheel or pinch to zoom", class_="hint"),
+        class_="controls",
+    )
+
+
+def _picture(stages: Sequence[Sequence[Slice]], kinds: Sequence[str], step_s: float) -> Html:
+    paths = []
+    for kind in kinds:
+        drawn = "".join(
+            _rectangle(each, row, step_s)
+            for row, slices in enumerate(stages)
+            for each in slices
+            if each.category == kind
+        )
+        paths.append(tag("path", d=drawn, class_=f"pass {kind.replace(' ', '-')}"))
+    return tag(
+        "svg",
+        paths,
+        viewBox=f"0 0 {WIDTH} {ROW * len(stages)}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label="Passes and bubbles of every stage over the time of a step",
+    )
+
+
+def _rectangle(each: Slice, row: int, step_s: float) -> str:
+    start, width = _place(each, step_s)
+    return f"M{start} {row * ROW + 1}h{width}v{HEIGHT}h-{width}z"
+
+
+def _place(each: Slice, step_s: float) -> tuple[int, int]:
+    """Left edge and width in units of the picture."""
+    start, end = round(each.start_s / step_s * WIDTH), round(each.end_s / step_s * WIDTH)
+    return start, max(end - start, 1)
+
+
+def _axis(step_s: float) -> Iterable[str]:
+    return ("0", *(format_seconds(step_s * part / 4) for part in (1, 2, 3, 4)))
+
+
+def _data(stages: Sequence[Sequence[Slice]], step_s: float) -> Html:
+    """What the script needs to answer: per stage and slice its name, microbatch, left edge and width."""
+    names = list(dict.fromkeys(_name(each) for slices in stages for each in slices))
+    index = {name: place for place, name in enumerate(names)}
+    lanes = [
+        [value for each in slices for value in (index[_name(each)], each.microbatch, *_place(each, step_s))]
+        for slices in stages
+    ]
+    text = json.dumps({"step_s": step_s, "width": WIDTH, "names": names, "lanes": lanes}, separators=(",", ":"))
+    return tag("script", Html(text.replace("<", "\\u003c")), type="application/json")
+
+
+def _name(each: Slice) -> str:
+    chunk = "" if each.chunk is None else f" of chunk {each.chunk}"
+    return (each.name if each.category in ("bubble", "not shown") else KINDS.get(each.category, each.category)) + chunk
+
+
+def _legend(kinds: Sequence[str]) -> Html:
+    return tag(
+        "ul",
+        [
+            tag("li", tag("i", class_=f"swatch pass {kind.replace(' ', '-')}"), tag("span", KINDS[kind]))
+            for kind in kinds
+        ],
+        class_="legend",
+    )
+
+
+def _bubble_table(timeline: Timeline) -> Html:
+    sums: list[dict[str, float]] = []
+    for stage in range(timeline.num_stages):
+        sums.append({})
+        for bubble in timeline.bubbles(stage):
+            sums[-1][bubble.reason] = sums[-1].get(bubble.reason, 0.0) + bubble.end_s - bubble.start_s
+    reasons = list(dict.fromkeys(reason for each in sums for reason in each))
+    rows = [
+        [
+            str(stage),
+            *(_share(each.get(reason, 0.0), timeline.step_time_s) for reason in reasons),
+            _share(sum(each.values()), timeline.step_time_s),
+        ]
+        for stage, each in enumerate(sums)
+    ]
+    return table(("stage", *reasons, "all"), rows, numeric=range(1, len(reasons) + 2))
+
+
+def _share(seconds: float, step_s: float) -> str:
+    return f"{format_seconds(seconds)} ({seconds / step_s:.1%})" if seconds / step_s >= MIN_SHARE else "–"

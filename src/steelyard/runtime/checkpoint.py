@@ -1,0 +1,177 @@
+"""Checkpoints of a run: written beside the training by `torch.distributed.checkpoint`, read under any plan.
+
+A save copies the state to memory of the CPU while training waits, then a thread of every rank writes its part while
+training goes on; the copy and the writing take as much memory as the rank's share of parameters and optimizer states.
+One save is under way at a time: the next waits for it. The first rank completes a checkpoint when all have written
+(`steelyard.runtime.checkpoint_folder` says how), so all ranks must see one folder.
+"""
+
+import errno
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from steelyard.errors import InvalidCheckpointError
+from steelyard.plan.plan import Plan
+from steelyard.runtime.checkpoint_folder import CheckpointInfo, commit, part_path, plan_hash, prepare_folder, read_info
+from steelyard.runtime.state import RunState, random_states, set_random_states
+
+Result = TypeVar("Result")
+
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run into a folder and keeps the last few; a collective object, made on every rank.
+
+    Raises `InvalidCheckpointError` on every rank if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int, resumed: Path | None, timeout_s: float) -> None:
+        self._folder = folder
+        self._keep_last = keep_last
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        """Apart from the groups of training, whose collectives go on meanwhile."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        on_first_rank(lambda: prepare_folder(folder, resumed=resumed), self._group)
+
+    def save(self, state: RunState, info: CheckpointInfo, device: torch.device) -> None:
+        """Starts to write a checkpoint; the state may change as soon as this returns.
+
+        Waits for the save before. Raises `InvalidCheckpointError` if that one failed.
+        """
+        self.wait()
+        part = part_path(self._folder, info.step)
+        tensors = state.tensors() | random_states(device)
+        try:
+            written = dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(part), process_group=self._group)
+        except (CheckpointException, OSError) as error:
+            raise _not_written(error, part) from error
+        self._pending = self._thread.submit(self._complete, written, info)
+
+    def check(self) -> None:
+        """Raises `InvalidCheckpointError` if a save has failed; returns at once if it is still under way."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint under way is complete; raises `InvalidCheckpointError` if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _complete(self, written: Future[object], info: CheckpointInfo) -> None:
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                commit(self._folder, info, keep_last=self._keep_last)
+        except (CheckpointException, OSError) as error:
+            raise _not_written(error, part_path(self._folder, info.step)) from error
+
+
+def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
+    """Reads a checkpoint into the tensors of ``state``, whatever plan it was written under; a collective call.
+
+    Under the same plan the random generators are set too, so that the run goes on bit by bit. Raises
+    `InvalidCheckpointError` if the checkpoint is damaged, or of another model or optimizer.
+    """
+    info = read_info(path)
+    chain = plan.chain()
+    if info.config_hash != chain.config_hash:
+        raise InvalidCheckpointError(
+            field="--resume",
+            found=f"{path} of {info.model_name} (config {info.config_hash})",
+            expected=f"a checkpoint of {chain.name} (config {chain.config_hash}), the model of the plan",
+            hint="resume it with a plan for its model",
+        )
+    state.fill_optimizers()
+    for copy in range(state.names.num_copies):
+        _read(path, state.tensors(copy=copy))
+    if info.plan_hash == plan_hash(plan) and info.num_processes == dist.get_world_size():
+        found = random_states(device)
+        _read(path, found)
+        set_random_states(found, device)
+    return info
+
+
+def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        _check_tensors(path, tensors)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+    except CheckpointException as error:
+        raise _unreadable(path, _first_cause(error)) from error
+    except (OSError, EOFError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        found = stored.get(name)
+        size = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+        if size != tuple(tensor.shape):
+            raise InvalidCheckpointError(
+                field="--resume",
+                found=f"{name} of shape {list(size)} in {path}" if size is not None else f"{path} without {name}",
+                expected=f"{name} of shape {list(tensor.shape)}",
+                hint="resume a checkpoint of the same model and optimizer",
+            )
+
+
+def _unreadable(path: Path, cause: BaseException) -> InvalidCheckpointError:
+    return InvalidCheckpointError(
+        field="--resume",
+        found=f"{path}: {_one_line(cause)}",
+        expected="a whole checkpoint that steelyard wrote",
+        hint="resume from an earlier one",
+    )
+
+
+def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
+    cause = _first_cause(error)
+    is_full = (getattr(cause, "errno", None) in _FULL_DISK) or "PytorchStreamWriter failed" in str(cause)
+    step = part.name.removeprefix(".").removesuffix(".part")
+    return InvalidCheckpointError(
+        field="--checkpoint-dir",
+        found=f"{step} could not be written to {part.parent}: {_one_line(cause)}",
+        expected="room for --keep-last checkpoints and one more" if is_full else "a folder that stays writable",
+        hint="make room and go on with --resume latest: the checkpoints before it are complete",
+    )
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error of one rank inside those that `torch.distributed.checkpoint` collects."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return error
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """What ``work`` returns on the first rank, on every rank; so is the mistake of the user that it raises."""
+    found: list[tuple[Result | None, dict[str, str] | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = (work(), None)
+        except InvalidCheckpointError as error:
+            parts = {"field": error.field, "found": error.found, "expected": error.expected, "hint": error.hint}
+            found[0] = (None, parts)
+    dist.broadcast_object_list(found, src=0, group=group)
+    result, mistake = found[0]
+    if mistake is not None:
+        raise InvalidCheckpointError(**mistake)
+    return cast("Result", result)

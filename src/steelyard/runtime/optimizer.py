@@ -1,0 +1,78 @@
+r"""AdamW and its learning rate.
+
+The rate rises linearly over the warm-up and falls along a cosine to a tenth of its peak: with $w$ warm-up steps of $T$
+
+$$\eta_t = \hat\eta \frac{t+1}{w} \;(t < w), \qquad
+\eta_t = \hat\eta \Bigl(a + (1 - a) \tfrac12 \bigl(1 + \cos \pi \tfrac{t - w}{T - w}\bigr)\Bigr)$$
+
+| symbol      | argument           | meaning                                  |
+|-------------|--------------------|------------------------------------------|
+| $t$         | `step`             | step of the run, from 0                  |
+| $\hat\eta$  | `options.lr`       | peak learning rate                       |
+| $w, T$      | `options.warmup_steps`, `options.steps` | steps of warm-up, of the run |
+| $a$         | `LEAST_LR_SHARE`   | share of the peak where the cosine ends  |
+
+Weight decay is decoupled (Loshchilov and Hutter 2019) and acts on the weights of linear maps and convolutions alone.
+Norms, biases and embeddings (of tokens, positions and classes, relative position biases, a head that is tied to the
+embedding) do not decay: they set scales and offsets, and decay would pull rare tokens' rows to zero step after step.
+"""
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.parallel_model import ParallelModel
+
+BETAS = (0.9, 0.95)
+LEAST_LR_SHARE = 0.1
+_CONVOLUTION_DIMS = 4
+
+
+def make_adamw(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
+    """The optimizers of this rank's parameters, one for each kind of sharding."""
+    decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        groups: dict[bool, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault(id(parameter) in decayed, []).append(parameter)
+        return AdamW(
+            [
+                {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
+                for is_decayed, group in groups.items()
+            ],
+            lr=options.lr,
+            betas=BETAS,
+        )
+
+    return model.make_optimizers(make)
+
+
+def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay acts on the parameter at a path of a `ParallelModel`."""
+    layer, name = path.split(".", 1)
+    if parameter.ndim < 2 or "bias" in name:
+        return False
+    role = chain.kind_of(int(layer)).role
+    if role is LayerRole.EMBEDDING:
+        return parameter.ndim == _CONVOLUTION_DIMS
+    return not (role is LayerRole.HEAD and chain.tied_embeddings and name == "output.weight")
+
+
+def learning_rate(step: int, options: TrainOptions) -> float:
+    """The learning rate of a step."""
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return options.lr * (LEAST_LR_SHARE + (1 - LEAST_LR_SHARE) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def set_learning_rate(optimizers: Iterable[Optimizer], lr: float) -> None:
+    """Gives all parameters the learning rate ``lr``."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr

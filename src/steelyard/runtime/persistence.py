@@ -1,0 +1,171 @@
+"""How a run begins and what it leaves behind: weights read in, checkpoints on the way, weights written out.
+
+A run begins with first weights, with those of ``--init``, or where a checkpoint (``--resume``) left off. A process
+that torchrun has started again goes on from the newest checkpoint of ``--checkpoint-dir``, if there is one by then.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
+from steelyard.processes.failure import previous_failures, restart_count
+from steelyard.processes.start import LOST_PEER
+from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank
+from steelyard.runtime.checkpoint_folder import CheckpointInfo, find_checkpoint, newest_intact, plan_hash
+from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.parallel_model import ParallelModel
+from steelyard.runtime.state import RunState
+from steelyard.runtime.weights import check_export, export_weights, load_weights
+
+
+class Persistence:
+    """The state of a run on disk, as one rank sees it; every method is a collective call.
+
+    ``data_samples`` is the number of samples of an epoch, by which a resumed run recognises its data.
+    """
+
+    def __init__(
+        self, model: ParallelModel, optimizers: Iterable[Optimizer], options: TrainOptions, *, data_samples: int
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._state = RunState(model, optimizers)
+        self._data_samples = data_samples
+        self._checkpointer: Checkpointer | None = None
+        self.num_steps = 0
+        """Steps that were trained before this run."""
+        self.num_samples = 0
+        """Samples that they read."""
+
+    def begin(self) -> None:
+        """Loads what the options say and prepares the folder of checkpoints."""
+        options = self._options
+        if restart_count() > 0:
+            _say(f"started again ({restart_count()}): {_why_restarted()}")
+        resumed = on_first_rank(lambda: _checkpoint_to_resume(options))
+        if options.export_hf is not None:
+            check_export(options.export_hf)
+        if resumed is not None:
+            path, notices = resumed
+            info = load_checkpoint(path, self._state, self._model.plan, self._model.device)
+            self._check_same_run(info)
+            self.num_steps, self.num_samples = info.step, info.num_samples
+            if options.metrics is not None:
+                on_first_rank(lambda: _keep_lines(options.metrics, info.step))
+            _say(*notices, f"resumed after step {info.step} from {path}")
+        elif options.init is not None:
+            notices = load_weights(options.init, self._state, self._model.chain)
+            _say(*notices, f"first weights from {options.init}")
+        if options.checkpoint_dir is not None:
+            self._checkpointer = Checkpointer(
+                options.checkpoint_dir,
+                keep_last=options.keep_last,
+                resumed=resumed[0] if resumed else None,
+                timeout_s=options.timeout_s,
+            )
+
+    def first_sample(self, step: int) -> int:
+        """The first sample of a step (from 0): a resumed run goes on after the samples that were read."""
+        return self.num_samples + (step - self.num_steps) * self._model.plan.global_batch
+
+    def after_step(self, num_steps: int) -> None:
+        """Saves the state after ``num_steps`` steps where the options say so; raises if an earlier save has failed."""
+        if self._checkpointer is None:
+            return
+        self._checkpointer.check()
+        if num_steps % self._options.checkpoint_every == 0 or num_steps == self._options.steps:
+            self._checkpointer.save(self._state, self._info(num_steps), self._model.device)
+
+    def end(self) -> None:
+        """Waits for the last checkpoint and exports the weights."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if self._options.export_hf is not None:
+            export_weights(self._options.export_hf, self._state, self._model.plan)
+            _say(f"weights for transformers are in {self._options.export_hf}")
+
+    def _info(self, num_steps: int) -> CheckpointInfo:
+        plan, chain = self._model.plan, self._model.chain
+        return CheckpointInfo(
+            step=num_steps,
+            num_samples=self.first_sample(num_steps),
+            seed=self._options.seed,
+            data_samples=self._data_samples,
+            model_name=chain.name,
+            config_hash=chain.config_hash,
+            plan_hash=plan_hash(plan),
+            num_processes=dist.get_world_size(),
+        )
+
+    def _check_same_run(self, info: CheckpointInfo) -> None:
+        if info.seed != self._options.seed:
+            raise InvalidCheckpointError(
+                field="--seed",
+                found=f"{self._options.seed}",
+                expected=f"{info.seed}, which the samples of the checkpoint's run were ordered by",
+                hint=f"resume with --seed {info.seed}",
+            )
+        if info.data_samples != self._data_samples:
+            raise InvalidDataError(
+                field="data",
+                found=f"{self._data_samples} samples of {self._model.plan.seq_len} tokens",
+                expected=f"{info.data_samples}, as in the run that wrote the checkpoint",
+                hint="resume with the data and sequence length of that run",
+            )
+        if info.step >= self._options.steps:
+            raise UserError(
+                field="--steps",
+                found=f"{self._options.steps}, and a checkpoint after step {info.step}",
+                expected="more steps than are done",
+                hint="raise --steps",
+            )
+
+
+def _checkpoint_to_resume(options: TrainOptions) -> tuple[Path, list[str]] | None:
+    """The checkpoint to go on from, with what to say about it; None to start anew."""
+    if restart_count() > 0 and options.checkpoint_dir is not None:
+        newest, faults = newest_intact(options.checkpoint_dir)
+        if newest is not None:
+            return newest, _notices(faults)
+    if options.resume is None:
+        return None
+    path, faults = find_checkpoint(options.resume, options.checkpoint_dir)
+    return path, _notices(faults)
+
+
+def _keep_lines(metrics: Path | None, num_steps: int) -> None:
+    """Drops from a file of metrics the steps that will be trained again."""
+    if metrics is not None and metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        metrics.write_text("".join(line for line in lines if _step_of(line) <= num_steps), encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics; infinite for one that a kill has cut off."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _why_restarted() -> str:
+    failures = previous_failures()
+    if not failures or LOST_PEER.search(failures[0].message):
+        return "a process was lost"
+    first = failures[0]
+    return f"rank {first.rank} failed with {first.kind}: {first.message.splitlines()[0]}"
+
+
+def _notices(faults: list[str]) -> list[str]:
+    return [f"passed over a damaged checkpoint: {fault}" for fault in faults]
+
+
+def _say(*lines: str) -> None:
+    if dist.get_rank() == 0:
+        for line in lines:
+            print(line, flush=True)

@@ -1,0 +1,158 @@
+"""What a run says while it goes: a line of progress, metrics as JSON lines, and TensorBoard's event files.
+
+Model FLOP utilisation comes from the plan's prediction, which knows the model's FLOP and the devices' peak rate: a step
+that takes twice as long as predicted has half of the predicted utilisation. Where the plan has none, for a device
+whose peak is not known or in a plan that was written by hand, none is shown.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.errors import UserError
+from steelyard.plan.plan import Plan
+from steelyard.runtime.options import TrainOptions
+from steelyard.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step as this rank saw it."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    time_s: float
+    busy_s: float
+    """Seconds in which this rank worked and did not wait for another stage."""
+    peak_bytes: int
+    """The most bytes that this rank's tensors held, in the step that was measured; 0 before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What is reported of a step. The names are those of the metrics file."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    time_s: float
+    tokens_per_s: float
+    samples_per_s: float
+    mfu: float | None
+    memory_bytes: int | None
+
+    def line(self, num_steps: int, *, counts_tokens: bool) -> str:
+        """The line of progress."""
+        rate = f"{format_count(self.tokens_per_s)} tokens/s" if counts_tokens else f"{self.samples_per_s:.3g} images/s"
+        parts = [f"step {self.step:>{len(str(num_steps))}}/{num_steps}", f"loss {self.loss:.4f}", rate]
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        parts.append(f"grad norm {self.grad_norm:.3f}")
+        if self.memory_bytes is not None:
+            parts.append(f"memory {format_bytes(self.memory_bytes)}")
+        return "  ".join(parts)
+
+    def values(self) -> dict[str, float]:
+        """What is known, by its name."""
+        names = (name for name in self.__slots__)
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:
+    """What is reported of the ``number``-th step of a plan."""
+    samples_per_s = plan.global_batch / step.time_s
+    return StepMetrics(
+        step=number,
+        loss=step.loss,
+        grad_norm=step.grad_norm,
+        lr=step.lr,
+        time_s=step.time_s,
+        tokens_per_s=samples_per_s * plan.seq_len,
+        samples_per_s=samples_per_s,
+        mfu=model_flop_utilisation(plan, step.time_s),
+        memory_bytes=step.peak_bytes or None,
+    )
+
+
+def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
+    """The share of the devices' peak rate that a step of ``step_s`` seconds makes use of."""
+    prediction = plan.prediction
+    if prediction is None or prediction.mfu is None:
+        return None
+    return prediction.mfu * prediction.step_time_s / step_s
+
+
+def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_done: int) -> Iterator[Step]:
+    """Passes the steps on and reports each; ``num_done`` steps were trained by an earlier run, which this continues."""
+    counts_tokens = plan.chain().family.task.reads_text
+    with ExitStack() as stack:
+        sinks = [stack.enter_context(sink) for sink in _sinks(options, resumes=num_done > 0)]
+        for number, step in enumerate(steps, start=num_done + 1):
+            metrics = step_metrics(number, step, plan)
+            _show(metrics.line(options.steps, counts_tokens=counts_tokens), is_last=number == options.steps)
+            for sink in sinks:
+                sink(metrics)
+            yield step
+
+
+def _sinks(options: TrainOptions, *, resumes: bool) -> Iterator[Any]:
+    if options.metrics is not None:
+        yield _json_lines(options.metrics, resumes=resumes)
+    if options.tensorboard is not None:
+        yield _tensorboard(options.tensorboard)
+
+
+@contextmanager
+def _json_lines(path: Path, *, resumes: bool) -> Iterator[Callable[[StepMetrics], None]]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if resumes else "w") as file:
+
+        def write(metrics: StepMetrics) -> None:
+            file.write(json.dumps(metrics.values()) + "\n")
+            file.flush()
+
+        yield write
+
+
+@contextmanager
+def _tensorboard(folder: Path) -> Iterator[Callable[[StepMetrics], None]]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+
+        def write(metrics: StepMetrics) -> None:
+            for name, value in metrics.values().items():
+                if name != "step":
+                    writer.add_scalar(name, value, metrics.step)
+
+        yield write
+
+
+def check_tensorboard(options: TrainOptions) -> None:
+    """Raises `UserError` if TensorBoard is asked for and not installed."""
+    if options.tensorboard is None:
+        return
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            field="--tensorboard",
+            found="no package tensorboard",
+            expected="tensorboard, which writes the event files",
+            hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
+        ) from error
+
+
+def _show(line: str, *, is_last: bool) -> None:
+    """Replaces the line of progress on a terminal; elsewhere every step is a line of its own."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\r\x1b[K{line}" + ("\n" if is_last else ""))
+    else:
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()

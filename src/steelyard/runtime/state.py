@@ -1,0 +1,134 @@
+"""What a training run is made of, under names that no plan changes.
+
+| name                       | what                                                                        |
+|----------------------------|-----------------------------------------------------------------------------|
+| ``model.NAME``             | a parameter of the unmodified model                                         |
+| ``optimizer.NAME.SLOT``    | what its optimizer keeps of it (AdamW: exp_avg, exp_avg_sq, step)           |
+| ``rng.RANK.DEVICE``        | state of a rank's random generators                                         |
+
+NAME is the parameter's name in the unmodified `transformers` model. Sharded parameters are DTensors, which say what
+part of the whole they hold, so a state that is written under one plan can be read under any other.
+
+Layers that share a matrix (tied embeddings) each keep a copy. The copy of the first such layer has the name; the
+others are `SharedCopy`, read from the same name and never written.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from steelyard.model.chain import ModelChain
+from steelyard.modules.build import build_meta_model
+from steelyard.modules.layers import build_layer
+from steelyard.plan.strategy import Remat
+from steelyard.runtime.parallel_model import ParallelModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterNames:
+    """The name in the unmodified model of every parameter by its path in a `ParallelModel`."""
+
+    by_path: dict[str, str]
+    copy_of_path: dict[str, int]
+    """0 for the first layer that has the matrix, 1 for the second, …"""
+
+    @property
+    def num_copies(self) -> int:
+        """The most layers that share one matrix; 1 where none do."""
+        return 1 + max(self.copy_of_path.values(), default=0)
+
+
+def parameter_names(chain: ModelChain) -> ParameterNames:
+    """The names of all parameters of a chain, found by identity in a model without memory."""
+    model = build_meta_model(chain)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_path: dict[str, str] = {}
+    copy_of_path: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    for index in range(chain.num_layers):
+        layer = build_layer(model, chain, index, Remat.NONE)
+        for path, parameter in layer.named_parameters():
+            name = names[id(parameter)]
+            by_path[f"{index}.{path}"] = name
+            copy_of_path[f"{index}.{path}"] = seen.get(name, 0)
+            seen[name] = seen.get(name, 0) + 1
+    return ParameterNames(by_path=by_path, copy_of_path=copy_of_path)
+
+
+class RunState:
+    """The tensors of a run on this rank by their names that no plan changes.
+
+    The tensors are those that are trained, not copies of them: reading into them resumes the run.
+    """
+
+    def __init__(self, model: ParallelModel, optimizers: Iterable[Optimizer]) -> None:
+        self.names = parameter_names(model.chain)
+        self._model = model
+        self._optimizers = list(optimizers)
+
+    def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
+        """This rank's parameters by their name in the unmodified model: of matrices that layers share, one copy."""
+        return {self.names.by_path[path]: parameter for path, parameter in self._parameters(copy)}
+
+    def tensors(self, *, copy: int = 0) -> dict[str, Tensor]:
+        """This rank's parameters and what the optimizers keep of them."""
+        states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
+        found: dict[str, Tensor] = {}
+        for path, parameter in self._parameters(copy):
+            name = self.names.by_path[path]
+            found[f"model.{name}"] = parameter.detach()
+            for slot, value in states.get(id(parameter), {}).items():
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"the optimizer keeps a {type(value).__name__} as {slot}, which is no tensor")
+                found[f"optimizer.{name}.{slot}"] = value
+        return found
+
+    def fill_optimizers(self) -> None:
+        """Makes the optimizers allocate what they keep, without changing a parameter, so that it can be read into.
+
+        An optimizer allocates in its first step, so it takes one with gradients of zero and a learning rate of zero.
+        """
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                continue
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _parameters(self, copy: int) -> Iterator[tuple[str, nn.Parameter]]:
+        for path, parameter in self._model.named_parameters():
+            if self.names.copy_of_path[path] == copy:
+                yield path, parameter
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of this rank's random generators, by a name of its own."""
+    rank = dist.get_rank()
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Sets this rank's random generators to states that `random_states` found."""
+    rank = dist.get_rank()
+    torch.set_rng_state(states[f"rng.{rank}.cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[f"rng.{rank}.cuda"], device)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,274 @@
+"""Weights in Hugging Face's format: read straight into the shards of a plan, and written for `transformers` to load.
+
+A folder has a ``config.json`` and either ``model.safetensors`` or several files with ``model.safetensors.index.json``.
+Reading, each rank opens the files that hold its parameters and takes the slices that it holds. Writing, a stage gathers
+one parameter at a time on its first rank, which writes files of about `FILE_BYTES`; so no rank ever holds the model.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from steelyard.errors import InvalidCheckpointError
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.modules.build import build_meta_model, hub_config
+from steelyard.modules.data_parallel import activation_dtype
+from steelyard.plan.plan import Plan
+from steelyard.runtime.state import RunState, local_part
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FILE_BYTES = 2 * 2**30
+"""A file is closed when it has this much."""
+_NOT_COMPARED = (
+    *(
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "_name_or_path",
+        "initializer_range",
+    ),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "output_attentions"),
+    *("output_hidden_states", "return_dict", "chunk_size_feed_forward", "pretraining_tp", "id2label", "label2id"),
+)
+"""Entries of a config that do not change what the weights compute in training."""
+_NUM_NAMED = 3
+
+
+def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
+    """Fills this rank's parameters from a Hugging Face folder; returns what is worth a notice.
+
+    Values are converted to the type of the parameters. Raises `InvalidCheckpointError` if the folder is not one, if
+    its config is of another model, or if a tensor is missing or has another shape.
+    """
+    check_weights(path, chain)
+    files = _tensor_files(path)
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for copy in range(state.names.num_copies):
+            weights = state.weights(copy=copy)
+            _check_present(path, weights, files)
+            for name, parameter in weights.items():
+                file = files[name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(_open(path / file))
+                _fill(parameter, name, opened[file], path / file)
+    extra = sorted(set(files) - set(state.names.by_path.values()) - _buffer_like(files))
+    return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
+
+
+def check_weights(path: Path, chain: ModelChain) -> None:
+    """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
+    found, expected = hub_config(_chain_at(path)).to_dict(), hub_config(chain).to_dict()
+    for key in ("model_type", *expected):
+        if key not in _NOT_COMPARED and "dropout" not in key and found.get(key) != expected.get(key):
+            raise _bad_init(
+                f"{key} = {found.get(key)!r} in {path / 'config.json'}",
+                f"{key} = {expected.get(key)!r}, as in the plan's model {chain.name}",
+                f"plan for these weights: steelyard plan {path / 'config.json'} …",
+            )
+    _tensor_files(path)
+
+
+def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int = FILE_BYTES) -> None:
+    """Writes the weights and the config for `transformers`, in the precision that the plan computes in.
+
+    A collective call. The folder gets its name when all is written. Raises `InvalidCheckpointError` if it cannot be
+    written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    dtype = activation_dtype(plan.precision)
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        dist.barrier()
+        mine = _write_stage(part, state, plan, dtype, file_bytes)
+        found: list[list[tuple[str, dict[str, int]]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, mine)
+        if dist.get_rank() == 0:
+            _name_files(part, [entry for files in found for entry in files])
+            _write_config(part, plan.chain(), dtype)
+            part.rename(path)
+        dist.barrier()
+    except (OSError, SafetensorError) as error:
+        raise InvalidCheckpointError(
+            field="--export-hf",
+            found=f"{path}: {str(error).splitlines()[0]}",
+            expected="a new folder on a disk with room",
+            hint="make room and export again from the last checkpoint (--resume)",
+        ) from error
+
+
+def check_export(path: Path) -> None:
+    """Raises `InvalidCheckpointError` if there is something at ``path``; called before a run that takes days."""
+    if path.exists():
+        raise InvalidCheckpointError(
+            field="--export-hf",
+            found=f"{path}, which exists",
+            expected="the path of a new folder",
+            hint="give another path, or move that one away",
+        )
+
+
+def _chain_at(path: Path) -> ModelChain:
+    """The model that the folder's config describes."""
+    try:
+        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _bad_init(
+            f"no config.json that can be read in {path}",
+            "a Hugging Face folder: config.json and safetensors",
+            "check the path",
+        ) from error
+    return chain_from_config(content, name=str(path))
+
+
+def _fill(parameter: Tensor, name: str, file: Any, path: Path) -> None:
+    """Copies this rank's part of a tensor of an open file into the parameter."""
+    stored = file.get_slice(name)
+    shape = tuple(stored.get_shape())
+    if shape != tuple(parameter.shape):
+        raise _bad_init(
+            f"{name} of shape {list(shape)} in {path}",
+            f"{name} of shape {list(parameter.shape)}",
+            "plan for the config of these weights",
+        )
+    local = local_part(parameter.detach())
+    if local.numel():
+        local.copy_(stored[_local_slices(parameter)])
+
+
+def _local_slices(parameter: Tensor) -> tuple[slice, ...]:
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _tensor_files(path: Path) -> dict[str, str]:
+    """The file of every tensor in a folder."""
+    index = path / INDEX_FILE
+    if index.is_file():
+        return _indexed_files(index)
+    if not (path / SINGLE_FILE).is_file():
+        others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+        raise _bad_init(
+            f"no {SINGLE_FILE} and no {INDEX_FILE} in {path}" + (f", but {_some(others)}" if others else ""),
+            "weights as safetensors",
+            "save the model with transformers' save_pretrained, which writes safetensors",
+        )
+    with _open(path / SINGLE_FILE) as file:
+        return dict.fromkeys(file.keys(), SINGLE_FILE)
+
+
+def _indexed_files(index: Path) -> dict[str, str]:
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise _bad_init(f"{index}, which is damaged", "an index with a weight_map", "download it again") from error
+    missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
+    if missing:
+        raise _bad_init(
+            f"no {_some(missing)} in {index.parent}", f"every file that {index.name} names", "download them again"
+        )
+    return dict(files)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _bad_init(f"{path}: {error}", "a whole safetensors file", "download it again") from error
+
+
+def _check_present(path: Path, weights: dict[str, Tensor], files: dict[str, str]) -> None:
+    missing = [name for name in weights if name not in files]
+    if missing:
+        raise _bad_init(
+            f"{path} without {_some(missing)}",
+            "every parameter of the plan's model, by its name in transformers",
+            "load and save the model with transformers, which writes all of them under today's names",
+        )
+
+
+def _write_stage(
+    part: Path, state: RunState, plan: Plan, dtype: torch.dtype, file_bytes: int
+) -> list[tuple[str, dict[str, int]]]:
+    """Writes the files of this rank's stage; on its first rank returns them, each with the bytes of its tensors."""
+    stage = next(stage for stage in plan.stages if stage.ranks[0] <= dist.get_rank() <= stage.ranks[1])
+    is_writer = dist.get_rank() == stage.ranks[0]
+    files: list[tuple[str, dict[str, int]]] = []
+    for tensors in _gathered(state, dtype, file_bytes, keep=is_writer):
+        if is_writer:
+            name = f"stage-{stage.ranks[0]:05d}-{len(files):05d}"
+            save_file(tensors, part / name, metadata={"format": "pt"})
+            files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
+    return files
+
+
+def _gathered(state: RunState, dtype: torch.dtype, file_bytes: int, *, keep: bool) -> Iterator[dict[str, Tensor]]:
+    """The whole parameters of this rank's stage, some at a time."""
+    tensors: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, parameter in state.weights().items():
+        tensor = parameter.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        num_bytes += whole.numel() * dtype.itemsize
+        if keep:
+            tensors[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
+        if num_bytes >= file_bytes:
+            yield tensors
+            tensors, num_bytes = {}, 0
+    if num_bytes:
+        yield tensors
+
+
+def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:
+    """Gives the files the names that Hugging Face uses, and writes the index where there are several."""
+    if len(files) == 1:
+        (part / files[0][0]).rename(part / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (file, tensors) in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (part / file).rename(part / name)
+        weight_map.update(dict.fromkeys(tensors, name))
+    total = sum(size for _, tensors in files for size in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_config(part: Path, chain: ModelChain, dtype: torch.dtype) -> None:
+    model = build_meta_model(chain)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(part)
+
+
+def _buffer_like(names: dict[str, str]) -> set[str]:
+    """Names of what older versions of transformers saved beside the parameters, or twice."""
+    return {name for name in names if name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight"))}
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _bad_init(found: str, expected: str, hint: str) -> InvalidCheckpointError:
+    return InvalidCheckpointError(field="--init", found=found, expected=expected, hint=hint)

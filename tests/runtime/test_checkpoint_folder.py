@@ -1,0 +1,215 @@
+"""The folder of checkpoints: whatever happens at whatever instant, the last complete one is found and whole."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from steelyard.errors import InvalidCheckpointError
+from steelyard.runtime.checkpoint_folder import (
+    INFO_FILE,
+    CheckpointInfo,
+    checkpoint_path,
+    commit,
+    complete_checkpoints,
+    find_checkpoint,
+    newest_intact,
+    part_path,
+    plan_hash,
+    prepare_folder,
+    read_info,
+)
+from tests.runtime.models import make_plan
+
+NUM_INSTANTS = 40
+CONTENT = b"tensors"
+
+
+def info(step: int) -> CheckpointInfo:
+    return CheckpointInfo(
+        step=step,
+        num_samples=8 * step,
+        seed=0,
+        data_samples=100,
+        model_name="test",
+        config_hash="c",
+        plan_hash="p",
+        num_processes=2,
+    )
+
+
+def write(folder: Path, step: int, *, keep_last: int = 2) -> Path:
+    part = part_path(folder, step)
+    part.mkdir(parents=True)
+    for rank in range(2):
+        (part / f"__{rank}_0.distcp").write_bytes(CONTENT)
+    return commit(folder, info(step), keep_last=keep_last)
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL."""
+
+
+@contextmanager
+def killed_before(number: int) -> Iterator[None]:
+    """Kills before the ``number``-th change of the file system; undoes nothing."""
+    changes = 0
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            nonlocal changes
+            changes += 1
+            if changes > number:
+                raise KilledError
+            return change(*arguments, **options)
+
+        return run
+
+    with mock.patch.multiple(
+        os, rename=counted(os.rename), unlink=counted(os.unlink), rmdir=counted(os.rmdir), fsync=counted(os.fsync)
+    ):
+        try:
+            yield
+        except KilledError:
+            return
+
+
+@pytest.mark.parametrize("number", range(NUM_INSTANTS))
+def test_a_kill_at_any_instant_of_a_commit_leaves_a_whole_checkpoint(tmp_path: Path, number: int) -> None:
+    write(tmp_path, 3)
+    write(tmp_path, 6)
+    with killed_before(number):
+        write(tmp_path, 9)
+    newest, faults = newest_intact(tmp_path)
+    assert newest in (checkpoint_path(tmp_path, 6), checkpoint_path(tmp_path, 9))
+    assert faults == []
+    assert all((newest / f"__{rank}_0.distcp").read_bytes() == CONTENT for rank in range(2))
+
+
+def test_the_instants_above_reach_from_before_the_first_change_to_after_the_last(tmp_path: Path) -> None:
+    found = set()
+    for number in range(NUM_INSTANTS):
+        shutil.rmtree(tmp_path)
+        write(tmp_path, 3)
+        write(tmp_path, 6)
+        with killed_before(number):
+            write(tmp_path, 9)
+        found.add(tuple(path.name for path in sorted(tmp_path.iterdir())))
+    assert (".step-00000009.part", "step-00000003", "step-00000006") in found
+    assert ("step-00000003", "step-00000006", "step-00000009") in found
+    assert (".step-00000003.old", "step-00000006", "step-00000009") in found
+    assert ("step-00000006", "step-00000009") in found
+
+
+@pytest.mark.parametrize("number", range(NUM_INSTANTS))
+def test_what_a_killed_run_left_is_removed_when_the_next_begins(tmp_path: Path, number: int) -> None:
+    write(tmp_path, 3)
+    with killed_before(number):
+        write(tmp_path, 6, keep_last=1)
+    newest, _ = newest_intact(tmp_path)
+    prepare_folder(tmp_path, resumed=newest)
+    assert [path for path in tmp_path.iterdir() if path not in complete_checkpoints(tmp_path)] == []
+    assert newest_intact(tmp_path)[0] == newest
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    for step in (3, 6, 9, 12):
+        write(tmp_path, step)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000009", "step-00000012"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    (tmp_path / "step-00000003" / "__0_0.distcp").write_bytes(b"")
+    assert read_info(write(tmp_path, 3)).step == 3
+
+
+def test_checkpoints_are_ordered_by_step_beyond_eight_digits(tmp_path: Path) -> None:
+    for step in (3, 123_456_789, 20):
+        write(tmp_path, step, keep_last=3)
+    assert newest_intact(tmp_path)[0] == tmp_path / "step-123456789"
+
+
+def test_latest_passes_over_a_truncated_checkpoint_and_says_so(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    write(tmp_path, 6)
+    (tmp_path / "step-00000006" / "__1_0.distcp").write_bytes(CONTENT[:3])
+    path, faults = find_checkpoint("latest", tmp_path)
+    assert path == tmp_path / "step-00000003"
+    assert faults == [f"{tmp_path}/step-00000006/__1_0.distcp with 3 bytes instead of 7"]
+
+
+def test_a_truncated_checkpoint_that_is_named_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    (tmp_path / "step-00000003" / "__1_0.distcp").write_bytes(b"")
+    with pytest.raises(InvalidCheckpointError, match="with 0 bytes instead of 7"):
+        find_checkpoint(str(tmp_path / "step-00000003"), None)
+
+
+def test_a_checkpoint_without_a_file_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    (tmp_path / "step-00000003" / "__1_0.distcp").unlink()
+    with pytest.raises(InvalidCheckpointError, match=r"without its file __1_0\.distcp"):
+        read_info(tmp_path / "step-00000003")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"version": 2}', "\0"])
+def test_a_damaged_description_is_an_error(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path, 3)
+    (path / INFO_FILE).write_text(content)
+    with pytest.raises(InvalidCheckpointError, match=r"run\.json, which is damaged"):
+        read_info(path)
+
+
+def test_a_foreign_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(InvalidCheckpointError, match="no checkpoint in"):
+        find_checkpoint(str(tmp_path), None)
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpointError, match="no folder"):
+        find_checkpoint(str(tmp_path / "missing"), None)
+
+
+def test_latest_needs_a_folder() -> None:
+    with pytest.raises(InvalidCheckpointError, match="no --checkpoint-dir"):
+        find_checkpoint("latest", None)
+
+
+def test_a_new_run_does_not_take_the_folder_of_another(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    with pytest.raises(InvalidCheckpointError, match="step-00000003 in"):
+        prepare_folder(tmp_path, resumed=None)
+
+
+def test_a_run_that_goes_back_does_not_mix_with_later_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    write(tmp_path, 6)
+    with pytest.raises(InvalidCheckpointError, match="step-00000006 in"):
+        prepare_folder(tmp_path, resumed=tmp_path / "step-00000003")
+
+
+def test_a_run_that_goes_on_from_another_folder_wants_an_empty_one(tmp_path: Path) -> None:
+    write(tmp_path / "a", 3)
+    write(tmp_path / "b", 3)
+    with pytest.raises(InvalidCheckpointError, match="--checkpoint-dir"):
+        prepare_folder(tmp_path / "b", resumed=tmp_path / "a" / "step-00000003")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidCheckpointError, match="can be written"):
+        prepare_folder(tmp_path / "file" / "folder", resumed=None)
+
+
+def test_the_hash_of_a_plan_leaves_out_what_it_predicts_and_its_name() -> None:
+    plan = make_plan("llama", "fsdp8, dp8, fsdp8, fsdp8, fsdp8, fsdp8, fsdp8, fsdp8")
+    other = make_plan("llama", "fsdp8, dp8, fsdp8, fsdp8, fsdp8, fsdp8, fsdp8, dp8")
+    assert plan_hash(plan) == plan_hash(plan.model_copy(update={"cluster": "another"}))
+    assert plan_hash(plan) != plan_hash(other)

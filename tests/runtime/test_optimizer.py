@@ -1,0 +1,75 @@
+"""AdamW's learning rate and what decays."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.runtime.optimizer import LEAST_LR_SHARE, learning_rate, make_adamw
+from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.parallel_model import parallelize_plan
+from tests.runtime.models import CONFIGS, make_plan
+from tests.runtime.processes import one_process
+
+runs = st.builds(
+    lambda warmup, rest, lr: TrainOptions(steps=warmup + rest, warmup_steps=warmup, lr=lr),
+    st.integers(0, 50),
+    st.integers(1, 100),
+    st.floats(1e-6, 1.0),
+)
+
+
+@given(runs)
+def test_the_rate_rises_to_its_peak_and_then_falls(options: TrainOptions) -> None:
+    rates = [learning_rate(step, options) for step in range(options.steps)]
+    peak = max(0, options.warmup_steps - 1)
+    assert all(later > earlier for earlier, later in pairwise(rates[: peak + 1]))
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(rates[peak:]))
+    assert max(rates) == pytest.approx(options.lr)
+    assert min(rates[options.warmup_steps :]) >= LEAST_LR_SHARE * options.lr * (1 - 1e-9)
+
+
+@given(runs)
+def test_the_rate_would_end_at_a_tenth_of_the_peak(options: TrainOptions) -> None:
+    assert learning_rate(options.steps, options) == pytest.approx(LEAST_LR_SHARE * options.lr)
+
+
+def decayed_names(config: str) -> tuple[set[str], set[str]]:
+    """Names of all parameters that decay, and that do not, of one process."""
+    strategies = ", ".join(["single"] * (CONFIGS[config]["num_hidden_layers"] + 2))
+    plan = make_plan(config, strategies, num_devices=1, global_batch=2, num_microbatches=1)
+    with one_process():
+        model = parallelize_plan(plan)
+        names = {id(parameter): path.split(".", 1)[1] for path, parameter in model.named_parameters()}
+        optimizers = make_adamw(model, TrainOptions(weight_decay=0.3))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+    decayed, kept = (
+        {names[id(parameter)] for group in groups if group["weight_decay"] == decay for parameter in group["params"]}
+        for decay in (0.3, 0.0)
+    )
+    return decayed, kept
+
+
+def test_norms_and_embeddings_do_not_decay() -> None:
+    decayed, kept = decayed_names("llama")
+    assert kept == {
+        "embedding.weight",
+        "norm.weight",
+        "block.input_layernorm.weight",
+        "block.post_attention_layernorm.weight",
+    }
+    assert "output.weight" in decayed
+    assert "block.self_attn.q_proj.weight" in decayed
+
+
+def test_biases_do_not_decay() -> None:
+    decayed, kept = decayed_names("gpt_neox")
+    assert "block.attention.query_key_value.bias" in kept
+    assert not [name for name in decayed if name.endswith("bias")]
+
+
+def test_a_tied_head_decays_no_more_than_the_embedding() -> None:
+    _, kept = decayed_names("llama-tied")
+    assert {"embedding.weight", "output.weight"} <= kept

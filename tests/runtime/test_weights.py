@@ -1,0 +1,172 @@
+"""Weights read from Hugging Face folders, and what is wrong with those that cannot be."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from steelyard.errors import InvalidCheckpointError, InvalidModelError
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.modules.build import build_model
+from steelyard.runtime.state import ParameterNames, parameter_names
+from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, check_export, load_weights
+from tests.runtime.models import CONFIGS
+
+SOME = "model.layers.0.mlp.up_proj.weight"
+
+
+class WholeState:
+    """The parameters of a whole model on one process: what `RunState` is to a plan."""
+
+    def __init__(self, chain: ModelChain) -> None:
+        self.names: ParameterNames = parameter_names(chain)
+        self.model = build_model(chain, seed=5)
+
+    def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters()) if copy == 0 else {}
+
+
+def chain_of(name: str) -> ModelChain:
+    return chain_from_config(CONFIGS[name], name=name)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights")
+    build_model(chain_of("llama"), seed=1).save_pretrained(path / "one")
+    build_model(chain_of("llama"), seed=1).save_pretrained(path / "several", max_shard_size="200KB")
+    build_model(chain_of("llama-tied"), seed=1).save_pretrained(path / "tied")
+    return path
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved / "several", tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+def load(path: Path, name: str = "llama") -> tuple[WholeState, list[str]]:
+    state = WholeState(chain_of(name))
+    return state, load_weights(path, state, chain_of(name))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("path", "name"), [("one", "llama"), ("several", "llama"), ("tied", "llama-tied")])
+def test_every_parameter_is_read(saved: Path, path: str, name: str) -> None:
+    state, notices = load(saved / path, name)
+    expected = dict(build_model(chain_of(name), seed=1).named_parameters())
+    assert all(torch.equal(value, expected[key]) for key, value in state.weights().items())
+    assert notices == []
+
+
+def test_half_precision_becomes_the_type_of_the_parameters(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "one", tmp_path / "half")
+    tensors = load_file(saved / "one" / SINGLE_FILE)
+    save_file({key: value.bfloat16() for key, value in tensors.items()}, tmp_path / "half" / SINGLE_FILE)
+    state, _ = load(tmp_path / "half")
+    assert torch.equal(state.weights()[SOME], tensors[SOME].bfloat16().float())
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    change_index(folder, lambda files: files.pop(SOME))
+    with pytest.raises(InvalidCheckpointError, match=rf"without {SOME}\n"):
+        load(folder)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(InvalidCheckpointError, match=r"no model-00002-of-.*safetensors in"):
+        load(folder)
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(InvalidCheckpointError, match=file.name):
+        load(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    file = folder / json.loads((folder / INDEX_FILE).read_text())["weight_map"][SOME]
+    tensors = load_file(file)
+    save_file(tensors | {SOME: tensors[SOME][:-1].contiguous()}, file)
+    with pytest.raises(InvalidCheckpointError, match=rf"{SOME} of shape \[127, 64\]"):
+        load(folder)
+
+
+def test_a_damaged_index_is_an_error(folder: Path) -> None:
+    (folder / INDEX_FILE).write_text("{")
+    with pytest.raises(InvalidCheckpointError, match="which is damaged"):
+        load(folder)
+
+
+def test_tensors_that_are_not_of_the_model_are_mentioned(folder: Path) -> None:
+    save_file({"adapter.weight": torch.ones(1)}, folder / "extra.safetensors")
+    change_index(folder, lambda files: files.update({"adapter.weight": "extra.safetensors"}))
+    _, notices = load(folder)
+    assert notices == [f"1 tensors of {folder} are not of the model: adapter.weight"]
+
+
+def test_other_formats_are_no_weights(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(InvalidCheckpointError, match=r"no model\.safetensors .* but pytorch_model\.bin"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("rope_theta", 5.0), ("rms_norm_eps", 1e-6), ("num_attention_heads", 4), ("hidden_size", 32)]
+)
+def test_a_config_that_is_not_the_plans_is_named_even_where_shapes_agree(
+    folder: Path, entry: str, value: float
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(config | {entry: value}))
+    with pytest.raises(InvalidCheckpointError, match=r"as in the plan's model llama"):
+        load(folder)
+
+
+def test_another_architecture_is_an_error(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    with pytest.raises(InvalidCheckpointError, match="model_type = 'mistral'"):
+        load(folder)
+
+
+def test_an_unknown_architecture_is_an_error(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch"}))
+    with pytest.raises(InvalidModelError, match="nonesuch"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [None, "{", "\0"])
+def test_no_config_is_an_error(folder: Path, content: str | None) -> None:
+    (folder / "config.json").unlink()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(InvalidCheckpointError, match=r"no config\.json that can be read"):
+        load(folder)
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpointError, match="--init"):
+        load(tmp_path / "missing")
+
+
+def test_an_export_never_writes_over_something(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpointError, match="which exists"):
+        check_export(tmp_path)
+
+
+def change_index(folder: Path, change: Any) -> None:
+    index = json.loads((folder / INDEX_FILE).read_text())
+    change(index["weight_map"])
+    (folder / INDEX_FILE).write_text(json.dumps(index))
