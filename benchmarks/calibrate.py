@@ -9,7 +9,7 @@ $$\sum_s \frac{1}{n_s} \sum_{i \in s} \log\big(1 + (r_i / 0.07)^2\big)
 
 with $r_i$ the logarithm of predicted over measured time, sources $s$ weighing the same, and a weak pull of each
 parameter towards its usual value $\theta^0$. The loss forgives outliers: some sources hold runs that were slow for
-reasons of their own. Only recommended rows of dense bf16 and fp16 models are used; sealed rows have no measurement to use.
+reasons of their own. Only recommended rows of dense bf16 and fp16 models are used; sealed rows have no measurement.
 
 The step is put together from unit costs: the cost model's own functions, each called with one rate set to 1 and all
 others without cost, give coefficients that are combined in arrays. The pipeline is the closed form, which differs from
@@ -31,7 +31,7 @@ from steelyard.cost.build import transfer_s
 from steelyard.cost.communication import collective_s
 from steelyard.cost.compute import ACCUMULATION_BYTES, OPTIMIZER_BYTES, launch_s, work_s
 from steelyard.cost.efficiency import Efficiency, LinkEfficiency
-from steelyard.cost.layer import held_up_s, level_group, num_calls
+from steelyard.cost.layer import held_up_s, level_group, num_calls, tied_s
 from steelyard.cost.setting import Job, Setting
 from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
@@ -115,6 +115,8 @@ class Rows:
     """[N, K, 4] parameters: of fsdp per microbatch, of ZeRO-1 once."""
     reduce: Array
     """[N, K, 4] gradients."""
+    tied: Array
+    """[N, K, 4] exchange of a tied matrix's gradient, once a step."""
     moved: Array
     """[N, K, 2 (accumulation per microbatch, optimizer once)] seconds at the memory's full rate."""
     is_fsdp: NDArray[np.bool_]
@@ -165,7 +167,7 @@ def _row(case: Case) -> dict[str, object]:
         "nodes": float(job.cluster.num_nodes),
         **{
             name: np.stack([kind[name] for kind in kinds])
-            for name in ("work", "launch", "tp", "gather", "reduce", "moved")
+            for name in ("work", "launch", "tp", "gather", "reduce", "tied", "moved")
         },
         "is_fsdp": block.fsdp > 1,
         "gathers_again": block.zero == 3,
@@ -221,8 +223,19 @@ def _kind(name: str, strategy: Strategy, setting: Setting) -> dict[str, Array]:
         "tp": np.array([part * _tensor(calls, strategy, setting, samples) for _, calls, part in passes]),
         "gather": links("all_gather", layer.num_params * job.compute_bytes if sharded else 0),
         "reduce": links("reduce_scatter" if sharded else "all_reduce", layer.num_params * job.execution.reduce_bytes),
+        "tied": _tied(name, strategy, setting),
         "moved": np.array([accumulated, owned * OPTIMIZER_BYTES]) / bandwidth,
     }
+
+
+def _tied(name: str, strategy: Strategy, setting: Setting) -> Array:
+    kind = next(kind for kind in setting.job.chain.kinds if kind.name == name)
+    return np.array(
+        [
+            tied_s(kind, strategy, replace(setting, job=replace(setting.job, rates=replace(NOTHING, links=links))))
+            for links in UNIT_LINKS.values()
+        ]
+    )
 
 
 def _passes(layer: LayerProfile, strategy: Strategy, job: Job) -> list[tuple[Work, tuple[CollectiveCount, ...], float]]:
@@ -271,7 +284,7 @@ def step_s(rows: Rows, parameters: dict[str, float]) -> Array:
     passes = np.maximum(busy, launched)
     forward, backward = passes[:, :, 0], passes[:, :, 1] + passes[:, :, 2]
     gather, reduce = _links_s(rows.gather, rows, p), _links_s(rows.reduce, rows, p)
-    once = rows.moved[:, :, 1] / p["memory"]
+    once = rows.moved[:, :, 1] / p["memory"] + _links_s(rows.tied, rows, p)
     fsdp = rows.is_fsdp[:, None]
     again = np.where(rows.gathers_again[:, None], gather, 0.0)
     gathered_once = np.where(rows.gathers_once[:, None], _beside(forward, gather, rows), 0.0)

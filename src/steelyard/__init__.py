@@ -14,18 +14,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steelyard.plan.file import read_plan, write_plan
     from steelyard.planning import NothingFitsError, find_plan
+    from steelyard.runtime.own_loop import load_checkpoint, save_checkpoint
     from steelyard.runtime.parallel_model import ParallelModel, parallelize
 
 __version__ = version("steelyard")
 
-__all__ = ["NothingFitsError", "ParallelModel", "find_plan", "parallelize", "read_plan", "write_plan"]
+__all__ = [
+    "NothingFitsError",
+    "ParallelModel",
+    "find_plan",
+    "load_checkpoint",
+    "parallelize",
+    "read_plan",
+    "save_checkpoint",
+    "write_plan",
+]
 
 _HOMES = {
     "NothingFitsError": "steelyard.planning",
     "ParallelModel": "steelyard.runtime.parallel_model",
     "find_plan": "steelyard.planning",
+    "load_checkpoint": "steelyard.runtime.own_loop",
     "parallelize": "steelyard.runtime.parallel_model",
     "read_plan": "steelyard.plan.file",
+    "save_checkpoint": "steelyard.runtime.own_loop",
     "write_plan": "steelyard.plan.file",
 }
 

@@ -35,7 +35,8 @@ def stage_seconds_and_bytes(
 def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:
     """Step time and peak bytes of every plan."""
     for boundaries in all_boundaries(len(tables.layers), tables.num_stages):
-        yield from plans_with(tables, boundaries)
+        if all(b - a >= tables.least_layers(stage) for stage, (a, b) in enumerate(itertools.pairwise(boundaries))):
+            yield from plans_with(tables, boundaries)
 
 
 def plans_with(tables: CostTables, boundaries: tuple[int, ...]) -> Iterator[tuple[float, int]]:
@@ -47,7 +48,7 @@ def plans_with(tables: CostTables, boundaries: tuple[int, ...]) -> Iterator[tupl
             for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
         ]
         times = [seconds for seconds, _ in stages]
-        yield sum(times) + (tables.num_microbatches - 1) * max(times), max(num_bytes for _, num_bytes in stages)
+        yield sum(times) + (tables.num_passes - 1) * max(times), max(num_bytes for _, num_bytes in stages)
 
 
 def fastest(plans: list[tuple[float, int]], budget_bytes: int) -> float | None:

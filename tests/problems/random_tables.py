@@ -1,10 +1,9 @@
 """Random small cost tables: zeros, ties, illegal strategies, switch classes and infeasible budgets on purpose."""
 
-from typing import Literal
-
 import numpy as np
 
 from steelyard.cost.tables import CostTables
+from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Level, Parallelism, Strategy
 
 
@@ -21,6 +20,7 @@ def random_tables(
     num_strategies: int | None = None,
     num_stages: int | None = None,
     max_plans: int = 3000,
+    interleaved: bool = False,
 ) -> CostTables:
     """Tables of at most about ``max_plans`` plans, in one of several styles drawn at random."""
     kinds = num_kinds or int(rng.integers(1, 4))
@@ -44,10 +44,14 @@ def random_tables(
     switch = per_group[:, groups][:, :, groups] * (groups[:, None] != groups[None, :])
     if rng.random() < 0.3:
         switch = seconds((kinds, strategies, strategies))  # no classes, no triangle inequality, own switches cost
-    schedule: Literal["gpipe", "1f1b"] = "gpipe" if rng.random() < 0.5 else "1f1b"
+    schedule: Schedule = "gpipe" if rng.random() < 0.5 else "1f1b"
+    microbatches, chunks = int(rng.choice([1, 2, 3, 8])), 1
+    if interleaved and stages > 1:
+        schedule, microbatches, chunks = "interleaved-1f1b", stages * int(rng.integers(1, 4)), int(rng.integers(2, 5))
     return CostTables(
         num_stages=stages,
-        num_microbatches=int(rng.choice([1, 2, 3, 8])),
+        num_microbatches=microbatches,
+        num_chunks=chunks,
         schedule=schedule,
         kinds=tuple(f"kind{index}" for index in range(kinds)),
         layers=tuple(int(kind) for kind in rng.integers(0, kinds, layers)),

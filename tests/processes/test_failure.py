@@ -2,7 +2,20 @@
 
 from pathlib import Path
 
-from steelyard.processes.failure import Failure, read_exit_codes, read_failures, write_exit_codes, write_failure
+import pytest
+
+from steelyard.errors import UserError
+from steelyard.processes.failure import (
+    FAILURES_VARIABLE,
+    RESTART_VARIABLE,
+    Failure,
+    begin_attempt,
+    previous_failures,
+    read_exit_codes,
+    read_failures,
+    write_exit_codes,
+    write_failure,
+)
 from steelyard.processes.start import describe, first_failure
 
 LOST_PEER = "Connection closed by peer [127.0.0.1]:30000"
@@ -42,3 +55,32 @@ def test_a_lost_peer_is_shown_where_nothing_better_is_known() -> None:
 
 def test_a_failure_is_described_with_rank_kind_message_and_traceback() -> None:
     assert describe(failure(3, 1.0)) == "rank 3 failed: ValueError: a mistake\nTrace"
+
+
+def test_failures_of_an_attempt_are_those_of_that_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILURES_VARIABLE, str(tmp_path))
+    begin_attempt()
+    write_failure(failure(1, 1.0), tmp_path)
+    assert previous_failures() == []
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    begin_attempt()
+    assert previous_failures() == [failure(1, 1.0)]
+    write_failure(failure(0, 2.0), tmp_path)
+    assert read_failures(tmp_path) == [failure(0, 2.0)]
+
+
+def test_where_the_last_attempt_ended_without_a_word_no_earlier_one_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILURES_VARIABLE, str(tmp_path))
+    begin_attempt()
+    write_failure(failure(1, 1.0), tmp_path)
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    begin_attempt()
+    assert read_failures(tmp_path) == []
+
+
+def test_a_mistake_of_the_user_would_come_again_and_a_lost_peer_would_not() -> None:
+    mistake = UserError(field="f", found="a", expected="b")
+    assert Failure.of(mistake, rank=0, exit_code=2).is_final
+    assert not Failure.of(RuntimeError(LOST_PEER), rank=0, exit_code=1).is_final

@@ -1,5 +1,6 @@
 """A process of a run that goes wrong on purpose: ``-m tests.runtime.faulty FAULT FOLDER``."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ def work() -> None:
     with process_group(timeout_s=300):
         dist.barrier()
         if dist.get_rank() == 1:
+            (folder / "misbehaves").touch()
             misbehave(fault)
         dist.all_reduce(torch.ones(1))
 
@@ -28,6 +30,8 @@ def misbehave(fault: str) -> None:
         raise ValueError("the planted error")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stuck":
+        ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock: no thread of Python's runs
     time.sleep(600)
 
 

@@ -35,6 +35,54 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+_TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
+_NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: {"model_type": name, **_TINY} for name in ("llama", "mistral", "qwen2", "qwen3", "gemma")},
+    "gpt_neox": {
+        **{key: value for key, value in _TINY.items() if key not in ("num_key_value_heads", "head_dim")},
+        "model_type": "gpt_neox",
+    },
+    "gpt2": {
+        **{"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 64},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    },
+    "gemma2": {"model_type": "gemma2", **_TINY, "sliding_window": 8},
+    "gemma3_text": {"model_type": "gemma3_text", **_TINY, "sliding_window": 8, "sliding_window_pattern": 2},
+    "mixtral": {"model_type": "mixtral", **_TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **{"model_type": "qwen3_moe", **_TINY, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    },
+    "bert": {
+        **{key: value for key, value in _TINY.items() if key not in ("num_key_value_heads", "head_dim")},
+        **{"model_type": "bert", **_NO_BERT_DROPOUT},
+    },
+    "vit": {
+        **{"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_labels": 10, **_NO_BERT_DROPOUT},
+    },
+    "t5": {
+        **{"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2},
+        **{"num_heads": 4, "vocab_size": 64, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    },
+    "swin": {
+        **{"model_type": "swin", "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2]},
+        **{"num_heads": [2, 4], "window_size": 4, "num_labels": 10, "drop_path_rate": 0.0, **_NO_BERT_DROPOUT},
+    },
+}
+"""The smallest model of every family that four processes can divide."""
+
 
 def make_plan(
     config: str | dict[str, Any],

@@ -121,10 +121,10 @@ def test_other_formats_are_no_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "value"), [("rope_theta", 5.0), ("rms_norm_eps", 1e-6), ("num_attention_heads", 4), ("hidden_size", 32)]
+    ("entry", "value"), [("rope_theta", 5.0), ("rms_norm_eps", 1e-6), ("hidden_act", "gelu"), ("hidden_size", 32)]
 )
 def test_a_config_that_is_not_the_plans_is_named_even_where_shapes_agree(
-    folder: Path, entry: str, value: float
+    folder: Path, entry: str, value: float | str
 ) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.pop("rope_parameters", None)

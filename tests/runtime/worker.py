@@ -1,170 +1,62 @@
-"""Eight processes that run every case of `tests.runtime.cases` and write what they found as JSON.
+"""Processes that run every case of a module of cases and write what they found as JSON.
 
-``python -m tests.runtime.worker RESULT.json``. The imports, which take seconds, happen once: the processes are forks.
-One process trains the unmodified model without steelyard first; the others compare with what it wrote.
-
-The optimizer is SGD with momentum. AdamW would do for neither purpose: it divides by the root of the second moment,
-so rounding noise in entries near zero grows to the size of a step, while a gradient that is wrong by a constant
-factor (averaged instead of summed) changes nothing.
+``python -m tests.runtime.worker RESULT.json [MODULE]``. The imports, which take seconds, happen once: the processes are
+forks. One process trains the unmodified model without a plan first; the others compare with what it wrote.
 """
 
 import datetime
+import importlib
 import json
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn import functional
+from torch import nn
 
-from steelyard.model.chain import ModelChain
 from steelyard.modules import data_parallel
-from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
 from steelyard.processes.parent import end_with_parent
 from steelyard.runtime import parallel_model
-from steelyard.runtime.applied import gather_strategies, observe_layers
-from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
-from tests.runtime.cases import CASES, Case
+from steelyard.runtime.parity import Reference, compare, train_alone
+from tests.runtime.cases import Case
 
-WORLD_SIZE = 8
 SEED = 1
-MAX_NORM = 0.5
 NUM_STEPS = 5
 
-
-def batch(plan: Plan, step: int) -> Tensor:
-    """The tokens [N, S + 1] of one step: sequences that count on by 1, 2 or 3, which a model learns."""
-    generator = torch.Generator().manual_seed(step)
-    first_N1 = torch.randint(0, 256, (plan.global_batch, 1), generator=generator)  # noqa: N806
-    stride_N1 = torch.randint(1, 4, (plan.global_batch, 1), generator=generator)  # noqa: N806
-    return (first_N1 + stride_N1 * torch.arange(plan.seq_len + 1)) % 256
+Cases = Mapping[str, Case]
 
 
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
-
-
-# one process without steelyard's runtime
-
-
-def write_references(folder: Path) -> None:
-    """Losses, norms, gradients and last weights of every model and batch, trained in one process."""
-    plans = {reference_file(case.plan): case.plan for case in CASES.values()}
+def write_references(folder: Path, cases: Cases) -> None:
+    """What one process finds for every model and batch."""
+    plans = {reference_file(case.plan): case.plan for case in cases.values()}
+    steps = {reference_file(case.plan): 0 for case in cases.values()}
+    for case in cases.values():
+        steps[reference_file(case.plan)] = max(case.num_steps, steps[reference_file(case.plan)])
     for name, plan in plans.items():
-        torch.save(_reference(plan), folder / name)
+        torch.save(train_alone(plan, seed=SEED, num_steps=steps[name]), folder / name)
 
 
 def reference_file(plan: Plan) -> str:
     """Where the single process writes what it found for the model and batch of a plan."""
-    return f"{plan.chain().config_hash}-{plan.global_batch}.pt"
+    return f"{plan.chain().config_hash}-{plan.global_batch}-{plan.seq_len}.pt"
 
 
-def _reference(plan: Plan) -> dict[str, Any]:
-    model = build_model(plan.chain(), seed=SEED)
-    optimizer = make_optimizer(model.parameters())
-    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
-    for step in range(NUM_STEPS):
-        tokens = batch(plan, step)
-        logits = model(tokens[:, :-1]).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        found["losses"].append(loss.item())
-        found["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    found["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return found
-
-
-# eight processes
-
-
-def run_case(case: Case, reference: dict[str, Any]) -> dict[str, Any]:
+def run_case(case: Case, reference: Reference) -> dict[str, Any]:
     """The largest differences from one process, over all steps, tensors and ranks."""
     with planted(case.fault):
-        model = parallelize_plan(case.plan, seed=SEED)
-        optimizers = model.make_optimizers(make_optimizer)
-        found: dict[str, Any] = {"losses": [], "norms": [], "gradient_error": 0.0, "gradient_tensor": ""}
-        for step in range(case.num_steps):
-            tokens = batch(case.plan, step)
-            with observe_layers(model) as shapes:
-                found["losses"].append(model.train_step(lambda indices, tokens=tokens: tokens[indices]).item())
-            error, tensor = _largest_difference(model, reference["gradients"][step], of_gradients=True)
-            if error >= found["gradient_error"]:
-                found.update(gradient_error=error, gradient_tensor=tensor)
-            found["norms"].append(model.clip_gradients(MAX_NORM).item())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    if case.num_steps == NUM_STEPS:
-        found["weight_error"], _ = _largest_difference(model, reference["weights"], of_gradients=False)
-    found["strategies"] = gather_strategies(model, shapes)
-    reports: list[dict[str, Any]] = [{} for _ in range(WORLD_SIZE)]
-    dist.all_gather_object(reports, found)
-    worst = max(reports, key=lambda report: report["gradient_error"])
-    worst["weight_error"] = max(report.get("weight_error", 0.0) for report in reports)
-    worst["same_loss_on_all_ranks"] = len({tuple(report["losses"]) for report in reports}) == 1
-    worst["expected_losses"] = reference["losses"][: case.num_steps]
-    worst["expected_norms"] = reference["norms"][: case.num_steps]
-    return worst
-
-
-def _largest_difference(model: ParallelModel, expected: dict[str, Tensor], *, of_gradients: bool) -> tuple[float, str]:
-    """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name.
-
-    The gradient of a key bias is truly zero (softmax ignores a shift of all scores): it is compared as a share of the
-    largest entry of the key weight's gradient.
-    """
-    worst, where = 0.0, ""
-    for path, parameter in model.named_parameters():
-        name = reference_name(model.chain, path)
-        full = expected[name]
-        scale = expected[name.replace("k_proj.bias", "k_proj.weight")].abs().max().item()
-        mine = parameter.grad if of_gradients else parameter.detach()
-        error = _local(mine).sub(_local_part(full, parameter)).abs().max().item() / scale if _local(mine).numel() else 0
-        if not error <= worst:
-            worst, where = error, name
-    return worst, where
-
-
-def reference_name(chain: ModelChain, path: str) -> str:
-    """Name in the unmodified model of the parameter at a path of a `ParallelModel`."""
-    layer, rest = path.split(".", 1)
-    family = chain.family
-    if int(layer) == 0:
-        return f"{family.body}.{rest.replace('embedding', family.embedding, 1)}"
-    if int(layer) < chain.num_layers - 1:
-        return f"{family.body}.{family.blocks}.{int(layer) - 1}.{rest.removeprefix('block.')}"
-    if rest.startswith("norm."):
-        return f"{family.body}.{rest.replace('norm', family.final_norm, 1)}"
-    if chain.tied_embeddings:
-        return f"{family.body}.{family.embedding}.weight"
-    return rest.replace("output", family.output, 1)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_part(full: Tensor, like: nn.Parameter) -> Tensor:
-    """This rank's part of ``full`` in the placement of ``like``, without communication."""
-    if not isinstance(like, DTensor):
-        return full
-    replicated = DTensor.from_local(full, like.device_mesh, run_check=False)
-    return replicated.redistribute(placements=like.placements).to_local()
+        found = compare(case.plan, reference, seed=SEED, num_steps=case.num_steps)
+    return asdict(found)
 
 
 @contextmanager
@@ -176,7 +68,7 @@ def planted(fault: str | None) -> Iterator[None]:
     right = data_parallel.replicate
 
     def replicate_alone(layer: nn.Module, *, mesh: Any, mp_policy: Any) -> nn.Module:
-        world = dist.device_mesh.init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("all", "one"))
+        world = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))
         return right(layer, mesh=world["one"], mp_policy=mp_policy)
 
     patches = {
@@ -193,19 +85,19 @@ def planted(fault: str | None) -> Iterator[None]:
         yield
 
 
-def run_rank(rank: int, folder: Path, result: Path) -> None:
+def run_rank(rank: int, world_size: int, folder: Path, result: Path, cases: Cases) -> None:
     """All cases on one rank; rank 0 writes the results."""
     quiet_notices()
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(folder / "store"), WORLD_SIZE),
+        store=dist.FileStore(str(folder / "store"), world_size),
         rank=rank,
-        world_size=WORLD_SIZE,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=100),
     )
     results = {}
-    for name, case in CASES.items():
-        reference = torch.load(folder / reference_file(case.plan))
+    for name, case in cases.items():
+        reference = torch.load(folder / reference_file(case.plan), weights_only=False)
         started_s = time.perf_counter()
         results[name] = run_case(case, reference)
         if rank == 0:
@@ -235,17 +127,19 @@ def fork(work: Any, *arguments: Any) -> int:
         os._exit(1)
 
 
-def main(result: Path) -> None:
+def main(result: Path, module: str = "tests.runtime.cases") -> None:
     torch.set_num_threads(1)
+    cases: Cases = importlib.import_module(module).CASES
+    world_size = next(iter(cases.values())).plan.num_devices
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if os.waitpid(fork(write_references, folder), 0)[1]:
+        if os.waitpid(fork(write_references, folder, cases), 0)[1]:
             sys.exit("the single process failed")
-        ranks = [fork(run_rank, rank, folder, result) for rank in range(WORLD_SIZE)]
+        ranks = [fork(run_rank, rank, world_size, folder, result, cases) for rank in range(world_size)]
         failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1]]
         if failed:
             sys.exit(f"ranks {failed} failed")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:3])

@@ -26,3 +26,28 @@ def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
             assert result.solution is not None
             assert result.solution.peak_bytes <= budget
             assert result.solution.step_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_agrees_with_exhaustive_search_where_chunks_are_interleaved(block: int) -> None:
+    for seed in range(block * 60, block * 60 + 60):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng, max_plans=800, num_stages=int(rng.integers(2, 4)), num_layers=5, interleaved=True)
+        plans = list(exhaustive.all_plans(tables))
+        budget = random_budget(rng, plans)
+        expected = exhaustive.fastest(plans, budget)
+        result = partition_exact(tables, budget)
+        if expected is None:
+            needed = exhaustive.least_budget(plans)
+            assert (result.miss.needed_bytes if result.miss else None) == needed, seed
+        else:
+            assert result.status == "optimal", seed
+            assert result.solution is not None
+            assert result.solution.peak_bytes <= budget
+            assert result.solution.step_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+def test_an_interleaved_setting_with_too_few_layers_is_infeasible_for_any_budget() -> None:
+    tables = random_tables(np.random.default_rng(0), num_stages=3, num_layers=4, interleaved=True)
+    result = partition_exact(tables, 10**9)
+    assert (result.status, result.miss) == ("infeasible", None)

@@ -23,7 +23,7 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError, nearest
 from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import Precision, Schedule
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
     BatchTrial,
@@ -35,6 +35,7 @@ from steelyard.planning import (
     parse_pin,
     plan_fewest_devices,
     plan_job,
+    with_fallbacks,
 )
 from steelyard.report.plan_table import plan_view
 from steelyard.search import Partition, save_problem
@@ -44,6 +45,7 @@ Objective = Literal["time", "devices"]
 Chosen = TypeVar("Chosen")
 
 TOP = 5
+FALLBACKS = 2
 MAX_BATCH = 10**9
 
 
@@ -74,6 +76,9 @@ def plan(
     remat: Annotated[
         str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
     ] = None,
+    schedule: Annotated[
+        str | None, typer.Option("--schedule", help="Pipeline schedules to search, as in 1f1b,interleaved-1f1b,gpipe.")
+    ] = None,
     zero: Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")] = None,
     pin: Annotated[
         list[str] | None,
@@ -87,6 +92,14 @@ def plan(
         float | None, typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0)
     ] = None,
     top: Annotated[int, typer.Option("--top", help="How many of the plans that lost to show.", min=0)] = TOP,
+    fallbacks: Annotated[
+        int,
+        typer.Option(
+            "--fallbacks",
+            help="Plans of less memory to keep in the file, for `train` to go on with when memory runs out.",
+            min=0,
+        ),
+    ] = FALLBACKS,
     problem: Annotated[
         Path | None, typer.Option("--save-problem", help="Write the cost tables for `steelyard solve`.")
     ] = None,
@@ -113,6 +126,9 @@ def plan(
         options = replace(options, remats=check_choices("--remat", remat, {each.value: each for each in Remat}))
     if zero is not None:
         options = replace(options, zero_stages=check_choices("--zero", zero, {"2": 2, "3": 3}))
+    if schedule is not None:
+        names = {name: name for name in get_args(Schedule)}
+        options = replace(options, schedules=check_choices("--schedule", schedule, names))
     with progress("counting the model's layers", silent=as_json) as show:
         job = make_job(
             model,
@@ -126,6 +142,10 @@ def plan(
         pins = [parse_pin(text, option="--pin", num_layers=job.chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+        if result.plan is not None and fallbacks and output is not None:
+            show("searching plans of less memory")
+            kept = with_fallbacks(result.plan, result.job, options, num_fallbacks=fallbacks)
+            result = replace(result, plan=kept)
         if problem is not None:
             save_problem(problem, make_problem(result.job, options))
     _show_notes(notes, on_error=as_json or result.plan is None)

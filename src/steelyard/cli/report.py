@@ -17,7 +17,7 @@ from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
 
-TIME_LIMIT_S = 1.0
+TIME_LIMIT_S = 1.5
 
 
 def report(
@@ -32,7 +32,8 @@ def report(
     memory: Memory = None,
     profile: ProfileOption = None,
     time_limit: Annotated[
-        float, typer.Option("--time-limit", help="Seconds to search the frontier and the rivals; 0: not at all.", min=0)
+        float,
+        typer.Option("--time-limit", help="Seconds of computing for the frontier and the rivals; 0: none.", min=0),
     ] = TIME_LIMIT_S,
     all_settings: Annotated[
         bool, typer.Option("--all-settings", help="Search them in all pipeline settings, not only in that of the plan.")

@@ -4,6 +4,7 @@ import numpy as np
 
 from steelyard.cost.communication import send_recv_s
 from steelyard.cost.execution import OURS
+from steelyard.cost.fold import folded
 from steelyard.cost.layer import LayerCost, layer_cost, pipeline_buffer_bytes
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import switch_table
@@ -14,6 +15,8 @@ from steelyard.units import MIB
 
 CUDA_CONTEXT_BYTES = 1024 * MIB
 """Context and libraries of a GPU process and its NCCL buffers: 0.5 to 1 GiB on current drivers."""
+PIPELINE_CHANNEL_BYTES = 1024 * MIB
+"""Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
 ALLOCATOR_SLACK = OURS.reserve
 """Reserved over allocated memory minus one: 6 to 23 % were measured on public torchtitan runs, less without remat."""
 
@@ -37,10 +40,10 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
             activation[k, s] = cost.activation_bytes
             transient[k, s] = cost.transient_bytes
     switch = switch_table(strategies, setting)
-    return CostTables(
+    tables = CostTables(
         num_stages=setting.num_stages,
         num_microbatches=setting.num_microbatches,
-        schedule=setting.schedule,
+        schedule="gpipe" if setting.schedule == "gpipe" else "1f1b",
         kinds=tuple(kind.name for kind in job.chain.kinds),
         layers=job.chain.layers,
         strategies=strategies,
@@ -52,6 +55,14 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
         switch_s=np.broadcast_to(switch, (shape[0], *switch.shape)).copy(),
         transfer_s=transfer_s(setting),
         overhead_bytes=overhead_bytes(setting),
+    )
+    if setting.num_chunks == 1:
+        return tables
+    return folded(
+        tables,
+        setting.num_chunks,
+        overhead_bytes=overhead_bytes(setting),
+        round_trip_s=transfer_s(setting, setting.num_stages - 1),
     )
 
 
@@ -88,7 +99,9 @@ def overhead_bytes(setting: Setting) -> int:
 
 def context_bytes(setting: Setting) -> int:
     """Bytes of the process and its communicators on a GPU; a CPU has none of its own."""
-    return 0 if setting.job.cluster.device.needs_profile else CUDA_CONTEXT_BYTES
+    if setting.job.cluster.device.needs_profile:
+        return 0
+    return CUDA_CONTEXT_BYTES + (PIPELINE_CHANNEL_BYTES if setting.num_stages > 1 else 0)
 
 
 def usable_bytes(job: Job) -> int:

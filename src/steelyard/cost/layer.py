@@ -75,7 +75,9 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
     layer = layer_profile(kind, strategy, setting)
     samples = setting.microbatch_samples // strategy.data_degree
     forward, backward = _microbatch_time(layer, strategy, setting, samples)
-    once = _once_time(layer, strategy, setting, forward, backward) | _tied_time(kind, strategy, setting)
+    once = _once_time(layer, strategy, setting, forward, backward)
+    if setting.job.chain.tied_embeddings and kind.role is not LayerRole.BLOCK:
+        once["tied"] = tied_s(kind, strategy, setting)
     factor = setting.job.time_factor
     held = layer_bytes(kind, strategy, setting)
     return LayerCost(
@@ -210,26 +212,25 @@ def _once_time(
     return {"optimizer": optimizer_s(layer.num_params / shards, job), "dp": exposed}
 
 
-def _tied_time(kind: LayerKind, strategy: Strategy, setting: Setting) -> dict[str, float]:
+def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting) -> float:
     """Seconds, once a step, to gather the whole gradient of a tied matrix and to exchange it between two stages.
 
     A framework that keeps unsharded gradients exchanges each rank's part of them.
     """
     job = setting.job
     if not job.chain.tied_embeddings or kind.role is LayerRole.BLOCK:
-        return {}
+        return 0.0
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
     distance = (setting.num_stages - 1) * setting.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if job.execution.states is not None:
-        crosses = setting.num_stages > 1
-        return {"tied": _collective_s("all_reduce", matrix_bytes / strategy.tp, pair, job)} if crosses else {}
+        return _collective_s("all_reduce", matrix_bytes / strategy.tp, pair, job) if setting.num_stages > 1 else 0.0
     tensor, data = (level_group(strategy, setting, *kinds) for kinds in ({Parallelism.TP}, {Parallelism.FSDP}))
     seconds = _collective_s("all_gather", matrix_bytes / tensor.size, data, job)
     seconds += _collective_s("all_gather", matrix_bytes, tensor, job)
     if setting.num_stages > 1:
         seconds += _collective_s("all_reduce", matrix_bytes, pair, job)
-    return {"tied": seconds}
+    return seconds
 
 
 def _beside(compute_s: float, communication_s: float, setting: Setting) -> float:

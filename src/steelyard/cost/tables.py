@@ -3,7 +3,7 @@ r"""The search problem as numbers: what each layer costs under each strategy, fo
 With $l = 1..L$ layers of kinds $k_l$, strategies $s_l$, stages $i = 1..P$ of consecutive layers and $m$ microbatches,
 the step time that the search minimises and the memory that it bounds are
 
-$$T = \sum_i t_i + (m-1)\,\max_i t_i, \qquad
+$$T = \sum_i t_i + (mv-1)\,\max_i t_i, \qquad
 t_i = c_i + \sum_{l \in i} \Big(t(k_l, s_l) + r(k_l, s_{l-1}, s_l) + \sum_{v:\, l \in R_v} d_v(s_{o_v}, s_l)\Big)$$
 
 $$M_i = o + \sum_{l \in i} \big(a(k_l, s_l) + n_i\, b(k_l, s_l)\big) + \max_{l \in i} u(k_l, s_l) \le M$$
@@ -11,6 +11,11 @@ $$M_i = o + \sum_{l \in i} \big(a(k_l, s_l) + n_i\, b(k_l, s_l)\big) + \max_{l \
 The first layer of the model has no $r$; the first layer of a later stage pays $r$ from the last layer of the stage
 before it, since the receiver redistributes. A side input $v$ is a value that layers $R_v$ read besides the output of
 the layer before them: an encoder's output read by every decoder layer, a tied embedding's weight read by the head.
+
+$v$ is 1 but for interleaved 1F1B. There the tables are folded (`steelyard.cost.fold`): a stage holds $v$ chunks that
+are cut alike, so one layer of the tables stands for the $v$ layers at the same place of the chunks. Its time is that of
+one chunk's pass, its static bytes those of all, and $n_i$ counts passes in flight. No chunk may be left without a
+layer, so the stages with the first and the last layer, which no other chunk has, hold two layers or more.
 
 | symbol | field                | unit  | meaning                                                                   |
 |--------|----------------------|-------|---------------------------------------------------------------------------|
@@ -22,6 +27,7 @@ the layer before them: an encoder's output read by every decoder layer, a tied e
 | $b$    | `activation_bytes`   | bytes | saved for backward, per microbatch in flight                              |
 | $u$    | `transient_bytes`    | bytes | largest short-lived memory while the layer runs                           |
 | $n_i$  | `in_flight(i)`       | –     | microbatches alive on stage i: min(m, P − i) for 1F1B, m for GPipe        |
+| $v$    | `num_chunks`         | –     | parts of the model on every stage                                         |
 | $o$    | `overhead_bytes`     | bytes | per device, whatever the layers: context, buffers                         |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023 (Galvatron-BMW, arXiv 2307.02031), Eqs. 3–8.
@@ -36,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.errors import InvalidProblemError
-from steelyard.plan.plan import Schedule
+from steelyard.plan.plan import Schedule, microbatches_per_round
 from steelyard.plan.strategy import Strategy
 
 
@@ -78,6 +84,8 @@ class CostTables:
     transfer_s: float
     overhead_bytes: int
     side_inputs: tuple[SideInput, ...] = ()
+    num_chunks: int = 1
+    """Parts of the model on every stage: two or more under interleaved 1F1B, where the tables are folded."""
 
     def __post_init__(self) -> None:
         num_kinds, num_strategies = len(self.kinds), len(self.strategies)
@@ -107,18 +115,53 @@ class CostTables:
                 found=f"{self.num_stages}, {self.num_microbatches}",
                 expected="1 or more of each",
             )
-        if self.schedule == "interleaved-1f1b":
-            raise InvalidProblemError(
-                field="schedule", found=repr(self.schedule), expected="gpipe or 1f1b: stages of one chunk"
-            )
+        _check_chunks(self)
         for index, side in enumerate(self.side_inputs):
             _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
 
+    @property
+    def num_passes(self) -> int:
+        """Forward passes of every stage in a step: one for each microbatch and chunk."""
+        return self.num_microbatches * self.num_chunks
+
     def in_flight(self, stage: int) -> int:
-        """Microbatches whose activations are alive at once on ``stage``, counted from 0."""
-        if self.schedule == "gpipe":
-            return self.num_microbatches
-        return min(self.num_microbatches, self.num_stages - stage)
+        """Microbatches, or passes of a chunk, whose activations are alive at once on ``stage``, counted from 0."""
+        match self.schedule:
+            case "gpipe":
+                return self.num_microbatches
+            case "1f1b":
+                return min(self.num_microbatches, self.num_stages - stage)
+            case "interleaved-1f1b":
+                first = (self.num_chunks - 1) * microbatches_per_round(self.num_microbatches, self.num_stages)
+                return min(self.num_passes, first + 2 * (self.num_stages - 1 - stage) + 1)
+
+    def least_layers(self, stage: int) -> int:
+        """The fewest layers that ``stage`` may hold."""
+        return 2 if self.num_chunks > 1 and stage in (0, self.num_stages - 1) else 1
+
+    def least_layers_before(self, stage: int) -> int:
+        """The fewest layers that the stages before ``stage`` may hold together."""
+        return sum(self.least_layers(earlier) for earlier in range(stage))
+
+    def least_layers_behind(self, stage: int) -> int:
+        """The fewest layers that the stages behind ``stage`` may hold together."""
+        return sum(self.least_layers(later) for later in range(stage + 1, self.num_stages))
+
+
+def _check_chunks(tables: CostTables) -> None:
+    interleaved = tables.schedule == "interleaved-1f1b"
+    if interleaved != (tables.num_chunks > 1) or (interleaved and tables.num_stages < 2):
+        raise InvalidProblemError(
+            field="schedule, num_chunks, num_stages",
+            found=f"{tables.schedule}, {tables.num_chunks}, {tables.num_stages}",
+            expected="interleaved-1f1b with two or more chunks and stages, or another schedule with one chunk",
+        )
+    if interleaved and tables.side_inputs:
+        raise InvalidProblemError(
+            field="side_inputs", found=str(len(tables.side_inputs)), expected="none under interleaved-1f1b"
+        )
+    if interleaved:
+        microbatches_per_round(tables.num_microbatches, tables.num_stages)
 
 
 def _check_side_input(place: str, side: SideInput, num_layers: int, num_strategies: int) -> None:

@@ -117,12 +117,7 @@ def _script(plan: Plan, chain: ModelChain, modules: _Modules) -> str:
         parts.SHARD_DATA,
         *([parts.SELECTIVE] if Remat.SELECTIVE in needs.remats else []),
         _chain_layer(needs),
-        parts.LAYER_LOOP.replace(
-            "{switch}",
-            "            hidden = switch(hidden, self.stage_mesh, before, LAYERS[int(number)])\n"
-            if needs.switch
-            else "",
-        ),
+        parts.LAYER_LOOP.replace("{loop}", parts.LOOP_SWITCHING if needs.switch else parts.LOOP),
         _build(needs),
         *([parts.TIED] if needs.tied else []),
         _step(plan, needs),
@@ -137,7 +132,9 @@ def _imports(plan: Plan, needs: _Needs) -> str:
     if needs.pipeline:
         text += parts.IMPORT_PIPELINE.format(schedule=_SCHEDULES[plan.schedule])
     text += parts.IMPORT_TENSOR if needs.tensor or needs.switch else "from torch.distributed.tensor import DTensor\n"
-    text += parts.IMPORT_TP if needs.tensor else ""
+    if needs.tensor:
+        is_parallel = plan.strategies[-1].tp > 1
+        text += parts.IMPORT_TP.replace("{loss_parallel}", "    loss_parallel,\n" if is_parallel else "")
     if Remat.SELECTIVE in needs.remats:
         text += parts.IMPORT_SELECTIVE
     elif Remat.FULL in needs.remats:

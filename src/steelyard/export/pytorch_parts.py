@@ -31,8 +31,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
-    parallelize_module,
+{loss_parallel}    parallelize_module,
 )
 """
 IMPORT_REMAT = "from torch.utils.checkpoint import checkpoint\n"
@@ -526,14 +525,16 @@ def clip_gradients(layers, max_norm, device):
 
 
 def make_optimizers(layers, options):
-    """One AdamW for each mesh and placement: fused updates do not mix meshes."""
+    """One AdamW for each mesh and placement, since fused updates do not mix meshes; decays no embedding."""
     groups = {}
-    for layer in layers.values():
-        for parameter in layer.parameters():
-            groups.setdefault((parameter.device_mesh, parameter.placements), []).append(parameter)
+    for number, layer in layers.items():
+        for name, parameter in layer.named_parameters():
+            decays = parameter.ndim > 1 and number != "0" and (number, name) not in TIED_COPIES
+            key = (parameter.device_mesh, parameter.placements, decays)
+            groups.setdefault(key, []).append(parameter)
     return [
-        torch.optim.AdamW(group, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-        for group in groups.values()
+        torch.optim.AdamW(group, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay * key[-1])
+        for key, group in groups.items()
     ]
 
 

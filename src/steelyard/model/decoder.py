@@ -138,7 +138,7 @@ def decoder(
         modules=modules,
         run={"embedding": embed, "block": run_block, "head": project} | dict(run or {}),
         tp={
-            "embedding": {"embedding": "vocabulary"} | dict.fromkeys(more_embedding or {}, "replicate"),
+            "embedding": {"embedding": "vocabulary"},
             "block": {f"block.{path}": style for path, style in (block_tp or {}).items()} | {"*": f"{blocks}.*."},
             "head": {"norm": "sequence", "output": "logits"},
         },

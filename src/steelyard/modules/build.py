@@ -154,7 +154,7 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
         if model.get_parameter(source).is_meta:
             parent, _, name = source.rpartition(".")
             model.get_submodule(parent).register_parameter(name, model.get_parameter(target))
-    if model.config.tie_word_embeddings:
+    if chain.tied_embeddings:
         model.tie_weights()
     return model
 

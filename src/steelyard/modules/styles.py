@@ -59,7 +59,16 @@ def _gather(sp: bool, keyword: str | None = None, positional: str | None = None)
     by_place = {"input_layouts": (given,), "desired_input_layouts": (wanted,)}
     by_name = {"input_kwarg_layouts": {keyword: given}, "desired_input_kwarg_layouts": {keyword: wanted}}
     chosen = by_place if keyword is None else by_name if positional is None else by_place | by_name
-    return PrepareModuleInput(**chosen, use_local_output=False)
+    return _Gather(**chosen, use_local_output=False)
+
+
+class _Gather(PrepareModuleInput):
+    """Prepares the first positional input, whatever stands behind it (a mask, nothing)."""
+
+    def _prepare_input_fn(self, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
+        if self.input_layouts is None:
+            return super()._prepare_input_fn(inputs, device_mesh)
+        return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
 
 
 def on_local_parameters(

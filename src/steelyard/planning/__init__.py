@@ -15,6 +15,7 @@
 | `within`   | job and plan → the best plan that another framework can run                      |
 | `excluded` | job → what was never searched, and why                                           |
 | `explain`  | job and plan → what binds, the rivals, what memory is worth                      |
+| `fallbacks` | plan → plans of less memory in it, for where memory runs out                     |
 | `frontier` | job → time against memory, time and money against devices                        |
 | `study`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
@@ -23,6 +24,7 @@ from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
 from steelyard.planning.choose import NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.explain import explain_plan
+from steelyard.planning.fallbacks import with_fallbacks
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.insist import why_not
 from steelyard.planning.job import make_job
@@ -60,5 +62,6 @@ __all__ = [
     "uniform_plan",
     "why_not",
     "with_devices",
+    "with_fallbacks",
     "with_price",
 ]

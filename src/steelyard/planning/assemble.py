@@ -1,5 +1,9 @@
 """Turns the outcome of a search into a plan, without its prediction, and says in words what it is."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.setting import Job
 from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
 from steelyard.search import SettingOutcome
@@ -11,13 +15,20 @@ def bare_plan(job: Job, outcome: SettingOutcome) -> Plan:
     """The plan of a search outcome, without its prediction."""
     tables = outcome.tables
     solution = group_equal_strategies(tables, outcome.solution)
-    chosen = tuple(tables.strategies[index] for index in solution.strategies)
+    strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], tables.num_chunks)
     size = job.cluster.num_devices // tables.num_stages
     stages = tuple(
-        StagePlan(ranks=(index * size, index * size + size - 1), runs=fold_runs(first, chosen[first:end]))
-        for index, (first, end) in enumerate(zip(solution.boundaries, solution.boundaries[1:], strict=False))
+        StagePlan(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
+        for stage, first, end in _parts(solution.boundaries, tables.num_chunks)
     )
     return assemble_plan(job, tables.num_microbatches, tables.schedule, stages)
+
+
+def _parts(boundaries: Sequence[int], num_chunks: int) -> list[tuple[int, int, int]]:
+    """(stage, first layer, end) of every part of the pipeline."""
+    if num_chunks > 1:
+        return list(unfold_parts(boundaries, num_chunks))
+    return [(stage, first, end) for stage, (first, end) in enumerate(pairwise(boundaries))]
 
 
 def assemble_plan(job: Job, num_microbatches: int, schedule: Schedule, stages: tuple[StagePlan, ...]) -> Plan:
@@ -38,17 +49,17 @@ def assemble_plan(job: Job, num_microbatches: int, schedule: Schedule, stages: t
 def describe_setting(outcome: SettingOutcome) -> str:
     """The pipeline setting of an outcome in words, as in ``2 stages, 16 microbatches``."""
     tables = outcome.tables
-    return describe(tables.num_stages, tables.num_microbatches, tables.schedule)
+    return describe(tables.num_stages, tables.num_microbatches, tables.schedule, tables.num_chunks)
 
 
 def describe_plan(plan: Plan) -> str:
     """The pipeline setting of a plan in the same words."""
-    return describe(plan.num_stages, plan.num_microbatches, plan.schedule)
+    return describe(plan.num_stages, plan.num_microbatches, plan.schedule, plan.num_chunks)
 
 
-def describe(num_stages: int, num_microbatches: int, schedule: Schedule) -> str:
+def describe(num_stages: int, num_microbatches: int, schedule: Schedule, num_chunks: int = 1) -> str:
     """A pipeline setting in words; the schedule only where it is not the usual one."""
-    stages = format_plural(num_stages, "stage")
+    stages = format_plural(num_stages, "stage") + (f" of {num_chunks} chunks" if num_chunks > 1 else "")
     microbatches = format_plural(num_microbatches, "microbatch", "microbatches")
     return f"{stages}, {microbatches}" + (f", {schedule}" if schedule != "1f1b" and num_stages > 1 else "")
 

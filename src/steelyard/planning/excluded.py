@@ -14,7 +14,7 @@ from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategie
 _WHY_NO_SCHEDULE: dict[str, str] = {
     "gpipe": "searched only where there are fewer microbatches than stages: elsewhere 1f1b holds fewer activations "
     "and takes no longer",
-    "interleaved-1f1b": "not searched; a plan written by hand may use it",
+    "interleaved-1f1b": "no setting has two stages or more, as many microbatches, and blocks that divide into chunks",
 }
 
 
@@ -47,11 +47,15 @@ def excluded_settings(job: Job, options: PlanOptions) -> tuple[ExcludedValues, .
         *_by_reason("microbatches", why_not_counts),
         ExcludedValues(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
         *(
-            ExcludedValues(what="schedule", values=name, reason=_WHY_NO_SCHEDULE.get(name, "not searched"))
+            ExcludedValues(what="schedule", values=name, reason=_why_no_schedule(name, options))
             for name in get_args(Schedule)
             if name not in used or name == "gpipe"
         ),
     )
+
+
+def _why_no_schedule(name: Schedule, options: PlanOptions) -> str:
+    return _WHY_NO_SCHEDULE.get(name, "not searched") if name in options.schedules else "left out by --schedule"
 
 
 def excluded_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[StrategyVerdict, ...]:

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 from steelyard.cost.setting import Job
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.planning.choose import plan_job
+from steelyard.planning.choose import device_bytes, plan_job
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.search import Problem
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
+ROUNDING_BYTES = 2
+"""What is lost where the bytes of a device become those that tensors may fill."""
 
 
 def with_fallbacks(
@@ -19,25 +21,32 @@ def with_fallbacks(
 ) -> Plan:
     """The plan with up to ``num_fallbacks`` others in it, each the fastest within a share of the memory of the plan.
 
-    Shares in which nothing fits are left out, and those that give the same plan again. Tables of the costs are built
-    anew unless ``problem`` holds those of this job and these options.
+    Where nothing fits into a share, the last is the plan of least memory. Tables of the costs are built anew unless
+    ``problem`` holds those of this job and these options.
     """
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
-    most_bytes = peak_bytes(plan)
     tables = problem or make_problem(job, options)
-    found: list[Fallback] = []
+    found: list[Plan] = []
     for share in MEMORY_SHARES:
-        tight = replace(job, budget_bytes=math.floor(share * most_bytes))
-        less = plan_job(tight, options, top=1, problem=tables).plan
-        if less is None:
+        budget = math.floor(share * peak_bytes(plan))
+        less = _fastest_within(budget, job, options, tables)
+        if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
-        fallback = _as_fallback(less)
-        if not found or fallback.stages != found[-1].stages:
-            found.append(fallback)
-        if len(found) == num_fallbacks:
+        found.append(less)
+        if len(found) == num_fallbacks or peak_bytes(less) > budget:
             break
-    return plan.model_copy(update={"fallbacks": tuple(found)})
+    return plan.model_copy(update={"fallbacks": tuple(_as_fallback(each) for each in found)})
+
+
+def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, tables: Problem) -> Plan | None:
+    """The fastest plan within a budget, or where none fits the one that misses it least."""
+    tight = replace(job, budget_bytes=budget_bytes)
+    result = plan_job(tight, options, top=1, problem=tables)
+    if result.plan is not None or result.miss is None:
+        return result.plan
+    least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
+    return plan_job(replace(job, budget_bytes=least_bytes), options, top=1, problem=tables).plan
 
 
 def _as_fallback(plan: Plan) -> Fallback:

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.planning.assemble import bare_plan, describe_plan, summarise
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
+from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.search import sampled_frontier
 
@@ -124,11 +124,17 @@ def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | 
 
 def frontier_point(job: Job, plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
     """What a plan costs, as a point of the frontier."""
-    cost = predict(plan, job)
+    return priced_point(with_price(plan, job), is_chosen=is_chosen)
+
+
+def priced_point(plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
+    """What a plan says of itself, as a point of the frontier."""
+    prediction = plan.prediction
+    assert prediction is not None, "only a plan with its prediction is a point"
     return FrontierPoint(
-        memory_bytes=max(stage.total_bytes for stage in cost.stages),
-        step_time_s=cost.step_time_s,
-        tokens_per_s=cost.tokens_per_s_per_device * job.cluster.num_devices,
+        memory_bytes=peak_bytes(plan),
+        step_time_s=prediction.step_time_s,
+        tokens_per_s=prediction.tokens_per_s_per_device * plan.num_devices,
         num_stages=plan.num_stages,
         num_microbatches=plan.num_microbatches,
         setting=describe_plan(plan),

@@ -1,13 +1,18 @@
 """The cost tables of a job: every pipeline setting with every strategy that the options offer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard.cost.build import build_tables, usable_bytes
+from steelyard.cost.fold import why_not_interleaved
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
+from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Remat, Strategy, ZeroStage
 from steelyard.planning.pins import Pin, pinned
 from steelyard.search import Partition, Problem, SpaceOptions, enumerate_strategies
+
+CHUNKS = (2, 4)
+"""Parts of the model per stage that are tried under interleaved 1F1B: more of them send more and gain little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,7 @@ class PlanOptions:
     num_microbatches: int | None = None
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
     zero_stages: tuple[ZeroStage, ...] = (3, 2)
+    schedules: tuple[Schedule, ...] = ("1f1b", "interleaved-1f1b", "gpipe")
     partition: Partition = "exact"
     time_limit_s: float | None = None
     pins: tuple[Pin, ...] = ()
@@ -41,7 +47,8 @@ def make_problem(job: Job, options: PlanOptions) -> Problem:
 def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
     """Every number of stages that divides the devices with every number of microbatches that divides the batch.
 
-    1F1B wherever there are as many microbatches as stages; GPipe, which holds more activations, only where not.
+    1F1B wherever there are as many microbatches as stages, also interleaved with `CHUNKS` where the blocks divide;
+    GPipe, which holds more activations, only where there are fewer. A partition for comparison cuts no chunks.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in range(1, min(devices, layers) + 1) if devices % p == 0]
@@ -55,10 +62,27 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
         for p in stages
         for m in counts
     ]
+    if options.partition == "exact":
+        settings += [each for setting in settings for each in _interleaved(setting)]
     return [
         each
         for each in settings
-        if all(pin.takes(each.num_stages, each.num_microbatches, each.schedule) for pin in options.pins)
+        if each.schedule in options.schedules
+        and all(pin.takes(each.num_stages, each.num_microbatches, each.schedule) for pin in options.pins)
+    ]
+
+
+def _interleaved(setting: Setting) -> list[Setting]:
+    return [
+        replace(setting, schedule="interleaved-1f1b", num_chunks=chunks)
+        for chunks in CHUNKS
+        if why_not_interleaved(
+            setting.job.chain.layers,
+            num_stages=setting.num_stages,
+            num_microbatches=setting.num_microbatches,
+            num_chunks=chunks,
+        )
+        is None
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a report shows around a plan, within a time limit: time against memory first, then what binds, then rivals.
+"""What a report shows around a plan, within a limit of computing time: the frontier, then what binds, then rivals.
 
 Every search has a share of the time (`SEARCH_SHARE`) and gives the best plan that it has found by then, which for most
 models is the proven best. What there was no time for is named.
@@ -16,7 +16,7 @@ from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
 from steelyard.plan.plan import Plan
 from steelyard.planning.assemble import bare_plan, describe_plan
 from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
-from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point
+from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.price import with_price
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
@@ -40,15 +40,16 @@ def study_plan(
 ) -> PlanStudy:
     """The frontier and the rivals of a plan among those of its own pipeline setting, or of all (``everywhere``).
 
-    Each search that was begun is ended, so the time is overrun by up to one search; what was not begun is left out
-    and named. A limit of 0 searches nothing.
+    The limit is one of this process's computing time, so that a busy machine shows no less. Each search that was
+    begun is ended, so it is overrun by up to one search; what was not begun is left out and named. A limit of 0
+    searches nothing.
     """
     priced = with_price(plan, job)
     assert priced.prediction is not None, "just priced"
     notes = pricing_notes(plan, priced)
     if time_limit_s <= 0:
         return PlanStudy(scope="", explanation=Explanation(binds="", notes=notes))
-    deadline = time.monotonic() + time_limit_s
+    deadline = time.process_time() + time_limit_s
     progress("building cost tables")
     options = PlanOptions()
     if not everywhere:
@@ -60,8 +61,9 @@ def study_plan(
         time_limit_s=SEARCH_SHARE * time_limit_s,
     )
     progress("searching memory budgets")
-    own = _own_point(priced, job)
-    points = _points(contest, own, time.monotonic() + FRONTIER_SHARE * (deadline - time.monotonic()))
+    proven = plan.prediction is not None and plan.prediction.certificate.startswith("optimal") and not notes
+    own = _own_point(priced, job, proven=proven)
+    points = _points(contest, own, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
     progress("searching the rivals of the plan")
     explanation, left_out = _explain(contest, plan, options, deadline)
     return PlanStudy(
@@ -82,10 +84,9 @@ class _Found:
     point: FrontierPoint | None
 
 
-def _own_point(priced: Plan, job: Job) -> _Found | None:
-    """The plan itself as a point, where it fits and the search has proven it: within the budget none is faster."""
-    point = frontier_point(job, priced, is_chosen=True)
-    proven = priced.prediction is not None and priced.prediction.certificate.startswith("optimal")
+def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
+    """The plan itself as a point, where it fits and the search has ``proven`` it: within the budget none is faster."""
+    point = priced_point(priced, is_chosen=True)
     if not proven or point.memory_bytes > job.budget_bytes:
         return None
     peak = int(point.memory_bytes / (1 + slack_fraction(job)))
@@ -101,7 +102,7 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
     budgets = [each for each in (most, least) if least <= each]
     if own is None and least < usable_bytes(contest.job):
         budgets.insert(0, usable_bytes(contest.job))
-    while budgets and len(found) < MAX_POINTS and time.monotonic() < deadline:
+    while budgets and len(found) < MAX_POINTS and time.process_time() < deadline:
         found.append(_within(contest, budgets.pop(0)))
         if not budgets:
             budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
@@ -140,14 +141,14 @@ def _explain(
     rivals: list[Rival] = []
     left_out: list[str] = []
     for each in restrictions(contest, plan, options):
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             left_out.append(each.name)
             continue
         rival = contest.rival(each.name, each.tables())
         rivals.append(rival)
         if each.name == ANY_PLAN:
             binds = what_binds(contest, rival)
-    if time.monotonic() > deadline:
+    if time.process_time() > deadline:
         left_out.append(BUDGETS)
     else:
         budgets = other_budgets(contest)

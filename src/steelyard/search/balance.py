@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.tables import CostTables
+from steelyard.errors import InvalidProblemError
 from steelyard.search.evaluate import Solution
 from steelyard.search.memory import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.partition import Prospect, SettingResult, assess, best_for_boundaries
@@ -56,6 +57,10 @@ class BalancedResult:
 
 def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> BalancedResult:
     """The plan that this method of cutting finds; at most feasible, as other cuts may be faster."""
+    if tables.num_chunks > 1:
+        raise InvalidProblemError(
+            field="schedule", found="interleaved-1f1b", expected=f"gpipe or 1f1b for the partition {method!r}"
+        )
     prospect = assess(tables, budget_bytes)
     if isinstance(prospect, SettingResult):
         return BalancedResult(result=prospect, start=None)
@@ -78,7 +83,7 @@ def memory_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
     """The cuts whose fullest stage needs the fewest bytes, every layer under its smallest strategy."""
     memories = stage_memories(tables)
     needed = least_budget(tables, memories)
-    found = furthest_boundaries(memories, needed - tables.overhead_bytes) if needed is not None else None
+    found = furthest_boundaries(tables, memories, needed - tables.overhead_bytes) if needed is not None else None
     return found or even_boundaries(tables)
 
 

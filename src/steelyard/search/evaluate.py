@@ -83,7 +83,7 @@ def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence
         boundaries=tuple(boundaries),
         strategies=tuple(strategies),
         stages=stages,
-        step_s=sum(times) + (tables.num_microbatches - 1) * max(times),
+        step_s=sum(times) + (tables.num_passes - 1) * max(times),
     )
 
 
@@ -125,6 +125,13 @@ def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[i
             field="boundaries",
             found=str(tuple(boundaries)),
             expected=f"{tables.num_stages + 1} rising layer numbers from 0 to {num_layers}",
+        )
+    sizes = [end - start for start, end in itertools.pairwise(boundaries)]
+    if any(size < tables.least_layers(stage) for stage, size in enumerate(sizes)):
+        raise InvalidProblemError(
+            field="boundaries",
+            found=str(tuple(boundaries)),
+            expected="two layers or more on the first and the last stage, so that no chunk is empty",
         )
     if len(strategies) != num_layers:
         raise InvalidProblemError(

@@ -107,14 +107,14 @@ def _least_by_threshold(tables: CostTables, in_flight: IntArray) -> tuple[IntArr
     return threshold, np.stack([least[:, kind, place] for kind, place in enumerate(places)], axis=2)
 
 
-def furthest_boundaries(memories: Sequence[StageMemory], room_bytes: int) -> tuple[int, ...] | None:
-    """Stage boundaries 0..L with as many layers as fit on each stage in turn, at least one each; None if none fit."""
-    num_layers, num_stages = memories[0].prefix.shape[1] - 1, len(memories)
+def furthest_boundaries(tables: CostTables, memories: Sequence[StageMemory], room_bytes: int) -> tuple[int, ...] | None:
+    """Stage boundaries 0..L with as many layers as fit on each stage in turn; None if some stage is left too few."""
+    num_layers = len(tables.layers)
     boundaries = [0]
     for stage, memory in enumerate(memories):
         start = boundaries[-1]
-        end = min(memory.farthest(start, room_bytes), num_layers - (num_stages - 1 - stage))
-        if end <= start:
+        end = min(memory.farthest(start, room_bytes), num_layers - tables.least_layers_behind(stage))
+        if end < start + tables.least_layers(stage):
             return None
         boundaries.append(end)
     return tuple(boundaries) if boundaries[-1] == num_layers else None
@@ -128,15 +128,16 @@ def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small:
     Bisection; a feasible room shrinks to what its stages take, an infeasible one grows to where some stage takes one
     layer more, so a handful of steps ends it at the exact byte.
     """
-    if len(tables.layers) < tables.num_stages or not tables.legal[list(set(tables.layers))].any(axis=1).all():
+    too_few = len(tables.layers) < tables.least_layers_before(tables.num_stages)
+    if too_few or not tables.legal[list(set(tables.layers))].any(axis=1).all():
         return None
-    low = _next_room(memories, too_small - tables.overhead_bytes) if too_small > tables.overhead_bytes else 0
+    low = _next_room(tables, memories, too_small - tables.overhead_bytes) if too_small > tables.overhead_bytes else 0
     high = max(memory.least_bytes(0, len(tables.layers)) for memory in memories)
     while low < high:
         middle = (low + high) // 2
-        boundaries = furthest_boundaries(memories, middle)
+        boundaries = furthest_boundaries(tables, memories, middle)
         if boundaries is None:
-            low = _next_room(memories, middle)
+            low = _next_room(tables, memories, middle)
         else:
             high = max(memory.least_bytes(*span) for memory, span in _spans(memories, boundaries))
     return high + tables.overhead_bytes
@@ -146,11 +147,11 @@ def _spans(memories: Sequence[StageMemory], boundaries: Sequence[int]) -> Iterat
     return zip(memories, itertools.pairwise(boundaries), strict=False)
 
 
-def _next_room(memories: Sequence[StageMemory], room_bytes: int) -> int:
+def _next_room(tables: CostTables, memories: Sequence[StageMemory], room_bytes: int) -> int:
     """The smallest room in which some stage takes more layers than in this one, in which they do not all fit."""
-    num_layers, place, nearest = memories[0].prefix.shape[1] - 1, 0, 2**62
+    num_layers, place, nearest = len(tables.layers), 0, 2**62
     for stage, memory in enumerate(memories):
-        end = min(memory.farthest(place, room_bytes), num_layers - (len(memories) - 1 - stage))
+        end = min(memory.farthest(place, room_bytes), num_layers - tables.least_layers_behind(stage))
         if end < num_layers:
             more = memory.least_bytes(place, end + 1)
             nearest = min(nearest, more if more > room_bytes else nearest)
@@ -166,7 +167,7 @@ def nearest_miss(
     needed = least_budget(tables, memories, budget_bytes)
     if needed is None:
         return None
-    boundaries = furthest_boundaries(memories, needed - tables.overhead_bytes)
+    boundaries = furthest_boundaries(tables, memories, needed - tables.overhead_bytes)
     assert boundaries is not None, "the least budget is feasible by its definition"
     used = [memory.least_bytes(*span) for memory, span in _spans(memories, boundaries)]
     stage = int(np.argmax(used))

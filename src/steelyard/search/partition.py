@@ -118,7 +118,7 @@ def assess(tables: CostTables, budget_bytes: int) -> Prospect | SettingResult:
         )
     memories = stage_memories(tables)
     room = budget_bytes - tables.overhead_bytes
-    fitting = furthest_boundaries(memories, room) if len(tables.layers) >= tables.num_stages else None
+    fitting = furthest_boundaries(tables, memories, room)
     if fitting is None:
         miss = nearest_miss(tables, budget_bytes, memories)
         return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
@@ -155,7 +155,7 @@ def quick_bound_s(tables: CostTables) -> float:
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
     total = float(fastest.sum()) + (tables.num_stages - 1) * tables.transfer_s
     worst = max(total / tables.num_stages, float(fastest.max()))
-    return (total + (tables.num_microbatches - 1) * worst) * (1 - ROUNDING)
+    return (total + (tables.num_passes - 1) * worst) * (1 - ROUNDING)
 
 
 def _least_slowest_s(setting: Setting, known_s: float) -> tuple[float, float]:
@@ -170,7 +170,7 @@ def _least_slowest_s(setting: Setting, known_s: float) -> tuple[float, float]:
 def _step_bound_s(setting: Setting, slowest_s: float) -> float:
     """Step time of stages of which one takes at least this long and that together take the least total."""
     total = max(setting.fastest_total_s, slowest_s)
-    return (total + (setting.tables.num_microbatches - 1) * slowest_s) * (1 - ROUNDING)
+    return (total + (setting.tables.num_passes - 1) * slowest_s) * (1 - ROUNDING)
 
 
 def first_plan(setting: Setting, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH) -> Solution | None:

@@ -108,6 +108,7 @@ class SettingCosts(_Part):
     overhead_bytes: Bytes
     samples: Count = 1
     side_inputs: list[SideInputCosts] = []
+    num_chunks: Count = 1
 
 
 class ProblemFile(_Part):
@@ -220,6 +221,7 @@ def _setting_costs(tables: CostTables, samples: int) -> SettingCosts:
             SideInputCosts(source=side.source, readers=list(side.readers), seconds=side.seconds.tolist())
             for side in tables.side_inputs
         ],
+        num_chunks=tables.num_chunks,
     )
 
 
@@ -263,6 +265,7 @@ def _tables(setting: SettingCosts, place: str) -> CostTables:
         transfer_s=setting.transfer_s,
         overhead_bytes=setting.overhead_bytes,
         side_inputs=_side_inputs(setting, f"{place}.side_inputs"),
+        num_chunks=setting.num_chunks,
     )
 
 

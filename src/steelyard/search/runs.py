@@ -17,7 +17,7 @@ longer than that otherwise. Equal runs are solved once.
 | $\hat T$         | `aim_s`              | s    | step time aimed at                                   |
 | $\underline v$   | `others`             | s    | least total of the stages before and after           |
 | $\underline w$   | `slowest`            | s    | least maximum of the stages before and after         |
-| $m$              | `num_microbatches`   | –    | microbatches                                         |
+| $m$              | `num_passes`         | –    | microbatches, times chunks where interleaved         |
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class Setting:
 
     def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
         """Step times from the sums and the maxima of the stage times."""
-        more = self.tables.num_microbatches - 1
+        more = self.tables.num_passes - 1
         return total + more * worst if more else total
 
 
@@ -133,8 +133,8 @@ def filled_boundaries(setting: Setting, limit_s: float) -> tuple[int, ...] | Non
     for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
         place = boundaries[-1]
         end = min(memory.farthest(place, setting.room_bytes), bounds.farthest(place, limit_s))
-        end = min(end, setting.num_layers - (setting.num_stages - 1 - stage))
-        if end <= place:
+        end = min(end, setting.num_layers - setting.tables.least_layers_behind(stage))
+        if end < place + setting.tables.least_layers(stage):
             return None
         boundaries.append(end)
     return tuple(boundaries) if boundaries[-1] == setting.num_layers else None
@@ -142,16 +142,17 @@ def filled_boundaries(setting: Setting, limit_s: float) -> tuple[int, ...] | Non
 
 def possible_runs(setting: Setting, aim_s: float) -> list[StageRuns] | None:
     """For each stage the window of first layers and of ends, with bounds; None if some window is empty."""
-    more = setting.tables.num_microbatches - 1
+    more = setting.tables.num_passes - 1
     limit = (aim_s - setting.fastest_total_s) / more if more else aim_s
     latest, earliest = [0], [setting.num_layers]
     for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
         place = latest[-1]
         end = min(memory.farthest(place, setting.room_bytes), bounds.farthest(place, limit))
-        latest.append(min(end, setting.num_layers - (setting.num_stages - 1 - stage)))
+        latest.append(min(end, setting.num_layers - setting.tables.least_layers_behind(stage)))
     for stage in reversed(range(setting.num_stages)):
         memory, bounds, end = setting.memories[stage], setting.bounds[stage], earliest[-1]
-        start = max(memory.smallest_start(end, setting.room_bytes), bounds.smallest_start(end, limit), stage)
+        start = max(memory.smallest_start(end, setting.room_bytes), bounds.smallest_start(end, limit))
+        start = max(start, setting.tables.least_layers_before(stage))
         earliest.append(start)
     windows = [np.arange(low, high + 1) for low, high in zip(reversed(earliest), latest, strict=True)]
     if any(len(window) == 0 for window in windows) or windows[0][0] > 0:
@@ -185,7 +186,7 @@ def time_limits(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> 
     """[starts, ends] per stage: the longest time of use; minus infinity where no plan within the aim passes."""
     rest_total, rest_worst = rest_bounds(stages)
     total, worst = np.zeros(1), np.zeros(1)
-    more = setting.tables.num_microbatches - 1
+    more = setting.tables.num_passes - 1
     limits = []
     for runs, after_total, after_worst in zip(stages, rest_total[1:], rest_worst[1:], strict=True):
         others = total[:, None] + after_total

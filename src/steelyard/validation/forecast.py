@@ -12,8 +12,8 @@ from steelyard.validation.rows import PublishedRun
 
 STATES = ("parameters", "gradients", "optimizer")
 RESERVED = 0.23
-"""Reserved over allocated memory minus one where there is room: 6 to 23 % on public torchtitan runs, here the most. Short of memory
-torch gives the reserve back, so whether a plan fits is judged with less (`Execution.reserve`)."""
+"""Reserved over allocated memory minus one where there is room: 6 to 23 % on public torchtitan runs, here the most.
+Short of memory torch gives the reserve back, so whether a plan fits is judged with less (`Execution.reserve`)."""
 COLUMNS = ("id", "step_time_s", "peak_mem_gib", "fits", "skipped")
 
 

@@ -38,7 +38,7 @@ _FSDP_EAGER = Kernels(
 )
 _MPT = replace(_FSDP_EAGER, full="block", loss=True, loss_bytes=(4, 2))
 """flash-attn's cross entropy keeps the logits in half precision; FSDP1 with reentrant checkpoints."""
-_AA_SCALING = replace(_FSDP_EAGER, full="block", norm_bytes=20, loss_bytes=(18, 4), gathers_logits=True)
+_AA_SCALING = replace(_FSDP_EAGER, full="block", norm_bytes=20, loss_bytes=(22, 4), gathers_logits=True)
 """The last stage gathers the logits and computes the loss in fp32; norms keep their input and result in fp32."""
 _NANOTRON_KERNELS = Kernels(
     norm=True,
@@ -74,7 +74,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("megatron-lm", Framework(kernels=_MEGATRON_CLASSIC, execution=_MEGATRON_LM)),
     ("megatron-core", Framework(kernels=replace(_FUSED, dropout=True), execution=_MEGATRON_CORE)),
     ("megatron-bridge", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
-    ("nemo automodel", Framework(kernels=_FUSED, execution=Execution())),
+    ("nemo automodel", Framework(kernels=replace(_FUSED, full="until last needed"), execution=Execution())),
     ("nemo", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
     ("maxtext", Framework(kernels=_FUSED, execution=Execution(eager_launch=False))),
     ("llm-foundry", Framework(kernels=_MPT, execution=Execution())),
@@ -86,7 +86,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
     ("internevo", Framework(kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True))),
     ("kempnerforge", Framework(kernels=_FSDP_EAGER, execution=Execution())),
-    ("pytorch fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
+    ("pytorch fsdp", Framework(kernels=replace(_FSDP_EAGER, full="block"), execution=Execution(reduce_bytes=2))),
     ("colossal-ai", Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, overlaps_data=True))),
     ("oneflow", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
 )

@@ -62,8 +62,8 @@ def memory_section(found: ReportContents) -> Html:
     budget = float(prediction.budget_bytes)
     totals = [sum(stage.values()) for stage in stages]
     fullest = max(range(len(stages)), key=lambda index: totals[index])
-    where = f"Stage {fullest} is the fullest" if len(stages) > 1 else "A device holds at most"
-    lead = f"{where}: {format_bytes(totals[fullest])} of {format_bytes(budget)}."
+    where = f"Stage {fullest} is the fullest: " if len(stages) > 1 else "A device holds at most "
+    lead = f"{where}{format_bytes(totals[fullest])} of {format_bytes(budget)}."
     if len(stages) > 1:
         least = min(totals)
         lead += f" The emptiest holds {format_bytes(least)}."
@@ -85,7 +85,7 @@ def stage_seconds(found: ReportContents) -> list[dict[str, float]]:
     for stage in prediction.stages:
         terms = {name: seconds * count for name, seconds in stage.time_s.items()}
         rest = prediction.step_time_s - sum(terms.values())
-        fixed = min(max(found.fixed_s, 0.0), max(rest, 0.0))
+        fixed = max(rest, 0.0) if len(prediction.stages) == 1 else min(max(found.fixed_s, 0.0), max(rest, 0.0))
         terms |= {"waiting": max(rest - fixed, 0.0), "fixed": fixed}
         stages.append({name: seconds for name, seconds in terms.items() if seconds > 0})
     return stages

@@ -132,7 +132,7 @@ def _mark(mark: Mark, frame: _Frame) -> Html:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """From the least to the largest value, or around them where they are nearly the same."""
     low, high = min(values), max(values)
-    room = max(0.0, LEAST_SPAN * max(abs(low), abs(high)) - (high - low)) / 2
+    room = max(0.0, (LEAST_SPAN * max(abs(low), abs(high)) or 1.0) - (high - low)) / 2
     return low - room, high + room
 
 

@@ -48,6 +48,7 @@ def rival_section(found: ReportContents) -> Html:
 
 def _rival_table(rivals: Sequence[Rival]) -> Html:
     rows: list[tuple[Child, ...]] = []
+    settings = {rival.setting for rival in rivals if rival.setting}
     for rival in rivals:
         if rival.step_time_s is None:
             missing = rival.missing_bytes
@@ -60,7 +61,7 @@ def _rival_table(rivals: Sequence[Rival]) -> Html:
                     rival.name,
                     format_seconds(rival.step_time_s),
                     [_slowdown_bar(slowdown), f"{slowdown:+.1%}" if abs(slowdown) >= 0.0005 else "same"],
-                    f"{rival.setting}: {rival.strategies}",
+                    rival.strategies if len(settings) == 1 else f"{rival.setting}: {rival.strategies}",
                 )
             )
     return table(("", "step", "slower", "plan"), rows, numeric=(1, 2))

@@ -25,7 +25,8 @@ def strategy_section(found: ReportContents) -> Html:
     """Which layer is on which stage under which strategy, with a legend and the same as a table."""
     plan = found.plan
     chain, classes = plan.chain(), strategy_classes(plan.strategies)
-    most = min(MOST_CELLS, max(part.last_layer - part.first_layer + 1 for part in plan.stages))
+    most = max(part.last_layer - part.first_layer + 1 for part in plan.stages)
+    most = -(-most // -(-most // MOST_CELLS))
     rows = [_row(plan, index, chain, classes, most) for index in range(len(plan.stages))]
     return section(
         "strategies",

@@ -1,0 +1,102 @@
+r"""Folds the tables of a pipeline setting for interleaved 1F1B: all chunks of a stage are cut and trained alike.
+
+A model of a first layer, $B$ blocks and a last layer becomes a chain of $B/v$ blocks between the same two ends. Block
+$j$ stands for the $v$ blocks $j, j + B/v, \ldots$, one in each chunk, all under one strategy. Cut into $P$ stages, it
+says what every chunk of every stage holds; `unfold_layers` and `unfold_parts` turn the answer back.
+
+A pass is one microbatch through one chunk, $mv$ of them in a step. So one block is a pass's time, $v$ blocks its static
+bytes. The first layer works in every $v$-th pass of the first stage, and the last one of the last: of their times the
+$v$-th part counts, and their saved bytes count as often as there are microbatches in flight in their own chunk.
+
+$$T = \sum_i t_i + (mv-1)\,\max_i t_i$$
+
+is then the step of `steelyard.cost.simulator` for stages and chunks that are alike, and near it for others. The first
+stage also receives from the last one in all its chunks but the first: that is in the time of the first layer.
+
+Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for the schedule; the folding is ours.
+Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from steelyard.cost.schedule import pass_order
+from steelyard.cost.tables import CostTables
+
+Entry = TypeVar("Entry")
+
+
+def why_not_interleaved(
+    layers: Sequence[int], *, num_stages: int, num_microbatches: int, num_chunks: int
+) -> str | None:
+    """Why these layers (their kinds) cannot be interleaved in chunks that are cut alike; None if they can."""
+    blocks = layers[1:-1]
+    if num_stages < 2 or num_chunks < 2 or num_microbatches < num_stages:
+        return "takes two stages and two chunks or more, and as many microbatches as stages"
+    if len(blocks) % num_chunks:
+        return f"{len(blocks)} blocks do not divide into {num_chunks} chunks"
+    period = len(blocks) // num_chunks
+    if period < num_stages:
+        return f"{num_stages} stages of {num_chunks} chunks need {num_stages * num_chunks} blocks or more"
+    if any(blocks[place] != blocks[place + period] for place in range(len(blocks) - period)):
+        return f"the blocks of {num_chunks} chunks are not alike"
+    if num_microbatches % (num_microbatches // num_stages):
+        return f"{num_microbatches} microbatches do not divide into equal rounds of {num_stages} or more"
+    return None
+
+
+def folded(tables: CostTables, num_chunks: int, *, overhead_bytes: int, round_trip_s: float) -> CostTables:
+    """The tables of the same stages and microbatches, interleaved in so many chunks (see `why_not_interleaved`).
+
+    ``overhead_bytes`` are those under this schedule, ``round_trip_s`` the hand-over from the last stage to the first.
+    """
+    first, last = tables.layers[0], tables.layers[-1]
+    blocks = tables.layers[1:-1]
+    alone = {first, last} - set(blocks)
+    share = np.ones((len(tables.kinds), 1))
+    copies = np.full((len(tables.kinds), 1), num_chunks)
+    for kind in alone:
+        share[kind], copies[kind] = 1 / num_chunks, 1
+    time_s = tables.time_s * share
+    time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
+    result = replace(
+        tables,
+        schedule="interleaved-1f1b",
+        num_chunks=num_chunks,
+        layers=(first, *blocks[: len(blocks) // num_chunks], last),
+        time_s=time_s,
+        static_bytes=tables.static_bytes * copies,
+        overhead_bytes=overhead_bytes,
+    )
+    return replace(result, activation_bytes=_of_the_ends(result, alone))
+
+
+def _of_the_ends(tables: CostTables, alone: set[int]) -> np.ndarray:
+    """Activation bytes of which `in_flight` times as many are what the microbatches in their own chunk hold."""
+    num_bytes = tables.activation_bytes.copy()
+    for layer, stage, chunk in ((0, 0, 0), (-1, tables.num_stages - 1, tables.num_chunks - 1)):
+        kind = tables.layers[layer]
+        if kind in alone:
+            order = pass_order(stage, tables.num_stages, tables.num_microbatches, "interleaved-1f1b", tables.num_chunks)
+            held = order.in_flight(chunk) * tables.activation_bytes[kind]
+            num_bytes[kind] = -(-held // tables.in_flight(stage))
+    return num_bytes
+
+
+def unfold_layers(entries: Sequence[Entry], num_chunks: int) -> tuple[Entry, ...]:
+    """What holds for every layer of the model, from what holds for every layer of folded tables."""
+    return (entries[0], *entries[1:-1] * num_chunks, entries[-1]) if num_chunks > 1 else tuple(entries)
+
+
+def unfold_parts(boundaries: Sequence[int], num_chunks: int) -> Iterator[tuple[int, int, int]]:
+    """(stage, first layer, end) of every part of the pipeline, in the order of the layers."""
+    period, num_stages = boundaries[-1] - 2, len(boundaries) - 1
+    for chunk in range(num_chunks):
+        for stage in range(num_stages):
+            starts_model, ends_model = chunk + stage == 0, (chunk, stage) == (num_chunks - 1, num_stages - 1)
+            first = boundaries[stage] if starts_model else max(boundaries[stage], 1) + chunk * period
+            end = boundaries[stage + 1] if stage < num_stages - 1 else period + 1 + ends_model
+            yield stage, first, end + chunk * period

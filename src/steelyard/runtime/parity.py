@@ -1,0 +1,197 @@
+"""Compares training under a plan with training in one process: losses, gradients, their norm, and the weights.
+
+One process trains the unmodified `transformers` model (`train_alone`); then the processes of the plan train the same
+first weights on the same samples and compare with it, tensor by tensor (`compare`). A difference of gradients is the
+largest of an entry, as a share of the largest entry of its tensor.
+
+The optimizer is SGD with momentum. AdamW would do for neither purpose: it divides by the root of the second moment, so
+rounding noise in entries near zero grows to the size of a step, while a gradient that is wrong by a constant factor
+(averaged instead of summed) changes nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
+from steelyard.modules.batch import random_samples
+from steelyard.modules.build import build_model
+from steelyard.plan.plan import Plan
+from steelyard.runtime.applied import gather_strategies, observe_layers
+from steelyard.runtime.data.samples import Samples
+from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
+from steelyard.runtime.state import ParameterNames, parameter_names
+
+MAX_NORM = 0.5
+_LEARNING_RATE, _MOMENTUM = 0.3, 0.9
+_KEY_BIASES = {"k_proj.bias": "k_proj.weight", "self.key.bias": "self.key.weight"}
+"""The gradient of a key bias is truly zero (softmax ignores a shift of all scores): its scale is that of the weight."""
+
+TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 1e-1)}
+"""Largest relative difference of losses, and largest difference of gradients, by precision."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reference:
+    """What one process found, step by step; tensors by their name in the unmodified model."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the last step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Losses and norms of both, and the largest differences over all steps, tensors and ranks."""
+
+    losses: list[float] = field(default_factory=list)
+    expected_losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    expected_norms: list[float] = field(default_factory=list)
+    gradient_error: float = 0.0
+    gradient_tensor: str = ""
+    """Where the gradients differ most."""
+    weight_error: float | None = None
+    """Absent where not all steps of the reference were run."""
+    same_loss_on_all_ranks: bool = True
+    strategies: tuple[str, ...] = ()
+    """What the runtime did to each layer, written as in plans."""
+
+    @property
+    def loss_error(self) -> float:
+        """The largest relative difference of a loss."""
+        pairs = zip(self.losses, self.expected_losses, strict=True)
+        return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
+
+
+def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: int) -> Samples:
+    """The global batch of a step. Token ids of next-token prediction count on by 1, 2 or 3, which a model learns."""
+    generator = torch.Generator().manual_seed(step)
+    if chain.family.task is Task.CAUSAL_LM:
+        first_N1 = torch.randint(0, chain.vocab_size, (num_samples, 1), generator=generator)  # noqa: N806
+        stride_N1 = torch.randint(1, 4, (num_samples, 1), generator=generator)  # noqa: N806
+        return Samples.of((first_N1 + stride_N1 * torch.arange(seq_len + 1)) % chain.vocab_size)
+    inputs, labels = random_samples(chain, num_samples, seq_len, generator)
+    return Samples(inputs=inputs, labels=labels)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of both."""
+    return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=_MOMENTUM)
+
+
+def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
+    """Trains the unmodified model of a plan in this process, in fp32, on the whole global batch at once."""
+    chain = plan.chain()
+    model = build_model(chain, seed=seed)
+    optimizer = make_optimizer(model.parameters())
+    found = Reference()
+    for step in range(num_steps):
+        samples = samples_of_step(chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)
+        loss = _loss(model, chain.family.task, samples)
+        loss.backward()
+        found.losses.append(loss.item())
+        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return found
+
+
+def _loss(model: PreTrainedModel, task: Task, samples: Samples) -> Tensor:
+    """The loss that `transformers` computes, but for next-token prediction, whose labels it would shift once more."""
+    if task is Task.CAUSAL_LM:
+        logits = model(samples.inputs).logits
+        return functional.cross_entropy(logits.flatten(0, 1), samples.labels.flatten())
+    return model(**{model.main_input_name: samples.inputs}, labels=samples.labels).loss
+
+
+def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> Comparison:
+    """Trains under the plan and compares with one process; call it on every process of the plan.
+
+    Every rank returns the differences of the rank where gradients differ most.
+    """
+    model = parallelize_plan(plan, seed=seed)
+    optimizers = model.make_optimizers(make_optimizer)
+    names = parameter_names(model.chain)
+    found = Comparison()
+    for step in range(num_steps):
+        with observe_layers(model) as shapes:
+            found.losses.append(model.train_step(_reader(model, step)).item())
+        error, tensor = _largest_difference(model, names, reference.gradients[step], lambda p: p.grad)
+        if error >= found.gradient_error:
+            found.gradient_error, found.gradient_tensor = error, tensor
+        found.norms.append(model.clip_gradients(MAX_NORM).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if num_steps == len(reference.losses):
+        found.weight_error, _ = _largest_difference(model, names, reference.weights, lambda p: p.detach())
+    found.strategies = gather_strategies(model, shapes)
+    worst = _worst_of_ranks(found)
+    worst.expected_losses = reference.losses[:num_steps]
+    worst.expected_norms = reference.norms[:num_steps]
+    return worst
+
+
+def _reader(model: ParallelModel, step: int) -> Callable[[list[int]], Samples]:
+    plan = model.plan
+    samples = samples_of_step(model.chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)
+    return lambda indices: Samples(inputs=samples.inputs[indices], labels=samples.labels[indices])
+
+
+def _worst_of_ranks(mine: Comparison) -> Comparison:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, mine)
+    worst: Comparison = max(reports, key=lambda report: report.gradient_error)
+    if worst.weight_error is not None:
+        worst.weight_error = max(report.weight_error for report in reports)
+    worst.same_loss_on_all_ranks = len({tuple(report.losses) for report in reports}) == 1
+    return worst
+
+
+def _largest_difference(
+    model: ParallelModel, names: ParameterNames, expected: dict[str, Tensor], value: Callable[[nn.Parameter], Tensor]
+) -> tuple[float, str]:
+    """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name."""
+    worst, where = 0.0, ""
+    for path, parameter in model.named_parameters():
+        name = names.by_path[path]
+        scale = expected[_name_of_scale(name)].abs().max().item()
+        mine = _local(value(parameter))
+        if not mine.numel():
+            continue
+        error = mine.sub(_local_part(expected[name], parameter)).abs().max().item() / max(scale, 1e-12)
+        if not error <= worst:
+            worst, where = error, name
+    return worst, where
+
+
+def _name_of_scale(name: str) -> str:
+    for bias, weight in _KEY_BIASES.items():
+        if name.endswith(bias):
+            return name.removesuffix(bias) + weight
+    return name
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_part(full: Tensor, like: nn.Parameter) -> Tensor:
+    """This rank's part of ``full`` in the placement of ``like``, without communication."""
+    if not isinstance(like, DTensor):
+        return full
+    replicated = DTensor.from_local(full, like.device_mesh, run_check=False)
+    return replicated.redistribute(placements=like.placements).to_local()

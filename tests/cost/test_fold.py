@@ -1,0 +1,121 @@
+"""Folded tables: what they say of a plan is what the plan that they unfold to costs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from steelyard.cost.build import build_tables, usable_bytes
+from steelyard.cost.fold import folded, unfold_layers, unfold_parts, why_not_interleaved
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Setting
+from steelyard.cost.simulator import StageTimes, simulate
+from steelyard.errors import InvalidProblemError
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import parse_strategy
+from steelyard.planning.assemble import bare_plan
+from steelyard.search import search
+from tests.cost.examples import job
+
+BLOCKS = (0, *[1] * 24, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "microbatches", "chunks", "reason"),
+    [
+        (BLOCKS, 4, 8, 2, None),
+        (BLOCKS, 4, 8, 3, None),
+        (BLOCKS, 4, 6, 3, None),
+        (BLOCKS, 4, 8, 5, "24 blocks do not divide into 5 chunks"),
+        (BLOCKS, 8, 8, 4, "need 32 blocks or more"),
+        (BLOCKS, 4, 9, 2, "9 microbatches do not divide"),
+        (BLOCKS, 1, 8, 2, "two stages"),
+        (BLOCKS, 4, 3, 2, "as many microbatches"),
+        ((0, 1, 1, 2, 2, 3), 2, 2, 2, "are not alike"),
+        ((0, 1, 2, 1, 2, 3), 2, 2, 2, None),
+    ],
+)
+def test_says_why_a_setting_cannot_be_interleaved(layers, stages, microbatches, chunks, reason):
+    found = why_not_interleaved(layers, num_stages=stages, num_microbatches=microbatches, num_chunks=chunks)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in found
+
+
+def test_the_parts_cover_every_layer_once_in_order():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        stages, chunks = int(rng.integers(2, 5)), int(rng.integers(2, 5))
+        period = int(rng.integers(stages, 9))
+        cuts = np.sort(rng.choice(np.arange(2, period + 1), stages - 1, replace=False)).tolist()
+        parts = list(unfold_parts((0, *cuts, period + 2), chunks))
+        assert [stage for stage, _, _ in parts] == list(range(stages)) * chunks
+        assert [first for _, first, _ in parts] == [0, *(end for _, _, end in parts[:-1])]
+        assert parts[-1][2] == chunks * period + 2
+        assert all(first < end for _, first, end in parts)
+
+
+def test_layers_at_the_same_place_of_their_chunks_get_the_same():
+    assert unfold_layers(["first", "a", "b", "last"], 2) == ("first", "a", "b", "a", "b", "last")
+
+
+def test_the_closed_form_is_the_simulated_step_where_all_chunks_are_alike():
+    for stages, chunks, rounds in ((2, 2, 1), (2, 3, 3), (4, 2, 2), (3, 4, 5)):
+        microbatches = stages * rounds
+        part = StageTimes(forward_s=1.0, backward_s=2.0)
+        timeline = simulate([part] * (stages * chunks), microbatches, "interleaved-1f1b", num_chunks=chunks)
+        assert timeline.step_time_s == pytest.approx(3.0 * (stages + microbatches * chunks - 1))
+
+
+def interleaved_outcomes():
+    """Best plans of a model of 8 blocks for every interleaved setting, with the job."""
+    of = job(global_batch=32, num_hidden_layers=8)
+    strategies = tuple(
+        parse_strategy(text) for text in ("dp4", "dp2", "fsdp2", "tp2+sp", "fsdp2 remat=full", "fsdp4", "tp4")
+    )
+    for stages, microbatches, chunks in ((2, 4, 2), (2, 8, 4), (4, 8, 2)):
+        setting = Setting(
+            job=of,
+            num_stages=stages,
+            num_microbatches=microbatches,
+            schedule="interleaved-1f1b",
+            num_chunks=chunks,
+        )
+        fitting = tuple(strategy for strategy in strategies if strategy.num_devices == 8 // stages)
+        yield of, search([build_tables(setting, fitting)], usable_bytes(of))
+
+
+def test_a_folded_solution_becomes_a_legal_plan_that_takes_no_more_memory_than_the_tables_say():
+    for of, found in interleaved_outcomes():
+        assert found.status == "optimal"
+        plan = Plan.model_validate(bare_plan(of, found.best).model_dump())
+        assert (plan.schedule, plan.num_chunks) == ("interleaved-1f1b", found.best.tables.num_chunks)
+        cost = predict(plan, of)
+        most = max(
+            sum(stage.memory_bytes.values()) - stage.memory_bytes.get("allocator slack", 0) for stage in cost.stages
+        )
+        assert most <= found.best.solution.peak_bytes
+
+
+def test_the_step_of_the_tables_is_near_the_simulated_one():
+    for of, found in interleaved_outcomes():
+        plan = bare_plan(of, found.best)
+        assert predict(plan, of).timeline.step_time_s == pytest.approx(found.best.solution.step_s, rel=0.15)
+
+
+def test_only_one_schedule_has_chunks():
+    _, found = next(interleaved_outcomes())
+    with pytest.raises(InvalidProblemError, match="two or more chunks"):
+        replace(found.best.tables, schedule="1f1b")
+    with pytest.raises(InvalidProblemError, match="two or more chunks"):
+        replace(found.best.tables, num_chunks=1)
+
+
+def test_folding_keeps_the_work_of_a_step():
+    of = job(global_batch=32, num_hidden_layers=8)
+    setting = Setting(job=of, num_stages=2, num_microbatches=4, schedule="1f1b")
+    plain = build_tables(setting, (parse_strategy("dp4"),))
+    both = folded(plain, 2, overhead_bytes=0, round_trip_s=0.0)
+    work = [sum(each.time_s[kind, 0] for kind in each.layers) * each.num_passes for each in (plain, both)]
+    assert work[0] == pytest.approx(work[1])
+    states = [sum(int(each.static_bytes[kind, 0]) for kind in each.layers) for each in (plain, both)]
+    assert states[0] == states[1]

@@ -1,0 +1,66 @@
+"""Plans of less memory that a plan carries along, for where memory runs out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning import PlanOptions, make_problem, plan_job, with_fallbacks
+from steelyard.planning.price import peak_bytes
+from tests.cost import examples
+
+OPTIONS = PlanOptions(num_stages=1)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return examples.job()
+
+
+@pytest.fixture(scope="module")
+def plan(job: Job) -> Plan:
+    problem = make_problem(job, OPTIONS)
+    found = plan_job(job, OPTIONS, problem=problem).plan
+    assert found is not None
+    return with_fallbacks(found, job, OPTIONS, num_fallbacks=2, problem=problem)
+
+
+def test_each_fallback_takes_less_memory_than_the_one_before(plan: Plan) -> None:
+    taken = [peak_bytes(plan), *(peak_bytes(plan.fallback_plan(index)) for index in range(len(plan.fallbacks)))]
+    assert len(taken) > 1
+    assert sorted(taken, reverse=True) == taken
+    assert len(set(taken)) == len(taken)
+
+
+def test_a_fallback_costs_what_it_predicts(plan: Plan, job: Job) -> None:
+    fallback = plan.fallback_plan(0)
+    assert fallback.prediction is not None
+    assert fallback.prediction.step_time_s == predict(fallback, job).step_time_s
+
+
+def test_a_fallback_keeps_the_fallbacks_after_it(plan: Plan) -> None:
+    assert plan.fallback_plan(0).fallbacks == plan.fallbacks[1:]
+    assert plan.fallback_plan(len(plan.fallbacks) - 1).fallbacks == ()
+
+
+def test_fallbacks_survive_the_file(plan: Plan, tmp_path: Path) -> None:
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+def test_none_are_searched_where_none_are_asked_for(plan: Plan, job: Job) -> None:
+    alone = plan.model_copy(update={"fallbacks": ()})
+    assert with_fallbacks(alone, job, OPTIONS, num_fallbacks=0).fallbacks == ()
+
+
+def test_a_plan_whose_fallback_leaves_layers_out_is_refused(plan: Plan) -> None:
+    content: dict[str, Any] = plan.model_dump(mode="json", exclude_none=True)
+    run = content["fallbacks"][0]["stages"][0]["runs"][-1]
+    run["layers"] = [run["layers"][0], run["layers"][1] - 1]
+    with pytest.raises(InvalidPlanError, match="layers"):
+        Plan.model_validate(content)

@@ -1,0 +1,224 @@
+"""The page of a report as text: what it says, that it loads nothing, and that no text becomes markup."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from steelyard.cost.predict import predict
+from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.report.html import ReportContents, report_page
+from steelyard.report.html.bars import stage_seconds
+from steelyard.report.html.chart import Chart, Line, chart, staircase
+from steelyard.report.html.markup import VOID
+from steelyard.report.html.palette import MEMORY_COLOURS, TIME_COLOURS, colours, strategy_classes
+from steelyard.report.html.strategies import describe_strategy, layer_text
+from steelyard.report.html.timeline import MOST_PASSES, timeline_section
+from tests.cost.examples import cluster, job, plan
+from tests.report.html.examples import HOSTILE, measured, pipelined, single
+
+SECTIONS = ("strategies", "time", "memory", "timeline", "frontier", "rivals", "assumptions")
+
+
+class Balance(HTMLParser):
+    """Complains about an element that is not closed where it was opened, and collects what a reader sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.ids, self.text, self.scripts = [], [], [], 0
+
+    def handle_starttag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value for key, value in attrs if key == "id"]
+        self.scripts += name == "script"
+        if name not in VOID and name not in ("meta", "link"):
+            self.open.append(name)
+
+    def handle_startendtag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.text.append(data)
+
+
+def read(page: str) -> Balance:
+    found = Balance()
+    found.feed(page)
+    found.close()
+    assert not found.open
+    return found
+
+
+@pytest.mark.parametrize("found", [pipelined(), single(), single(with_job=False), measured(pipelined())])
+def test_every_element_is_closed_and_every_name_is_there_once(found: ReportContents) -> None:
+    page = read(report_page(found))
+    assert len(set(page.ids)) == len(page.ids)
+
+
+def test_no_text_of_a_file_becomes_markup() -> None:
+    page = report_page(measured(pipelined()))
+    assert "<script>alert" not in page
+    assert read(page).scripts == 2  # the data of the timeline, and the script of the page
+    assert HOSTILE in "".join(read(page).text)
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    page = report_page(pipelined())
+    assert re.findall(r"<(?:script|link|img|iframe|object)[^>]*(?:src|href|data)=", page) == []
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_all_sections_are_there() -> None:
+    assert [name for name in read(report_page(pipelined())).ids if name in SECTIONS] == list(SECTIONS)
+
+
+def test_a_run_adds_measured_values_beside_predicted_ones() -> None:
+    found = measured(pipelined())
+    text = "".join(read(report_page(found)).text)
+    assert "Predicted and measured" in text
+    assert "predicted 50% less" in text
+    assert "memory of rank 7 (stage 1)" in text
+
+
+def test_of_many_ranks_the_fullest_of_each_stage_is_shown() -> None:
+    text = "".join(read(report_page(measured(pipelined(), num_ranks=64))).text)
+    assert "memory of rank 31 (stage 0)" in text
+    assert "memory of rank 63 (stage 1)" in text
+    assert "memory of rank 5 " not in text
+
+
+def test_without_the_job_the_file_still_makes_a_page() -> None:
+    page = read(report_page(single(with_job=False)))
+    assert "timeline" not in page.ids
+    assert {"time", "memory", "frontier"} <= set(page.ids)
+
+
+def test_two_pages_of_one_plan_are_equal() -> None:
+    assert report_page(pipelined()) == report_page(pipelined())
+
+
+def test_rivals_without_time_are_named() -> None:
+    assert "No time was left for without remat" in "".join(read(report_page(pipelined())).text)
+
+
+# where time and memory go
+
+
+@pytest.mark.parametrize("found", [pipelined(), pipelined(num_microbatches=2), single(), single(with_job=False)])
+def test_the_terms_of_every_stage_add_up_to_the_step(found: ReportContents) -> None:
+    for stage in stage_seconds(found):
+        assert sum(stage.values()) == pytest.approx(found.prediction.step_time_s)
+
+
+def test_no_two_terms_share_a_colour() -> None:
+    for known in (TIME_COLOURS, MEMORY_COLOURS):
+        assert len(set(known.values())) == len(known)
+
+
+def test_a_term_that_is_not_known_gets_a_colour_that_no_other_has() -> None:
+    found = colours(("compute", "expert", "tp"), TIME_COLOURS)
+    assert len(set(found.values())) == 3
+
+
+def test_strategies_that_differ_in_remat_alone_share_the_hue_and_not_the_pattern() -> None:
+    plain, striped, other = (parse_strategy(text) for text in ("fsdp4", "fsdp4 remat=full", "tp4"))
+    classes = strategy_classes((plain, striped, other))
+    assert classes[plain].split()[0] == classes[striped].split()[0] != classes[other].split()[0]
+    assert len({classes[plain], classes[striped], classes[other]}) == 3
+
+
+# words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("single", "on a single device; keeps all activations"),
+        ("fsdp4", "parameters and samples over 4 ranks; keeps"),
+        ("fsdp4 zero2", "ZeRO-2"),
+        ("tp2-dp4", "every matrix over 2 strided ranks"),
+        (
+            "dp4-tp2+sp remat=selective",
+            "every matrix over 2 neighbouring ranks, the sequence too (sp); recomputes attention",
+        ),
+    ],
+)
+def test_a_strategy_in_words(text: str, expected: str) -> None:
+    assert expected in describe_strategy(parse_strategy(text))
+
+
+def test_every_kind_of_remat_has_words() -> None:
+    words = {
+        describe_strategy(parse_strategy("tp4" + ("" if each is Remat.NONE else f" remat={each}"))) for each in Remat
+    }
+    assert len(words) == len(Remat)
+
+
+def test_layers_by_name() -> None:
+    chain = job().chain
+    assert layer_text(chain, 0, 5) == "embedding, block 0 to block 3, head"
+    assert layer_text(chain, 2, 2) == "block 1"
+    assert layer_text(chain, 0, 1) == "embedding, block 0"
+    assert layer_text(chain, 4, 5) == "block 3, head"
+
+
+# the schedule
+
+
+def slices_of(found: ReportContents) -> dict:
+    text = str(timeline_section(found))
+    content = re.search(r'<script type="application/json">(.*?)</script>', text)
+    assert content
+    return json.loads(content.group(1))
+
+
+def test_passes_and_bubbles_fill_the_step_of_every_stage() -> None:
+    data = slices_of(pipelined())
+    assert len(data["lanes"]) == 2
+    for lane in data["lanes"]:
+        starts, widths = lane[2::4], lane[3::4]
+        ends = [start + width for start, width in zip(starts, widths, strict=True)]
+        assert starts[0] == 0
+        assert abs(ends[-1] - data["width"]) <= 2
+        assert all(abs(end - start) <= 2 for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_every_pass_is_there_and_bubbles_have_names() -> None:
+    data = slices_of(pipelined())
+    names = data["names"]
+    for lane in data["lanes"]:
+        found = [(names[name], microbatch) for name, microbatch in zip(lane[::4], lane[1::4], strict=True)]
+        assert {microbatch for name, microbatch in found if name == "forward"} == set(range(8))
+        assert {microbatch for name, microbatch in found if name == "backward"} == set(range(8))
+    assert any(name.startswith("bubble: ") for name in names)
+
+
+def test_a_very_long_step_is_drawn_in_part_and_says_so() -> None:
+    of = job(cluster(1, 2), global_batch=8192)
+    planned = plan(of, "single, single, single", "single, single, single", num_microbatches=8192)
+    found = pipelined()
+    timeline = predict(planned, of).timeline
+    shown = ReportContents(plan=planned, plan_file="p", job=of, timeline=timeline, study=found.study)
+    data = slices_of(shown)
+    assert sum(len(lane) // 4 for lane in data["lanes"]) < 3 * MOST_PASSES
+    assert "are drawn as one block" in str(timeline_section(shown))
+
+
+# charts
+
+
+def test_a_staircase_is_level_until_the_next_point() -> None:
+    assert staircase([(1, 9), (2, 5)]) == ((1, 9), (2, 9), (2, 5))
+
+
+@pytest.mark.parametrize("points", [((1.0, 1.0),), ((1.0, 0.0), (2.0, 0.0)), ((5.0, 155.16), (6.0, 155.45))])
+def test_ticks_of_an_axis_are_never_the_same(points: tuple[tuple[float, float], ...]) -> None:
+    drawn = str(chart(Chart(title="t", x_label="x", y_label="y", lines=(Line(points=points),))))
+    for axis in ("x", "y"):
+        ticks = re.findall(rf'class="tick {axis}"[^>]*>([^<]+)<', drawn)
+        assert len(set(ticks)) == len(ticks) > 1

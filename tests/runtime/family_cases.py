@@ -1,0 +1,47 @@
+"""For every family of models plans that mix strategies, small enough that all of them take a minute on two cores."""
+
+from steelyard.model.read import chain_from_config
+from tests.runtime.cases import Case
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+NUM_DEVICES = 4
+
+
+def _case(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32", num_chunks: int = 1) -> Case:
+    """Two steps of two microbatches of four samples."""
+    chain = chain_from_config(FAMILY_CONFIGS[config], name=config)
+    plan = make_plan(
+        FAMILY_CONFIGS[config],
+        *stages,
+        num_microbatches=2,
+        global_batch=8,
+        seq_len=16 if chain.family.task.reads_text else chain.max_seq_len,
+        schedule=schedule,
+        precision=precision,
+        num_devices=NUM_DEVICES,
+        num_chunks=num_chunks,
+    )
+    return Case(plan=plan, num_steps=2)
+
+
+CASES: dict[str, Case] = {
+    "gpt2, one stage": _case("gpt2", "fsdp2-tp2, tp4+sp remat=selective, tp2-dp2, fsdp4"),
+    "gpt2, two stages": _case("gpt2", "dp2, fsdp2", "tp2+sp remat=full, tp2"),
+    "gemma, one stage": _case("gemma", "tp2-fsdp2+sp, tp4, fsdp2-tp2+sp remat=full, tp2-dp2"),
+    "gemma2, one stage": _case("gemma2", "tp4+sp, dp2-tp2, tp2-fsdp2+sp remat=selective, fsdp4"),
+    "gemma2, two stages": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp"),
+    "gemma3, one stage": _case("gemma3_text", "fsdp4, tp4+sp, tp2-fsdp2 remat=selective, dp2-tp2"),
+    "mixtral, one stage": _case("mixtral", "fsdp4, tp2-fsdp2+sp, tp4 remat=full, dp4"),
+    "mixtral, two stages": _case("mixtral", "dp2, tp2", "fsdp2 remat=selective, tp2+sp"),
+    "qwen3_moe, one stage": _case("qwen3_moe", "fsdp4, fsdp2-tp2+sp, tp4+sp remat=selective, dp2-tp2"),
+    "bert, one stage": _case("bert", "fsdp2-tp2, tp4, fsdp4 remat=selective, dp2-tp2"),
+    "bert, two stages": _case("bert", "dp2, tp2 remat=full", "fsdp2, tp2"),
+    "vit, one stage": _case("vit", "fsdp4, fsdp2-tp2, tp4 remat=selective, dp4"),
+    "vit, two stages": _case("vit", "dp2, tp2", "fsdp2 remat=full, fsdp2"),
+    "t5, one stage": _case("t5", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4 remat=selective, dp2-tp2"),
+    "t5, two stages": _case("t5", "dp2, tp2, fsdp2", "tp2, dp2, tp2 remat=full, fsdp2"),
+    "t5, four stages": _case("t5", "single", "single, single", "single, single", "single, single", schedule="gpipe"),
+    "t5, cut inside the decoder": _case("t5", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"),
+    "swin, one stage": _case("swin", "fsdp4, dp4, fsdp4 remat=full, dp4, fsdp4 remat=selective, dp4, fsdp4"),
+    "swin, two stages": _case("swin", "dp2, fsdp2, dp2 remat=full", "fsdp2, fsdp2, dp2, dp2"),
+}

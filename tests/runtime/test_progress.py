@@ -1,0 +1,122 @@
+"""The line of progress, the metrics file, TensorBoard's files, and the clock behind them."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from steelyard.errors import UserError
+from steelyard.plan.plan import Plan
+from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.progress import Step, check_tensorboard, model_flop_utilisation, reported, step_metrics
+from steelyard.runtime.stage_clock import StageClock
+from tests.runtime.models import make_plan
+
+
+def plan_with(mfu: float | None) -> Plan:
+    """A plan for one device that is predicted to take 2 seconds a step."""
+    plan = make_plan("llama-tied", "single, single, single, single", num_devices=1, global_batch=8, num_microbatches=1)
+    prediction = {
+        "step_time_s": 2.0,
+        "tokens_per_s_per_device": 128.0,
+        "mfu": mfu,
+        "budget_bytes": 10,
+        "stages": [{"time_s": {"compute": 2.0}, "memory_bytes": {"parameters": 1}}],
+        "certificate": "optimal",
+        "lower_bound_s": 2.0,
+        "profile": {},
+    }
+    return Plan.model_validate({**plan.model_dump(mode="json"), "prediction": prediction})
+
+
+def step(loss: float = 2.5, time_s: float = 4.0, peak_bytes: int = 3 << 20) -> Step:
+    return Step(loss=loss, grad_norm=0.5, lr=1e-3, time_s=time_s, busy_s=1.0, peak_bytes=peak_bytes)
+
+
+def test_a_step_that_takes_twice_as_long_as_predicted_has_half_of_the_utilisation() -> None:
+    assert model_flop_utilisation(plan_with(0.4), 4.0) == pytest.approx(0.2)
+
+
+def test_without_a_known_peak_no_utilisation_is_claimed() -> None:
+    assert model_flop_utilisation(plan_with(None), 4.0) is None
+    hand_written = make_plan("llama-tied", "single, single, single, single", num_devices=1)
+    assert model_flop_utilisation(hand_written, 4.0) is None
+
+
+def test_the_line_says_step_loss_rate_utilisation_and_memory() -> None:
+    line = step_metrics(7, step(), plan_with(0.4)).line(100, counts_tokens=True)
+    assert line == "step   7/100  loss 2.5000  64 tokens/s  MFU 20.0%  grad norm 0.500  memory 3.00 MiB"
+
+
+def test_the_line_leaves_out_what_is_not_known() -> None:
+    line = step_metrics(7, step(peak_bytes=0), plan_with(None)).line(9, counts_tokens=False)
+    assert line == "step 7/9  loss 2.5000  2 images/s  grad norm 0.500"
+
+
+def report(options: TrainOptions, num_done: int = 0) -> None:
+    assert list(reported(iter([step(2.5), step(2.25)]), plan_with(0.4), options, num_done=num_done)) != []
+
+
+def test_every_step_is_a_json_line(tmp_path: Path) -> None:
+    report(TrainOptions(steps=2, metrics=tmp_path / "new" / "m.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "new" / "m.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[1] == {
+        "step": 2,
+        "loss": 2.25,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "time_s": 4.0,
+        "tokens_per_s": 64.0,
+        "samples_per_s": 2.0,
+        "mfu": 0.2,
+        "memory_bytes": 3 << 20,
+    }
+
+
+def test_a_resumed_run_adds_to_its_metrics(tmp_path: Path) -> None:
+    options = TrainOptions(steps=4, metrics=tmp_path / "m.jsonl")
+    report(options)
+    report(options, num_done=2)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_new_run_replaces_old_metrics(tmp_path: Path) -> None:
+    options = TrainOptions(steps=2, metrics=tmp_path / "m.jsonl")
+    report(options)
+    report(options)
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report(TrainOptions(steps=2, tensorboard=tmp_path))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.value for event in events.Scalars("loss")] == [2.5, 2.25]
+    assert [event.step for event in events.Scalars("mfu")] == [1, 2]
+
+
+def test_tensorboard_that_is_not_installed_is_a_mistake_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    check_tensorboard(TrainOptions())
+    with pytest.raises(UserError, match="no package tensorboard"):
+        check_tensorboard(TrainOptions(tensorboard=tmp_path))
+
+
+def test_the_clock_counts_work_once_and_nothing_else() -> None:
+    clock = StageClock(torch.device("cpu"))
+    started_s = time.perf_counter()
+    with clock.working(), clock.working():
+        time.sleep(0.02)
+    inside_s = time.perf_counter() - started_s
+    time.sleep(0.05)
+    assert 0.02 <= clock.take_s() <= inside_s
+    assert clock.take_s() == 0

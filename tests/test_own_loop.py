@@ -1,0 +1,41 @@
+"""The example of a user's own loop: it is short, trains under a plan, and goes on under another."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steelyard.plan.file import write_plan
+from tests.runtime.models import CONFIGS, make_plan
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
+HANG_LIMIT_S = 240
+
+
+def run_example(folder: Path, *stages: str) -> dict[int, float]:
+    """The losses that two processes print, by their step."""
+    plan = make_plan(CONFIGS["llama-tied"], *stages, num_devices=2, global_batch=16, num_microbatches=2)
+    write_plan(plan, folder / "plan.json")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(EXAMPLE), str(folder / "plan.json"), str(folder / "checkpoint")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", finished.stdout)}
+
+
+@pytest.mark.processes
+def test_the_example_trains_and_goes_on_from_its_checkpoint_under_another_plan(tmp_path: Path) -> None:
+    first = run_example(tmp_path, "fsdp2, tp2+sp, dp2, tp2")
+    assert list(first) == list(range(1, 11))
+    assert first[10] < first[1] - 0.5
+    second = run_example(tmp_path, "single, single", "single, single")
+    assert list(second) == list(range(11, 21))
+    assert second[11] == pytest.approx(first[10], abs=0.4)
+    assert second[20] < first[10]
+
+
+def test_the_example_has_about_thirty_lines() -> None:
+    lines = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
+    assert len(lines) <= 30
