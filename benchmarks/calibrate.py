@@ -18,6 +18,7 @@ the simulator by little; `steelyard validate` then scores the result with the si
 
 import argparse
 import random
+import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from steelyard.validation.jobs import Case, case_of
 from steelyard.validation.rows import read_runs
 from steelyard.validation.targets import is_recommended_dense
 
+EFFICIENCY_FILE = Path(__file__).parents[1] / "src/steelyard/cost/efficiency.yaml"
 FREE = 1e15
 """A rate so high that what it serves costs nothing."""
 SCALE = 0.07
@@ -53,6 +55,7 @@ USUAL = {
     "ramp_us": (3.0, 0.3),
     "launch_us": (10.0, 0.7),
     "collective_launch_us": (50.0, 0.7),
+    "jitter_us": (3.0, 0.7),
     "intra": (0.75, 0.15),
     "inter": (0.65, 0.2),
     "efa": (0.4, 0.5),
@@ -81,6 +84,7 @@ NOTHING = Efficiency(
     ramp_s=0.0,
     launch_s=0.0,
     collective_launch_s=0.0,
+    jitter_s=0.0,
     links=UNIT_LINKS["intra_latency"],
     straggling=0.0,
     step_s=0.0,
@@ -111,6 +115,8 @@ class Rows:
     """[N, K, 3, 3 (kernels, collectives, collectives held up by the pipeline)]"""
     tp: Array
     """[N, K, 3, 4 (intra, inter, intra latency, inter latency)]"""
+    jitter: Array
+    """[N, K, 3] collectives times the square of the ranks that may be late, in millionths."""
     gather: Array
     """[N, K, 4] parameters: of fsdp per microbatch, of ZeRO-1 once."""
     reduce: Array
@@ -131,6 +137,8 @@ class Rows:
     """[N, 3] stages, microbatches, chunks."""
     transfer: Array
     """[N, 4] both ways, one microbatch."""
+    waits: NDArray[np.bool_]
+    """Whether a stage computes nothing while it sends."""
 
 
 def collect(cases: list[Case]) -> Rows:
@@ -152,7 +160,10 @@ def _row(case: Case) -> dict[str, object]:
         num_chunks=plan.num_chunks,
     )
     strategies = [plan.strategies[0], plan.strategies[1], plan.strategies[-1]]
-    kinds = [_kind(kind.name, strategy, setting) for kind, strategy in zip(job.chain.kinds, strategies, strict=True)]
+    share = sum(strategy.remat is not Remat.NONE for strategy in plan.strategies) / job.chain.layers.count(1)
+    kinds = [
+        _kind(kind.name, strategy, setting, share) for kind, strategy in zip(job.chain.kinds, strategies, strict=True)
+    ]
     block = strategies[1]
     stages = sorted({_composition(plan, stage, job) for stage in range(plan.num_stages)}, reverse=True)[:4]
     stages += [(0, 0, 0)] * (4 - len(stages))
@@ -167,7 +178,7 @@ def _row(case: Case) -> dict[str, object]:
         "nodes": float(job.cluster.num_nodes),
         **{
             name: np.stack([kind[name] for kind in kinds])
-            for name in ("work", "launch", "tp", "gather", "reduce", "tied", "moved")
+            for name in ("work", "launch", "tp", "jitter", "gather", "reduce", "tied", "moved")
         },
         "is_fsdp": block.fsdp > 1,
         "gathers_again": block.zero == 3,
@@ -176,6 +187,7 @@ def _row(case: Case) -> dict[str, object]:
         "stages": np.array(stages, dtype=float),
         "totals": np.bincount(job.chain.layers, minlength=3).astype(float),
         "counts": np.array([plan.num_stages, plan.num_microbatches, plan.num_chunks], dtype=float),
+        "waits": plan.num_stages > 1 and not job.execution.overlaps_transfers,
         "transfer": np.array(
             [
                 whole * transfer_s(replace(setting, job=replace(job, rates=replace(NOTHING, links=links))), 1)
@@ -193,12 +205,13 @@ def _composition(plan: object, stage: int, job: Job) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _kind(name: str, strategy: Strategy, setting: Setting) -> dict[str, Array]:
+def _kind(name: str, strategy: Strategy, setting: Setting, share: float) -> dict[str, Array]:
+    """Coefficients of a layer kind, ``share`` of whose layers recompute what their strategy says."""
     job = setting.job
     layer = job.profile.layer(name, strategy.tp, strategy.sp)
     assert layer is not None, "the profile was made for this degree"
     samples = setting.microbatch_samples // strategy.data_degree
-    passes = _passes(layer, strategy, job)
+    passes = _passes(layer, strategy, job, share)
     group = level_group(strategy, setting, *DATA_KINDS)
     shards = job.execution.optimizer_shards(strategy.dp)
     sharded = strategy.fsdp > 1 or shards > 1
@@ -206,9 +219,12 @@ def _kind(name: str, strategy: Strategy, setting: Setting) -> dict[str, Array]:
     accumulated = layer.num_params * ACCUMULATION_BYTES if job.execution.accumulates_apart else 0
     owned = layer.num_params / (strategy.fsdp * shards)
 
+    pieces = job.execution.shard_pieces if shards > 1 else 1
+
     def links(kind: str, num_bytes: float) -> Array:
-        return np.array(
-            [collective_s(kind, num_bytes, group, job.cluster, job.profile, each) for each in UNIT_LINKS.values()]
+        size = num_bytes / pieces
+        return pieces * np.array(
+            [collective_s(kind, size, group, job.cluster, job.profile, each) for each in UNIT_LINKS.values()]
         )
 
     return {
@@ -221,6 +237,7 @@ def _kind(name: str, strategy: Strategy, setting: Setting) -> dict[str, Array]:
             ]
         ),
         "tp": np.array([part * _tensor(calls, strategy, setting, samples) for _, calls, part in passes]),
+        "jitter": np.array([part * 1e-6 * num_calls(calls) * (strategy.tp - 1) ** 2 for _, calls, part in passes]),
         "gather": links("all_gather", layer.num_params * job.compute_bytes if sharded else 0),
         "reduce": links("reduce_scatter" if sharded else "all_reduce", layer.num_params * job.execution.reduce_bytes),
         "tied": _tied(name, strategy, setting),
@@ -238,12 +255,14 @@ def _tied(name: str, strategy: Strategy, setting: Setting) -> Array:
     )
 
 
-def _passes(layer: LayerProfile, strategy: Strategy, job: Job) -> list[tuple[Work, tuple[CollectiveCount, ...], float]]:
+def _passes(
+    layer: LayerProfile, strategy: Strategy, job: Job, share: float
+) -> list[tuple[Work, tuple[CollectiveCount, ...], float]]:
     """Work, collectives and weight of the forward pass, the backward pass and what remat repeats."""
     again = (layer.forward, (), 0.0)
     if strategy.remat is not Remat.NONE:
         entry = layer.recomputation(strategy.remat)
-        again = (entry.work, entry.collectives, job.execution.remat_fraction)
+        again = (entry.work, entry.collectives, share * job.execution.remat_fraction)
     return [
         (layer.forward, layer.forward_collectives, 1.0),
         (layer.backward, layer.backward_collectives, 1.0),
@@ -280,7 +299,7 @@ def step_s(rows: Rows, parameters: dict[str, float]) -> Array:
     compute = np.einsum("nkpf,nf->nkp", rows.work, rates) * straggling[:, None, None]
     compute[:, :, 1] += rows.moved[:, :, 0] / p["memory"]
     launched = rows.launch @ np.array([p["launch_us"], p["collective_launch_us"], 1.0])
-    busy = compute + _links_s(rows.tp, rows, p)
+    busy = compute + _links_s(rows.tp, rows, p) + p["jitter_us"] * rows.jitter
     passes = np.maximum(busy, launched)
     forward, backward = passes[:, :, 0], passes[:, :, 1] + passes[:, :, 2]
     gather, reduce = _links_s(rows.gather, rows, p), _links_s(rows.reduce, rows, p)
@@ -312,7 +331,8 @@ def _pipeline(rows: Rows, microbatch: Array, once: Array, p: dict[str, float]) -
     stages = np.einsum("nsk,nk->ns", rows.stages, microbatch).max(axis=1)
     last = np.einsum("nsk,nk->ns", rows.stages, once).max(axis=1)
     num_stages, num_microbatches, num_chunks = rows.counts.T
-    transfers = _links_s(rows.transfer, rows, p) * np.maximum(num_stages - 1, 0)
+    transfers = _links_s(rows.transfer, rows, p)
+    transfers = transfers * (np.maximum(num_stages - 1, 0) + np.where(rows.waits, num_microbatches * num_chunks, 0))
     others = (rows.totals * microbatch).sum(axis=1) - stages
     step = num_microbatches * stages + others / num_chunks + transfers + last
     return step + 1e-3 * (p["step_ms"] + p["step_per_node_ms"] * rows.nodes)
@@ -352,9 +372,38 @@ def scores(rows: Rows, parameters: dict[str, float], keep: NDArray[np.bool_]) ->
     return lines
 
 
+def rewritten(text: str, parameters: dict[str, float], reached: str) -> str:
+    """The text of ``efficiency.yaml`` with these parameters in the place of its own, and how well they fit."""
+    places = {
+        "matmul ampere": r"(ampere: .*matmul: )[0-9.]+",
+        "matmul hopper": r"(hopper: .*matmul: )[0-9.]+",
+        "attention ampere": r"(ampere: .*attention: )[0-9.]+",
+        "attention hopper": r"(hopper: .*attention: )[0-9.]+",
+        "efa": r"(efa: .*rate: )[0-9.]+",
+        "inter": r"(other: \{links.*rate: )[0-9.]+",
+    }
+    for name, value in parameters.items():
+        pattern = places.get(name, rf"(?m)^({name}: )[0-9.]+")
+        text, count = re.subn(pattern, rf"\g<1>{value:.3g}", text)
+        assert count == 1, f"{name} stands {count} times in the file"
+    return re.sub(r'(reached: ").*(")', rf"\g<1>{reached}\g<2>", text)
+
+
+def reached(rows: Rows, parameters: dict[str, float]) -> str:
+    """One sentence on how well the parameters fit: medians over the runs of a source, sources weighing the same."""
+    ratio = step_s(rows, parameters) / rows.measured_s - 1
+    sources = [ratio[rows.source == source] for source in np.unique(rows.source)]
+    errors, biases = ([float(np.median(f(each))) for each in sources] for f in (np.abs, lambda each: each))
+    return (
+        f"median |error| of a source {min(errors):.0%} to {max(errors):.0%}, mean over {len(sources)} sources "
+        f"{np.mean(errors):.1%}; mean bias {np.mean(biases):+.1%}; {len(ratio)} runs"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
+    parser.add_argument("--write", action="store_true", help="put the parameters into the cost model's file")
     parser.add_argument("--leave-out", action="store_true", help="fit without each source in turn and score it")
     parser.add_argument("--most", type=int, default=400, help="rows of a source to use, chosen at random (seed 0)")
     options = parser.parse_args()
@@ -367,6 +416,12 @@ def main() -> None:
         *scores(rows, parameters, everything),
         sep="\n",
     )
+    print(reached(rows, parameters))
+    if options.write:
+        EFFICIENCY_FILE.write_text(
+            rewritten(EFFICIENCY_FILE.read_text(encoding="utf-8"), parameters, reached(rows, parameters)),
+            encoding="utf-8",
+        )
     if options.leave_out:
         print("each source predicted by a fit without it")
         for source in np.unique(rows.source):

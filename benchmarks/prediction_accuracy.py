@@ -1,128 +1,266 @@
-"""Predicted against measured step time and memory of plans of 4 CPU processes, and how well plans are ranked.
+"""Predicted against measured: step time and memory of plans of 2 and 4 CPU processes, and how well plans are ranked.
 
-Profiles once, then prices and trains each plan for a few steps. The searched plan for the same job, without a budget
-that binds, is among them: its measured time over the best measured time is the regret.
+For each number of processes the model is profiled once, every plan is priced from that profile, and all plans are then
+run one after another in the same processes. The searched plan for the same job, without a budget that binds, is among
+them: its measured time over the best measured time is the regret.
 
-Run: python benchmarks/prediction_accuracy.py [--steps N]
+Measured seconds of a step are the mean of the faster half of the timed steps, as the profiler takes its seconds: what
+disturbs from outside only makes a step longer. Memory is what the tensors of a process hold at most.
+
+Run: python benchmarks/prediction_accuracy.py [--steps N] [--processes 2 4] [--seq-len S] [--json OUT]
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from steelyard.cost.setting import Job
 from steelyard.model.read import load_model
-from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning import PlanOptions, make_job, plan_job, price_plan
-from steelyard.profiler.launch import launch_profiler
-from steelyard.runtime.launch import launch
-from steelyard.runtime.options import TrainOptions
-from steelyard.tracer.cache import cached_trace
+from steelyard.profiles.profile import Profile
+from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds
 
-MODEL, SEQ_LEN, GLOBAL_BATCH, PROCESSES = "llama-demo", 256, 16, 4
-UNIFORM = [
-    ("dp4", 1, 1),
-    ("dp4", 2, 1),
-    ("fsdp4", 1, 1),
-    ("fsdp4", 4, 1),
-    ("fsdp4 remat=full", 2, 1),
-    ("tp4", 2, 1),
-    ("tp4+sp", 2, 1),
-    ("dp2-tp2", 2, 1),
-    ("fsdp2-tp2+sp", 2, 1),
-    ("tp2-dp2", 2, 1),
-    ("dp2", 4, 2),
-    ("fsdp2 remat=full", 8, 2),
-    ("tp2+sp", 8, 2),
-    ("single", 8, 4),
-]
-"""Strategy, microbatches, stages."""
+MODEL, GLOBAL_BATCH, MEMORY = "llama-demo", 16, "1GiB"
+NUM_WARMUP_STEPS = 2
+"""The first makes optimizer states, the second measures memory."""
 
 
-def uniform(job: Job, text: str, num_microbatches: int, num_stages: int) -> Plan:
-    """One strategy everywhere, layers cut evenly."""
-    layers, size = job.chain.num_layers, PROCESSES // num_stages
-    cuts = [round(index * layers / num_stages) for index in range(num_stages + 1)]
-    stages = tuple(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What was predicted and measured of one plan."""
+
+    name: str
+    processes: int
+    predicted_s: float
+    measured_s: float
+    predicted_bytes: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A plan by hand: a strategy for each third of the layers (one for all if it is one), and a pipeline."""
+
+    strategies: tuple[str, ...]
+    microbatches: int = 1
+    stages: int = 1
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        parts = [" | ".join(self.strategies), f"{self.microbatches} mb"]
+        if self.stages > 1:
+            parts.append(f"{self.stages} st {self.schedule.removesuffix('-1f1b')}")
+        return ", ".join(parts)
+
+
+CASES = {
+    2: (
+        Case(strategies=("dp2",)),
+        Case(strategies=("dp2",), microbatches=4),
+        Case(strategies=("fsdp2",), microbatches=2),
+        Case(strategies=("fsdp2 remat=full",), microbatches=2),
+        Case(strategies=("fsdp2 zero2",), microbatches=2),
+        Case(strategies=("tp2",), microbatches=2),
+        Case(strategies=("tp2+sp",), microbatches=2),
+        Case(strategies=("single",), microbatches=4, stages=2),
+        Case(strategies=("single",), microbatches=4, stages=2, schedule="gpipe"),
+        Case(strategies=("fsdp2", "dp2", "tp2"), microbatches=2),
+    ),
+    4: (
+        Case(strategies=("dp4",)),
+        Case(strategies=("dp4",), microbatches=2),
+        Case(strategies=("fsdp4",), microbatches=4),
+        Case(strategies=("fsdp4 remat=full",), microbatches=2),
+        Case(strategies=("tp4+sp",), microbatches=2),
+        Case(strategies=("dp2-tp2",), microbatches=2),
+        Case(strategies=("fsdp2-tp2+sp",), microbatches=2),
+        Case(strategies=("dp2",), microbatches=4, stages=2),
+        Case(strategies=("fsdp2 remat=full",), microbatches=8, stages=2),
+        Case(strategies=("tp2+sp",), microbatches=8, stages=2, schedule="gpipe"),
+        Case(strategies=("single",), microbatches=8, stages=4),
+        Case(strategies=("dp2",), microbatches=4, stages=2, schedule="interleaved-1f1b", chunks=2),
+        Case(strategies=("fsdp4", "dp2-tp2", "tp4"), microbatches=2),
+    ),
+}
+
+
+def build(job: Job, case: Case) -> Plan:
+    """The plan of a case, its layers cut evenly over the parts of the pipeline."""
+    chain, processes = job.chain, job.cluster.num_devices
+    num_parts, size = case.stages * case.chunks, processes // case.stages
+    kinds = [parse_strategy(text) for text in case.strategies]
+    strategies = tuple(kinds[layer * len(kinds) // chain.num_layers] for layer in range(chain.num_layers))
+    cuts = [round(index * chain.num_layers / num_parts) for index in range(num_parts + 1)]
+    parts = tuple(
         StagePlan(
-            ranks=(index * size, index * size + size - 1),
-            runs=fold_runs(first, (parse_strategy(text),) * (end - first)),
+            ranks=(index % case.stages * size, index % case.stages * size + size - 1),
+            runs=fold_runs(first, strategies[first:end]),
         )
         for index, (first, end) in enumerate(pairwise(cuts))
     )
-    chain = job.chain
     return Plan(
         model=PlanModel(name=chain.name, config=dict(chain.config)),
         cluster=job.cluster.name,
-        seq_len=SEQ_LEN,
+        seq_len=job.seq_len,
         global_batch=GLOBAL_BATCH,
-        num_microbatches=num_microbatches,
+        num_microbatches=case.microbatches,
         precision="fp32",
-        stages=stages,
+        schedule=case.schedule,
+        stages=parts,
     )
+
+
+def measure_profile(processes: int, seq_len: int, budget_s: float) -> Profile:
+    """The measured profile of the model on this many processes."""
+    from steelyard.profiler.launch import launch_profiler
+    from steelyard.tracer.cache import cached_trace
+
+    degrees = tuple(degree for degree in (1, 2, 4) if processes % degree == 0)
+    chain = load_model(MODEL)
+    traced = cached_trace(chain, seq_len=seq_len, precision="fp32", tp_degrees=degrees)
+    return launch_profiler(chain, traced, num_processes=processes, samples=(1, 2, 4, 8), budget_s=budget_s)
+
+
+def named_plans(job: Job) -> list[tuple[str, Plan]]:
+    """The plans by hand, and the searched one."""
+    named = [(case.name, build(job, case)) for case in CASES[job.cluster.num_devices]]
+    searched = plan_job(job, PlanOptions()).plan
+    return named if searched is None else [*named, ("searched", searched)]
+
+
+def run_plans(plans: Sequence[Plan], processes: int, steps: int) -> list[RunRecord]:
+    """The records of the plans, run one after another by the same processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for index, plan in enumerate(plans):
+            write_plan(plan, Path(folder) / f"plan{index}.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
+        command += [f"--nproc-per-node={processes}", __file__, "--worker", folder, "--steps", str(steps)]
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+        records = [Path(folder) / f"record{index}.json" for index in range(len(plans))]
+        return [RunRecord.model_validate_json(record.read_text()) for record in records]
+
+
+def work(folder: Path, steps: int) -> None:
+    """What every process does: all plans of the folder, in order; the first process writes the records."""
+    import torch.distributed as dist
+
+    from steelyard.processes.group import process_group
+    from steelyard.runtime.options import TrainOptions
+    from steelyard.runtime.train import train
+
+    with process_group(600.0):
+        for index in range(len(list(folder.glob("plan*.json")))):
+            plan = read_plan(folder / f"plan{index}.json")
+            record = train(plan, sysconfig.get_path("stdlib"), TrainOptions(steps=steps))
+            if dist.get_rank() == 0:
+                (folder / f"record{index}.json").write_text(record.model_dump_json())
+
+
+def undisturbed_s(record: RunRecord) -> float:
+    """The mean seconds of the faster half of the timed steps."""
+    times = sorted(step.time_s for step in record.steps[NUM_WARMUP_STEPS:])
+    kept = times[: (len(times) + 1) // 2]
+    return sum(kept) / len(kept)
+
+
+def measure_rows(processes: int, *, seq_len: int, steps: int, budget_s: float) -> list[Row]:
+    """Profile, predict and run everything on this many processes."""
+    profile = measure_profile(processes, seq_len, budget_s)
+    cluster = f"1x{processes}xcpu"
+    job = make_job(
+        MODEL,
+        cluster,
+        global_batch=GLOBAL_BATCH,
+        seq_len=seq_len,
+        precision="fp32",
+        memory=MEMORY,
+        profile=profile,
+    )
+    named = [(name, price_plan(plan, memory=MEMORY, profile=profile)) for name, plan in named_plans(job)]
+    records = run_plans([plan for _, plan in named], processes, steps)
+    rows = []
+    for (name, plan), record in zip(named, records, strict=True):
+        assert plan.prediction is not None, f"{name} was priced"
+        peaks = [
+            (prediction.total_bytes, max(rank.peak_bytes for rank in record.ranks if rank.stage == stage))
+            for stage, prediction in enumerate(plan.prediction.stages)
+        ]
+        expected, found = min(peaks, key=lambda pair: pair[0] / pair[1])
+        rows.append(
+            Row(
+                name=name,
+                processes=processes,
+                predicted_s=plan.prediction.step_time_s,
+                measured_s=undisturbed_s(record),
+                predicted_bytes=expected,
+                measured_bytes=found,
+            )
+        )
+    return rows
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Prints the rows, and for each number of processes what the errors and the regret are."""
+    print(
+        f"{'plan':34}{'n':>3}{'predicted':>11}{'measured':>11}{'ratio':>7}{'predicted':>11}{'measured':>11}{'ratio':>7}"
+    )
+    for row in rows:
+        seconds = f"{format_seconds(row.predicted_s):>11}{format_seconds(row.measured_s):>11}"
+        held = f"{format_bytes(row.predicted_bytes):>11}{format_bytes(row.measured_bytes):>11}"
+        time_ratio, byte_ratio = row.predicted_s / row.measured_s, row.predicted_bytes / row.measured_bytes
+        print(f"{row.name:34}{row.processes:>3}{seconds}{time_ratio:7.2f}{held}{byte_ratio:7.3f}")
+    errors = [abs(row.predicted_s / row.measured_s - 1) for row in rows]
+    print(f"time: median error {statistics.median(errors):.1%} (target 10 %), worst {max(errors):.1%} (target 25 %)")
+    ratios = [row.predicted_bytes / row.measured_bytes for row in rows]
+    print(
+        f"memory: predicted over measured, the tightest stage, {min(ratios):.3f} to {max(ratios):.3f} "
+        f"(target 1 to 1.1), median {statistics.median(ratios):.3f}"
+    )
+    for processes in sorted({row.processes for row in rows}):
+        mine = [row for row in rows if row.processes == processes]
+        fastest, first = min(mine, key=lambda row: row.measured_s), min(mine, key=lambda row: row.predicted_s)
+        print(
+            f"{processes} processes: fastest {fastest.name}; ranked first {first.name}, "
+            f"regret {first.measured_s / fastest.measured_s - 1:.1%}"
+        )
 
 
 def main() -> None:
-    """Prints a row per plan and the medians."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=9)
-    steps = parser.parse_args().steps
-    chain = load_model(MODEL)
-    traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", tp_degrees=(1, 2, 4))
-    profile = launch_profiler(chain, traced, num_processes=PROCESSES, samples=(1, 2, 4, 8))
-    job = make_job(
-        MODEL,
-        f"1x{PROCESSES}xcpu",
-        global_batch=GLOBAL_BATCH,
-        seq_len=SEQ_LEN,
-        precision="fp32",
-        memory="1GiB",
-        profile=profile,
-    )
-    named = [(f"{text}, {m} mb, {p} st", uniform(job, text, m, p)) for text, m, p in UNIFORM]
-    searched = plan_job(job, PlanOptions()).plan
-    if searched is not None:
-        named.append(("searched", searched))
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, plan in named:
-            priced = price_plan(plan, memory="1GiB", profile=profile)
-            prediction = priced.prediction
-            path = Path(folder) / "plan.json"
-            write_plan(priced, path)
-            record = launch(path, sysconfig.get_path("stdlib"), TrainOptions(steps=steps))
-            if prediction is None:
-                continue
-            peak = max(rank.peak_bytes for rank in record.ranks)
-            expected = max(stage.total_bytes for stage in prediction.stages)
-            rows.append((name, prediction.step_time_s, record.median_step_s, expected, peak))
+    """Prints a row for each plan and the medians."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], choices=sorted(CASES))
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each profile, about")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options.worker, options.steps)
+        return
+    rows: list[Row] = []
+    for processes in options.processes:
+        rows += measure_rows(processes, seq_len=options.seq_len, steps=options.steps, budget_s=options.budget)
+        if options.json is not None:
+            options.json.write_text(json.dumps([{name: getattr(row, name) for name in Row.__slots__} for row in rows]))
     show(rows)
-
-
-def show(rows: list[tuple[str, float, float, int, int]]) -> None:
-    """Prints the rows, the medians, and the regret of the searched plan."""
-    print(
-        f"{'plan':30} {'predicted':>10} {'measured':>10} {'ratio':>6} {'predicted':>10} {'measured':>10} {'ratio':>6}"
-    )
-    for name, predicted_s, measured_s, expected, peak in rows:
-        time_columns = (
-            f"{format_seconds(predicted_s):>10} {format_seconds(measured_s):>10} {predicted_s / measured_s:6.2f}"
-        )
-        print(f"{name:30} {time_columns} {format_bytes(expected):>10} {format_bytes(peak):>10} {expected / peak:6.2f}")
-    errors = [abs(predicted_s / measured_s - 1) for _, predicted_s, measured_s, _, _ in rows]
-    print(f"time: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    ratios = [expected / peak for *_, expected, peak in rows]
-    middle = statistics.median(ratios)
-    print(f"memory: predicted over measured {min(ratios):.2f} to {max(ratios):.2f}, median {middle:.2f}")
-    fastest = min(rows, key=lambda row: row[2])
-    first = min(rows, key=lambda row: row[1])
-    print(f"fastest measured: {fastest[0]}; ranked first: {first[0]}, regret {first[2] / fastest[2] - 1:.1%}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from steelyard.cli.app import app
 from steelyard.plan.choices import Explanation
 from steelyard.plan.file import read_plan
+from steelyard.planning import PlanOptions, job_of, pipeline_settings
 from tests.cli.conftest import Run, user_error
 
 JOB = ("llama3.2-1b", "--cluster", "1x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16)
@@ -87,7 +88,7 @@ def test_all_lists_every_strategy_and_every_setting_with_a_reason(
     assert never["stages", "3"] == "does not divide the 4 devices"
     assert never["microbatches", "3, 5–7, 9–15"] == "does not divide the global batch of 16"
     alternatives = read_plan(plan_path).prediction.alternatives  # type: ignore[union-attr]
-    assert len(alternatives) == 3 * 5 - 1  # stages 1, 2, 4 with microbatches 1, 2, 4, 8, 16, but for the plan's own
+    assert len(alternatives) == len(pipeline_settings(job_of(read_plan(plan_path)), PlanOptions())) - 1
     assert all(each.reason for each in alternatives)
     output = run("explain", plan_path, "--all").stdout
     for expected in ("Never searched", "What lost", "dominated", "Predicted, per stage"):
@@ -130,11 +131,16 @@ def test_a_file_that_is_no_plan_is_one_clear_error(run: Run, tmp_path: Path) -> 
     assert user_error(run("explain", tmp_path / "broken.json")).exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["plan", "problem", "profile", "record"])
+@pytest.mark.parametrize("name", ["plan", "problem", "profile", "record", "cluster"])
 def test_the_schema_of_a_file_is_printed(run: Run, name: str) -> None:
     schema = json.loads(run("schema", name).stdout)
     assert "version" in schema["properties"]
     assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("name", ["frontier", "explanation", "study"])
+def test_the_schema_of_what_json_prints_is_printed(run: Run, name: str) -> None:
+    assert json.loads(run("schema", name).stdout)["additionalProperties"] is False
 
 
 def test_an_unknown_schema_names_the_nearest(run: Run) -> None:
@@ -196,3 +202,31 @@ def test_a_plan_does_not_differ_from_itself(run: Run, plan_path: Path) -> None:
 def test_plans_of_other_models_cannot_be_compared(run: Run, plan_path: Path, tmp_path: Path) -> None:
     run("plan", "llama-demo", *JOB[1:], "-o", tmp_path / "other.json")
     assert "same model" in user_error(run("diff", plan_path, tmp_path / "other.json")).hint
+
+
+def test_why_not_another_plan_shows_what_it_costs(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    by_hand = json.loads(plan_path.read_text()) | {"num_microbatches": 4, "schedule": "1f1b"}
+    del by_hand["prediction"]
+    by_hand["stages"] = [{"ranks": [0, 3], "runs": [{"layers": [0, 17], "parallel": "fsdp4", "remat": "full"}]}]
+    (tmp_path / "hand.json").write_text(json.dumps(by_hand))
+    content = json.loads(run("explain", plan_path, "--why-not", tmp_path / "hand.json", "--json").stdout)
+    asked = content["explanation"]["why_not"]
+    assert not asked["reasons"]
+    assert asked["plan"]["stages"][0]["runs"][0]["parallel"] == "fsdp4"
+    assert asked["plan"]["prediction"]["step_time_s"] > content["plan"]["prediction"]["step_time_s"]
+    assert "difference" in run("explain", plan_path, "--why-not", tmp_path / "hand.json").stdout
+
+
+def test_why_not_a_plan_that_does_not_fit_says_by_how_much(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    by_hand = json.loads(plan_path.read_text()) | {"num_microbatches": 1, "schedule": "1f1b"}
+    del by_hand["prediction"]
+    by_hand["stages"] = [{"ranks": [0, 3], "runs": [{"layers": [0, 17], "parallel": "dp4"}]}]
+    (tmp_path / "hand.json").write_text(json.dumps(by_hand))
+    assert "does not fit: misses" in run("explain", plan_path, "--why-not", tmp_path / "hand.json").stdout
+
+
+def test_why_not_a_plan_for_another_batch_is_one_clear_error(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    by_hand = json.loads(plan_path.read_text()) | {"global_batch": 32}
+    del by_hand["prediction"]
+    (tmp_path / "hand.json").write_text(json.dumps(by_hand))
+    assert user_error(run("explain", plan_path, "--why-not", tmp_path / "hand.json")).field == "global_batch"

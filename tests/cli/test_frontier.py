@@ -74,15 +74,14 @@ def test_the_svg_has_axes_with_units_the_budget_and_the_plan(found: tuple[TradeO
     assert "prefers-color-scheme: dark" in found[1].read_text()
 
 
-def test_the_html_figure_loads_nothing_from_elsewhere_and_is_below_6_mb(run: Run, tmp_path: Path) -> None:
+def test_the_html_figure_loads_nothing_from_elsewhere_and_is_small(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "frontier.html"
     result = run("frontier", *JOB, "--points", 3, "--devices", 4, "-o", path)
     assert result.exit_code == 0, result.output
     text = path.read_text()
-    assert len(text) < 6_000_000
-    assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text.replace("\n", " ")[:4000]) == []
-    assert "<script src" not in text
-    assert "Plotly.newPlot" in text
+    assert len(text) < 100_000
+    assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text) == []
+    assert "budget 79.1 GiB" in text
     assert "this plan" in text
 
 

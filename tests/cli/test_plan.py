@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.plan.file import read_plan
+from steelyard.planning.price import peak_bytes
 from tests.cli.conftest import Run, user_error
 
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
@@ -22,6 +23,13 @@ def test_plan_is_written_and_reads_back(run: Run, tmp_path: Path) -> None:
     plan = read_plan(tmp_path / "plan.json")
     assert plan.prediction is not None
     assert all(stage.total_bytes <= plan.prediction.budget_bytes for stage in plan.prediction.stages)
+
+
+def test_a_written_plan_carries_plans_of_less_memory(run: Run, tmp_path: Path) -> None:
+    run("plan", *SMALL, "-o", tmp_path / "plan.json", "--fallbacks", 1)
+    plan = read_plan(tmp_path / "plan.json")
+    assert len(plan.fallbacks) == 1
+    assert peak_bytes(plan.fallback_plan(0)) < peak_bytes(plan)
 
 
 def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(run: Run) -> None:
@@ -144,8 +152,11 @@ def test_a_searched_plan_is_no_slower_than_one_by_hand_for_the_same_job(run: Run
 
 def test_models_and_devices_are_listed_with_sources(run: Run) -> None:
     assert "llama3-8b" in run("models").output
-    devices = json.loads(run("devices", "--json").output)
-    assert all(device["source"] for device in devices)
+    for name in ("models", "devices", "links"):
+        known = json.loads(run(name, "--json").output)
+        assert known
+        assert all(each["source"] for each in known)
+        assert known[0]["name"] in run(name).output
 
 
 def test_a_saved_problem_is_solved_to_the_same_step_time_without_model_and_torch(run: Run, tmp_path: Path) -> None:
@@ -173,3 +184,14 @@ def test_exact_is_no_slower_than_another_partition(run: Run, tmp_path: Path, par
         assert prediction is not None
         times[name] = prediction.step_time_s
     assert times["exact"] <= times[partition] * 1.02  # the search ranks by the closed form, the report by the simulator
+
+
+def test_the_next_commands_are_printed(run: Run, tmp_path: Path) -> None:
+    output = run("plan", *SMALL, "-o", tmp_path / "p.json").output.replace("\n", "")
+    for command in ("steelyard explain", "steelyard report", "steelyard train"):
+        assert f"{command} {tmp_path / 'p.json'}" in output
+    assert "-o plan.json" in run("plan", *SMALL).output
+
+
+def test_exit_codes_are_documented_where_help_is(run: Run) -> None:
+    assert "Exit codes: 0 done; 1 nothing fits" in run("--help").output

@@ -1,5 +1,7 @@
 """Seconds of collectives against numbers worked out by hand, and the laws they obey."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,3 +111,29 @@ def test_a_faster_link_is_never_slower(
     assert _seconds(kind, size, group, inter_bytes_per_s=bytes_per_s * factor) <= slow
     slow = _seconds(kind, size, group, intra_bytes_per_s=bytes_per_s)
     assert _seconds(kind, size, group, intra_bytes_per_s=bytes_per_s * factor) <= slow
+
+
+@given(groups)
+def test_groups_that_communicate_at_once_share_the_ports_of_a_node(group: Group) -> None:
+    """All groups of this shape together never get more than 8 links of 10 GB/s out of a node."""
+    size = 1e15
+    rate = (group.size - 1) / group.size * size / _seconds("all_gather", size, group)
+    crosses = (group.size - 1) * group.stride >= 8
+    num_groups = 16 // group.size
+    groups_of_a_node = num_groups if crosses else num_groups / 2
+    assert not crosses or groups_of_a_node * rate <= 80e9 * 1.001
+
+
+def test_fewer_ports_than_devices_are_shared_evenly() -> None:
+    machines = cluster(2, 8)
+    assert machines.inter_link is not None
+    shared = replace(machines, inter_link=machines.inter_link.shared(num_ports=2, num_devices=8))
+    group = Group(size=2, stride=8, span=16)
+    alone, together = (collective_s("all_gather", 1e12, group, each, job(each).profile) for each in (machines, shared))
+    assert together == pytest.approx(4 * alone, rel=1e-3)
+
+
+@given(kinds, num_bytes, st.sampled_from([2, 4]))
+def test_a_group_over_nodes_is_never_faster_than_one_inside(kind: CollectiveKind, size: int, degree: int) -> None:
+    inside, across = (Group(size=degree, stride=stride, span=16) for stride in (1, 16 // degree))
+    assert _seconds(kind, size, across) >= _seconds(kind, size, inside)

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.cost.build import ALLOCATOR_SLACK, CUDA_CONTEXT_BYTES, overhead_bytes, usable_bytes
+from steelyard.cost.build import (
+    ALLOCATOR_SLACK,
+    CUDA_CONTEXT_BYTES,
+    PIPELINE_CHANNEL_BYTES,
+    context_bytes,
+    overhead_bytes,
+    usable_bytes,
+)
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
@@ -59,6 +66,11 @@ def test_the_context_is_one_gibibyte_and_the_slack_a_fraction() -> None:
     assert 0 < ALLOCATOR_SLACK < 0.25
 
 
+@pytest.mark.parametrize(("num_stages", "extra"), [(1, 0), (2, PIPELINE_CHANNEL_BYTES)])
+def test_the_channels_to_other_stages_take_memory_where_there_are_any(num_stages: int, extra: int) -> None:
+    assert context_bytes(setting(num_stages=num_stages, num_microbatches=4)) == CUDA_CONTEXT_BYTES + extra
+
+
 def test_efficiencies_are_fractions() -> None:
     for name in ("matmul", "attention", "memory"):
         assert 0 < getattr(efficiency_of("h100-80gb", "infiniband-ndr"), name) < 1
@@ -90,6 +102,7 @@ def test_tp_pays_its_two_all_reduces_in_each_direction() -> None:
     tensor_bytes = 8 * SEQ_LEN * 64 * 2
     group, of = Group(size=8, stride=1, span=8), where.job
     once = collective_s("all_reduce", tensor_bytes, group, of.cluster, of.profile, of.efficiency.links)
+    once += 7 * 7 * of.efficiency.jitter_s
     cost = block("tp8", where)
     assert cost.forward_s["tp"] == pytest.approx(2 * once)
     assert cost.backward_s["tp"] == pytest.approx(2 * once)
@@ -246,19 +259,19 @@ def test_the_working_set_of_dp_is_at_least_two_copies_of_its_gradients() -> None
 
 def test_tensor_parallel_ranks_without_sp_have_copies_of_the_pipelines_buffers() -> None:
     where = setting(num_stages=2, num_microbatches=4)
-    buffers = overhead_bytes(where) - CUDA_CONTEXT_BYTES
+    buffers = overhead_bytes(where) - context_bytes(where)
     single = setting(job(cluster(1, 4), global_batch=64), num_microbatches=4)
     assert block("tp4", where).transient_bytes - block("tp4", single).transient_bytes == 3 * buffers
 
 
 def test_two_stages_have_a_buffer_per_microbatch_and_the_outputs_in_flight() -> None:
     where = setting(num_stages=2, num_microbatches=4)
-    assert overhead_bytes(where) - CUDA_CONTEXT_BYTES == (4 + 2) * where.activation_bytes // 4
+    assert overhead_bytes(where) - context_bytes(where) == (4 + 2) * where.activation_bytes // 4
 
 
 def test_more_stages_have_two_buffers_per_microbatch() -> None:
     where = setting(num_stages=4, num_microbatches=4)
-    assert overhead_bytes(where) - CUDA_CONTEXT_BYTES == 8 * where.activation_bytes // 2
+    assert overhead_bytes(where) - context_bytes(where) == 8 * where.activation_bytes // 2
 
 
 @given(texts, st.sampled_from([1, 2, 4, 8]), st.sampled_from(["fp32", "bf16"]))
@@ -275,3 +288,27 @@ def test_more_samples_never_take_less_memory_or_time(text: str) -> None:
     assert large.activation_bytes >= small.activation_bytes
     assert large.transient_bytes >= small.transient_bytes
     assert large.microbatch_s >= small.microbatch_s * (1 - 1e-12)
+
+
+class TestFrameworks:
+    """What a framework does otherwise than the runtime changes what a plan costs, in the direction it must."""
+
+    STATES = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
+
+    def once_s(self, execution: Execution) -> float:
+        return sum(block("dp16", self.where(execution)).once_s.values())
+
+    def where(self, execution: Execution) -> Setting:
+        return setting(replace(job(cluster(2, 8)), execution=execution))
+
+    def test_cutting_a_layers_gradients_into_pieces_costs_their_latencies(self) -> None:
+        one, six = (Execution(states=self.STATES, overlaps_data=False, shard_pieces=count) for count in (1, 6))
+        assert self.once_s(six) > self.once_s(one)
+
+    def test_gradients_in_fp32_cost_more_to_reduce_than_in_bf16(self) -> None:
+        half, whole = (Execution(states=self.STATES, overlaps_data=False, reduce_bytes=count) for count in (2, 4))
+        assert self.once_s(whole) > self.once_s(half)
+
+    def test_a_reduction_beside_compute_never_costs_more_than_one_after_it(self) -> None:
+        beside, after = (Execution(states=self.STATES, overlaps_data=overlaps) for overlaps in (True, False))
+        assert self.once_s(beside) <= self.once_s(after)

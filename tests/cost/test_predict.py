@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.cost.build import CUDA_CONTEXT_BYTES, build_tables, slack_fraction
+from steelyard.cost.build import CUDA_CONTEXT_BYTES, PIPELINE_CHANNEL_BYTES, build_tables, slack_fraction
 from steelyard.cost.predict import model_flop_utilisation, predict, predict_memory
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError
@@ -54,7 +54,7 @@ def test_the_reported_bytes_are_at_most_those_that_the_search_bounded_with_the_s
         assert mine.total_bytes <= theirs.total_bytes + int(slack_fraction(of) * theirs.total_bytes)
         tensors = mine.total_bytes - mine.memory_bytes["allocator slack"]
         assert mine.memory_bytes["allocator slack"] == int(slack_fraction(of) * tensors)
-        assert mine.memory_bytes["context"] == CUDA_CONTEXT_BYTES
+        assert mine.memory_bytes["context"] == CUDA_CONTEXT_BYTES + (len(stages) > 1) * PIPELINE_CHANNEL_BYTES
 
 
 def test_memory_alone_is_predicted_without_times() -> None:

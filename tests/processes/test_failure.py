@@ -48,6 +48,12 @@ def test_a_rank_that_was_ended_after_a_failure_is_not_the_first() -> None:
     assert first_failure([failure(0, 2.0)], {0: 1, 1: -15}) == failure(0, 2.0)
 
 
+def test_a_killed_rank_comes_before_one_that_torchrun_ended_for_it() -> None:
+    found = first_failure([], {0: -15, 1: -9})
+    assert found is not None
+    assert describe(found).startswith("rank 1 was ended by SIGKILL")
+
+
 def test_a_lost_peer_is_shown_where_nothing_better_is_known() -> None:
     assert first_failure([failure(0, 2.0, LOST_PEER)], {0: 1}) == failure(0, 2.0, LOST_PEER)
     assert first_failure([], {}) is None

@@ -55,6 +55,16 @@ def test_it_survives_json_and_merging_with_itself(profile):
     assert merge_profiles(profile, profile) == profile
 
 
+def test_a_process_is_never_slower_while_fewer_compute(profile):
+    assert len(profile.busy_speeds) == 2
+    assert profile.busy_speeds[0] >= profile.busy_speeds[1] == 1.0
+
+
+def test_a_cpu_reserves_nothing_beside_what_tensors_hold(profile):
+    assert profile.reserved_over_allocated is None
+    assert profile.identity.driver == "none"
+
+
 def test_a_failing_process_ends_the_launch_and_shows_its_error(monkeypatch, capfd):
     monkeypatch.setattr(launch, "_MODULE", "steelyard.profiler.missing")
     with pytest.raises(RankFailedError, match="exit code"):

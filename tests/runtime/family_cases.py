@@ -44,4 +44,10 @@ CASES: dict[str, Case] = {
     "t5, cut inside the decoder": _case("t5", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"),
     "swin, one stage": _case("swin", "fsdp4, dp4, fsdp4 remat=full, dp4, fsdp4 remat=selective, dp4, fsdp4"),
     "swin, two stages": _case("swin", "dp2, fsdp2, dp2 remat=full", "fsdp2, fsdp2, dp2, dp2"),
+    "gpt2, bf16": _case("gpt2", "dp2, tp2+sp", "fsdp2, tp2", precision="bf16"),
+    "gemma2, bf16": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp", precision="bf16"),
+    "mixtral, bf16": _case("mixtral", "dp2, tp2", "fsdp2, tp2+sp", precision="bf16"),
+    "bert, bf16": _case("bert", "dp2, tp2", "fsdp2, tp2", precision="bf16"),
+    "t5, bf16": _case("t5", "dp2, tp2, fsdp2", "tp2, dp2, tp2, fsdp2", precision="bf16"),
+    "swin, bf16": _case("swin", "dp2, fsdp2, dp2", "fsdp2, fsdp2, dp2, dp2", precision="bf16"),
 }

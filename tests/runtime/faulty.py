@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from steelyard.errors import UserError
 from steelyard.processes.group import process_group
 from steelyard.processes.rank import run_rank
 
@@ -28,6 +29,8 @@ def work() -> None:
 def misbehave(fault: str) -> None:
     if fault == "raise":
         raise ValueError("the planted error")
+    if fault == "mistake":
+        raise UserError(field="--option", found="this", expected="that")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stuck":

@@ -28,36 +28,46 @@ def end_now(*_arguments: Any, **_options: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in_forward() -> None:
+def die_in_forward(_step: int) -> None:
     """In the middle of the step: its peers wait for it in a collective."""
     LayerLoop.forward = end_now  # type: ignore[method-assign]
 
 
-def die_while_saving() -> None:
-    """With half of its file on the disk."""
-    write = dcp.FileSystemWriter.write_data
+def die_while_saving(step: int) -> None:
+    """With half of its file of the checkpoint after this step on the disk."""
 
-    def half(writer: Any, plan: Any, planner: Any) -> Any:
-        result = write(writer, plan, planner)
+    def half(writer: Any, write: Any) -> Any:
+        result = write()
         for file in Path(writer.path).glob(f"__{BAD_RANK}_*"):
             os.truncate(file, file.stat().st_size // 2)
         end_now()
         return result
 
-    dcp.FileSystemWriter.write_data = half
+    while_saving(step, half)
 
 
-def fill_disk() -> None:
-    """No file may grow beyond a few bytes: what a full disk looks like to a process."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, SMALL_FILE_BYTES))
+def fill_disk(step: int) -> None:
+    """From the checkpoint after this step on no file may grow beyond a few bytes: as a full disk looks to a process."""
+
+    def write_little(_writer: Any, write: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, SMALL_FILE_BYTES))
+        return write()
+
+    while_saving(step, write_little)
 
 
-def spoil_loss() -> None:
-    """Weights that are not finite, as a diverged run has them."""
-    SPOILED.append(True)
+def while_saving(step: int, act: Any) -> None:
+    write = dcp.FileSystemWriter.write_data
+
+    def write_data(writer: Any, plan: Any, planner: Any) -> Any:
+        if f"step-{step:08d}" in str(writer.path):
+            return act(writer, lambda: write(writer, plan, planner))
+        return write(writer, plan, planner)
+
+    dcp.FileSystemWriter.write_data = write_data
 
 
-def run_out_of_memory() -> None:
+def run_out_of_memory(_step: int) -> None:
     """The error that PyTorch raises when a device has no memory left."""
 
     def refuse(*_arguments: Any, **_options: Any) -> None:
@@ -66,17 +76,15 @@ def run_out_of_memory() -> None:
     LayerLoop.forward = refuse  # type: ignore[method-assign]
 
 
-def shrink_data() -> None:
-    """The file of tokens loses all of them."""
+def shrink_data(_step: int) -> None:
+    """The file of tokens loses nearly all of them."""
     os.truncate(sys.argv[sys.argv.index("--data") + 1], 200)
 
 
-SPOILED: list[bool] = []
 FAULTS = {
     "kill-step": die_in_forward,
     "kill-save": die_while_saving,
     "full-disk": fill_disk,
-    "nan": spoil_loss,
     "shrink": shrink_data,
     "memory": run_out_of_memory,
 }
@@ -89,11 +97,10 @@ def plant(faults: str) -> None:
     train_step = ParallelModel.train_step
 
     def faulty_step(model: ParallelModel, read: Any) -> Any:
-        fault = mine.pop(model.num_steps + 1, None)
-        if fault is not None:
-            fault()
-        loss = train_step(model, read)
-        return loss * float("nan") if SPOILED else loss
+        step = model.num_steps + 1
+        if step in mine:
+            mine.pop(step)(step)
+        return train_step(model, read)
 
     mock.patch.object(train.ParallelModel, "train_step", faulty_step).start()
 

@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 
 from steelyard.errors import InvalidCheckpointError
+from steelyard.plan.file import write_plan
+from steelyard.runtime import launch as launching
 from steelyard.runtime.checkpoint_folder import (
     INFO_FILE,
     CheckpointInfo,
@@ -24,6 +26,7 @@ from steelyard.runtime.checkpoint_folder import (
     prepare_folder,
     read_info,
 )
+from steelyard.runtime.options import TrainOptions
 from tests.runtime.models import make_plan
 
 NUM_INSTANTS = 40
@@ -206,6 +209,19 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidCheckpointError, match="can be written"):
         prepare_folder(tmp_path / "file" / "folder", resumed=None)
+
+
+def test_a_foreign_or_other_models_checkpoint_is_found_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "run_processes", lambda *_arguments, **_options: pytest.fail("a process started"))
+    plan = make_plan("llama-tied", "dp8, dp8, dp8, dp8")
+    write_plan(plan, tmp_path / "plan.json")
+    (tmp_path / "text.txt").write_text("to be or not to be " * 1000)
+    for resume, message in ((write(tmp_path / "checkpoints", 3), "of test"), (tmp_path, "no checkpoint in")):
+        options = TrainOptions(resume=str(resume))
+        with pytest.raises(InvalidCheckpointError, match=message):
+            launching.launch(tmp_path / "plan.json", tmp_path / "text.txt", options)
 
 
 def test_the_hash_of_a_plan_leaves_out_what_it_predicts_and_its_name() -> None:

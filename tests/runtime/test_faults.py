@@ -13,7 +13,7 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.processes.start import RankFailedError, run_processes
+from steelyard.processes.start import run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime import launch as launching
 from steelyard.runtime.checkpoint_folder import newest_intact
@@ -23,7 +23,7 @@ from tests.runtime.test_launch import ROOT, assert_gone
 
 pytestmark = pytest.mark.processes
 
-HANG_LIMIT_S = 150
+HANG_LIMIT_S = 300
 NUM_STEPS = 8
 CONFIG = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
 Train = Callable[..., RunRecord]
@@ -112,32 +112,13 @@ def test_a_run_that_is_killed_in_a_step_and_in_a_save_ends_with_the_losses_of_on
     ]
 
 
-def test_a_kill_in_a_save_names_the_rank_and_leaves_the_checkpoint_before_it(
-    train: Train, options: TrainOptions
-) -> None:
-    with pytest.raises(RankFailedError, match="rank 1 was ended by SIGKILL"):
-        train(one_stage(), options, "0:kill-save:4")
-    assert newest_step(options) == "step-00000002"
-
-
 def test_a_full_disk_is_a_clear_message_and_leaves_the_checkpoint_before_it(
     train: Train, options: TrainOptions
 ) -> None:
-    with pytest.raises(UserError, match="step-00000004 could not be written") as raised:
-        train(one_stage(), options, "0:full-disk:3")
+    with pytest.raises(UserError, match=r"step-00000004 could not be written to .* took no more") as raised:
+        train(one_stage(), options, "0:full-disk:4")
     assert "room for --keep-last checkpoints and one more" in str(raised.value)
     assert newest_step(options) == "step-00000002"
-
-
-def test_a_run_that_diverges_is_not_tried_again_and_leaves_the_checkpoint_before_it(
-    train: Train, options: TrainOptions, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(RankFailedError, match="step 3: the loss is nan") as raised:
-        train(one_stage(), options, "0:nan:3", restarts=1)
-    assert raised.value.failure is not None
-    assert raised.value.failure.kind == "DivergedError"
-    assert newest_step(options) == "step-00000002"
-    assert "started again" not in capfd.readouterr().out
 
 
 def test_data_that_shrinks_is_a_clear_message_and_leaves_the_checkpoint_before_it(
@@ -160,11 +141,3 @@ def test_where_memory_runs_out_the_run_goes_on_with_the_next_fallback_and_says_s
     said = capfd.readouterr().err
     assert "memory ran out" in said
     assert "going on with the next fallback of the plan" in said
-
-
-def test_where_memory_runs_out_without_a_fallback_the_error_names_what_was_predicted(
-    train: Train, options: TrainOptions
-) -> None:
-    with pytest.raises(RankFailedError, match="memory ran out; the plan has no prediction") as raised:
-        train(one_stage(), options, "0:memory:1")
-    assert "to fix: the plan has no fallback" in str(raised.value)

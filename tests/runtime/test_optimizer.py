@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.runtime.optimizer import LEAST_LR_SHARE, learning_rate, make_adamw
+from steelyard.runtime.optimizer import LEAST_LR_SHARE, LocalAdamW, learning_rate, make_adamw
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import parallelize_plan
 from tests.runtime.models import CONFIGS, make_plan
@@ -73,3 +74,44 @@ def test_biases_do_not_decay() -> None:
 def test_a_tied_head_decays_no_more_than_the_embedding() -> None:
     _, kept = decayed_names("llama-tied")
     assert {"embedding.weight", "output.weight"} <= kept
+
+
+def trained(optimizer_class: type[torch.optim.Optimizer]) -> tuple[list[torch.Tensor], list[float]]:
+    """The weights of one process after three steps, and the norms before clipping."""
+    plan = make_plan("llama-tied", "single, single, single, single", num_devices=1, global_batch=2, num_microbatches=1)
+    with one_process():
+        model = parallelize_plan(plan)
+        optimizers = model.make_optimizers(lambda parameters: optimizer_class(parameters, lr=1e-2, weight_decay=0.1))
+        norms = []
+        for step in range(3):
+            tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(step))
+            model.train_step(lambda samples, tokens=tokens: tokens[samples])
+            norms.append(model.clip_gradients(0.5).item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(type(state["exp_avg"]).__name__ == "DTensor" for each in optimizers for state in each.state.values())
+        return [parameter.to_local().detach().clone() for parameter in model.parameters()], norms
+
+
+def test_updating_local_parts_is_adamw() -> None:
+    ours, our_norms = trained(LocalAdamW)
+    theirs, their_norms = trained(torch.optim.AdamW)
+    assert our_norms == pytest.approx(their_norms, rel=1e-5)
+    for mine, stock in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, stock, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    plan = make_plan("llama", ", ".join(["single"] * 8), num_devices=1, global_batch=2, num_microbatches=1)
+    tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
+    with one_process():
+        model = parallelize_plan(plan)
+        model.train_step(lambda samples: tokens[samples])
+        copies = [torch.nn.Parameter(parameter.to_local().detach().clone()) for parameter in model.parameters()]
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.grad = parameter.grad.to_local().clone()
+        expected = torch.nn.utils.clip_grad_norm_(copies, 0.1)
+        assert model.clip_gradients(0.1).item() == pytest.approx(expected.item(), rel=1e-5)
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.to_local(), copy.grad)

@@ -13,6 +13,13 @@ def test_options_survive_the_command_line() -> None:
     assert options_from(options.arguments()) == options
 
 
+def test_options_of_checkpoints_and_memory_survive_the_command_line() -> None:
+    options = TrainOptions(
+        checkpoint_dir=Path("c"), resume="auto", init=Path("w"), export_hf=Path("e"), keep_last=5, enforce_memory=True
+    )
+    assert options_from(options.arguments()) == options
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("steps", 0), ("lr", -1.0), ("lr", float("nan")), ("warmup_steps", -1), ("max_data_bytes", 0)]
 )

@@ -2,21 +2,24 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_model
+from steelyard.modules.build import build_meta_model, build_model, hub_config
 from steelyard.runtime.state import ParameterNames, parameter_names
-from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, check_export, load_weights
-from tests.runtime.models import CONFIGS
+from steelyard.runtime.stored_weights import stored_parameters
+from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, check_export, load_weights
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
 
 SOME = "model.layers.0.mlp.up_proj.weight"
 
@@ -62,6 +65,45 @@ def test_every_parameter_is_read(saved: Path, path: str, name: str) -> None:
     expected = dict(build_model(chain_of(name), seed=1).named_parameters())
     assert all(torch.equal(value, expected[key]) for key, value in state.weights().items())
     assert notices == []
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_transformers_own_files_are_read_for_every_family(tmp_path: Path, name: str) -> None:
+    chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
+    saved = getattr(transformers, chain.family.task.auto_class).from_config(hub_config(chain))
+    saved.save_pretrained(tmp_path)
+    state = WholeState(chain)
+    assert load_weights(tmp_path, state, chain) == []  # type: ignore[arg-type]
+    expected = saved.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in state.weights().items())
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_transformers_reads_every_family_under_the_names_that_are_exported(tmp_path: Path, name: str) -> None:
+    chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
+    model = build_model(chain, seed=1)
+    save_file(dict(model.named_parameters()), tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    model.config.save_pretrained(tmp_path)
+    loaded = getattr(transformers, chain.family.task.auto_class).from_pretrained(tmp_path)
+    expected = dict(model.named_parameters())
+    assert all(torch.equal(value, expected[key]) for key, value in loaded.named_parameters())
+
+
+def test_any_part_of_the_joined_matrices_of_experts_is_read(tmp_path: Path) -> None:
+    chain = chain_from_config(FAMILY_CONFIGS["mixtral"], name="mixtral")
+    model = build_model(chain, seed=1)
+    model.save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    whole = model.get_parameter(name)
+    with ExitStack() as stack:
+        folder = WeightFolder(tmp_path, stack)
+        stored = stored_parameters(build_meta_model(chain), folder.names)[name]
+        assert stored.shape(folder.tensor) == tuple(whole.shape)
+        num_experts, rows, columns = whole.shape
+        for experts in ((0, num_experts), (1, 3)):
+            for cut in ((0, rows), (0, rows // 2), (rows // 2, rows), (rows // 4, rows // 2 + 1), (3, 4)):
+                part = (slice(*experts), slice(*cut), slice(1, columns))
+                assert torch.equal(stored.read(folder.tensor, part), whole[part])
 
 
 def test_half_precision_becomes_the_type_of_the_parameters(saved: Path, tmp_path: Path) -> None:

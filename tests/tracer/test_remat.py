@@ -107,9 +107,7 @@ def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: s
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(tp) as mesh:
         model = build_meta_model(chain)
-        where = LayerSetting(
-            chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model
-        )
+        where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model)
         derived = observe(where, (SAMPLES,))[0].recomputed[Remat.FULL]
         with fake_layer(where) as under_test:
             plain = run_layer(where, under_test, SAMPLES)

@@ -131,9 +131,7 @@ def test_a_trace_is_affine_in_the_samples(family: str, kind: str, sp: bool) -> N
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(2) as mesh:
         model = build_meta_model(chain)
-        where = LayerSetting(
-            chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model
-        )
+        where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model)
         (seen,) = observe(where, (5,))
     line = layer(family, kind, 2, sp=sp)
     assert line.saved_bytes.at(5) == seen.saved_bytes

@@ -13,6 +13,7 @@ from steelyard.cli import (
     export,
     frontier,
     models,
+    parity,
     plan,
     profile,
     report,
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
+    epilog="Exit codes: 0 done; 1 nothing fits, or a process of the run failed; 2 a mistake in what was given.",
 )
 app.command("plan")(plan.plan)
 app.command("frontier")(frontier.frontier)
@@ -42,12 +44,14 @@ app.command("report")(report.report)
 app.command("timeline")(timeline.timeline)
 app.command("profile")(profile.profile)
 app.command("check")(check.check)
+app.command("parity")(parity.parity)
 app.command("train")(train.train)
 app.command("export")(export.export)
 app.command("validate")(validate.validate)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("devices")(models.devices)
+app.command("links")(models.links)
 app.command("schema")(schema.schema)
 
 

@@ -8,11 +8,13 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict_memory
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import make_job
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
+from steelyard.units import format_plural
 
 
 def check(
@@ -37,13 +39,14 @@ def check(
     from steelyard.runtime.dry_run import dry_run_all
 
     groups = distinct_ranks(plan)
-    found = dry_run_all(
-        plan,
-        [group.rank for group in groups],
-        backend="gloo" if budgets[0].is_host else "nccl",
-        num_processes=processes or os.cpu_count() or 1,
-        every_microbatch=every_microbatch,
-    )
+    with progress(f"running {format_plural(len(groups), 'rank')} on fake tensors", silent=as_json):
+        found = dry_run_all(
+            plan,
+            [group.rank for group in groups],
+            backend="gloo" if budgets[0].is_host else "nccl",
+            num_processes=processes or os.cpu_count() or 1,
+            every_microbatch=every_microbatch,
+        )
     checked: list[CheckedRank] = []
     for group, rank in zip(groups, found, strict=True):
         checked.append(

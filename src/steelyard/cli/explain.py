@@ -8,11 +8,12 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
 from steelyard.cli.progress import progress
+from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError
-from steelyard.plan.choices import Explanation
+from steelyard.plan.choices import Explanation, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, explain_plan, job_of, parse_pin, why_not, with_price
+from steelyard.planning import PlanOptions, explain_plan, job_of, parse_pin, why_not, why_not_plan, with_price
 from steelyard.report.explain_view import explain_view, why_not_view
 
 
@@ -26,7 +27,8 @@ def explain(
     why: Annotated[
         str | None,
         typer.Option(
-            "--why-not", help="What it would cost to insist: tp=8, fsdp8, stages=4, 'blocks 0-3: remat=full'."
+            "--why-not",
+            help="What it would cost to insist: tp=8, fsdp8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
         ),
     ] = None,
     everything: Annotated[
@@ -47,8 +49,7 @@ def explain(
             if why is None:
                 explanation = explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
             else:
-                pin = parse_pin(why, option="--why-not", num_layers=job.chain.num_layers, with_settings=True)
-                explanation = Explanation(binds="", why_not=why_not(job, PlanOptions(), pin))
+                explanation = Explanation(binds="", why_not=_insist(job, why))
                 plan = with_price(plan, job)
             if plan.prediction is None or cluster or memory or profile:
                 plan = with_price(plan, job)
@@ -60,6 +61,14 @@ def explain(
     else:
         view = explain_view if explanation.why_not is None else why_not_view
         Console().print(view(plan, explanation, everything=everything))
+
+
+def _insist(job: Job, asked: str) -> WhyNot:
+    """What it costs to do what is asked for: a pin, or what another plan file says."""
+    if asked.endswith(".json"):
+        return why_not_plan(job, read_plan(asked), asked=Path(asked).name)
+    pin = parse_pin(asked, option="--why-not", num_layers=job.chain.num_layers, with_settings=True)
+    return why_not(job, PlanOptions(), pin)
 
 
 def _why_not_searched(plan: Plan) -> str | None:

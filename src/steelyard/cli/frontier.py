@@ -22,8 +22,8 @@ from steelyard.cli.progress import progress
 from steelyard.errors import UserError
 from steelyard.plan.choices import TradeOffs
 from steelyard.planning import PlanOptions, find_trade_offs, make_job
-from steelyard.report.frontier_table import frontier_note, frontier_view
-from steelyard.report.html_figure import html_figure
+from steelyard.report.frontier_table import frontier_view
+from steelyard.report.html import frontier_page
 from steelyard.report.panels import figure_title, panels
 from steelyard.report.svg import svg_figure
 
@@ -114,8 +114,7 @@ def _check_figure(path: Path) -> str:
 
 
 def _write(path: Path, kind: str, found: TradeOffs) -> None:
-    title, drawn = figure_title(found), panels(found)
-    text = svg_figure(title, drawn) if kind == "svg" else html_figure(title, drawn, note=frontier_note(found))
+    text = svg_figure(figure_title(found), panels(found)) if kind == "svg" else frontier_page(found)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,21 +1,35 @@
-"""``steelyard models`` and ``steelyard devices``: what is known by name."""
+"""``steelyard models``, ``devices`` and ``links``: what is known by name, with the source of every number."""
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from steelyard.cli.options import AsJson, print_json
 from steelyard.hardware import devices as known_devices
+from steelyard.hardware import links as known_links
 from steelyard.model.read import load_model, model_names
-from steelyard.units import TERA, format_bytes
+from steelyard.model.sources import model_source
+from steelyard.units import GB, TERA, format_bytes, format_seconds
 
 
 def models(as_json: AsJson = False) -> None:
     """List the models that are packaged by name; any other is a path to its config.json."""
     chains = [load_model(name) for name in model_names()]
     if as_json:
-        print_json([{"name": c.name, "family": c.family.model_type, "blocks": c.num_layers - 2} for c in chains])
+        print_json(
+            [
+                {
+                    "name": c.name,
+                    "family": c.family.model_type,
+                    "blocks": c.num_layers - 2,
+                    "source": model_source(c.name),
+                }
+                for c in chains
+            ]
+        )
         return
-    table = Table("model", "family", "blocks", "hidden", "vocabulary", header_style="bold")
+    table = Table(
+        "model", "family", "blocks", "hidden", "vocabulary", Column("source", overflow="fold"), header_style="bold"
+    )
     for chain in chains:
         table.add_row(
             chain.name,
@@ -23,6 +37,7 @@ def models(as_json: AsJson = False) -> None:
             str(chain.num_layers - 2),
             str(chain.hidden_size),
             str(chain.vocab_size),
+            model_source(chain.name).removeprefix("https://").removesuffix("/blob/main/config.json"),
         )
     Console().print(table)
 
@@ -43,7 +58,7 @@ def devices(as_json: AsJson = False) -> None:
             ]
         )
         return
-    table = Table("device", "memory", "bf16 or fp16 TFLOP/s", "source", header_style="bold")
+    table = Table("device", "memory", "bf16 or fp16 TFLOP/s", Column("source", overflow="fold"), header_style="bold")
     for device in known:
         peaks = device.peak_flop_per_s
         peak = peaks.get("bf16", peaks.get("fp16"))
@@ -53,4 +68,21 @@ def devices(as_json: AsJson = False) -> None:
             "measured by profile" if peak is None else f"{peak / TERA:.0f}",
             device.source,
         )
+    Console().print(table)
+
+
+def links(as_json: AsJson = False) -> None:
+    """List the links of the catalogue with the source of their numbers."""
+    known = known_links()
+    if as_json:
+        print_json(
+            [
+                {"name": x.name, "bytes_per_s": x.bytes_per_s, "latency_s": x.latency_s, "source": x.source}
+                for x in known
+            ]
+        )
+        return
+    table = Table("link", "GB/s, a direction", "latency", Column("source", overflow="fold"), header_style="bold")
+    for link in known:
+        table.add_row(link.name, f"{link.bytes_per_s / GB:.4g}", format_seconds(link.latency_s), link.source)
     Console().print(table)

@@ -5,9 +5,21 @@ from typing import Annotated, Any
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="A packaged model (see `steelyard models`) or the path of a config.json.")]
+from steelyard.cli.completion import complete_cluster, complete_model
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A packaged model (see `steelyard models`) or the path of a config.json.", autocompletion=complete_model
+    ),
+]
 ClusterOption = Annotated[
-    str, typer.Option("--cluster", help="NODESxDEVICESxDEVICE such as 1x8xa100-80gb, or a YAML file.")
+    str,
+    typer.Option(
+        "--cluster",
+        help="NODESxDEVICESxDEVICE such as 1x8xa100-80gb, or a YAML file.",
+        autocompletion=complete_cluster,
+    ),
 ]
 SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1)]
 GlobalBatch = Annotated[int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1)]

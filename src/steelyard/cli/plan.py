@@ -29,6 +29,7 @@ from steelyard.planning import (
     BatchTrial,
     PlanningResult,
     PlanOptions,
+    calibrate,
     grow_batch,
     make_job,
     make_problem,
@@ -38,7 +39,7 @@ from steelyard.planning import (
     with_fallbacks,
 )
 from steelyard.report.plan_table import plan_view
-from steelyard.search import Partition, save_problem
+from steelyard.search import Partition, Problem, save_problem
 from steelyard.units import format_bytes, format_count, format_plural
 
 Objective = Literal["time", "devices"]
@@ -65,6 +66,15 @@ def plan(
     memory: Memory = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
+    calibrate_by: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            help="A measured run that scales all predicted times: a record of `train`, or a file that names plan "
+            "and step_time_s.",
+            metavar="RUN",
+        ),
+    ] = None,
     objective: Annotated[
         str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
     ] = "time",
@@ -139,15 +149,17 @@ def plan(
             memory=memory,
             profile=profile,
         )
+        if calibrate_by is not None:
+            job = calibrate(job, calibrate_by)
         pins = [parse_pin(text, option="--pin", num_layers=job.chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
-        result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+        result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
         if result.plan is not None and fallbacks and output is not None:
             show("searching plans of less memory")
-            kept = with_fallbacks(result.plan, result.job, options, num_fallbacks=fallbacks)
+            kept = with_fallbacks(result.plan, result.job, options, num_fallbacks=fallbacks, problem=tables)
             result = replace(result, plan=kept)
         if problem is not None:
-            save_problem(problem, make_problem(result.job, options))
+            save_problem(problem, tables or make_problem(result.job, options))
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
         _print_nothing_fits(result, as_json)
@@ -162,7 +174,10 @@ def plan(
     if output is not None:
         console.print(f"written to {output}", highlight=False)
         console.print(f"  why this plan: steelyard explain {output}", highlight=False)
+        console.print(f"  see it: steelyard report {output} -o {output.with_suffix('.html')}", highlight=False)
         console.print(f"  run it: steelyard train {output} --data PATH", highlight=False)
+    else:
+        console.print("  keep it: add -o plan.json", highlight=False)
 
 
 def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
@@ -173,16 +188,20 @@ def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
 
 def _search(
     job: Job, options: PlanOptions, *, aim: Objective, grows: bool, top: int, show: Callable[[str], None]
-) -> tuple[PlanningResult, list[str]]:
-    """The result under the objective, with lines that say what was tried on the way."""
+) -> tuple[PlanningResult, list[str], Problem | None]:
+    """The result under the objective, lines that say what was tried on the way, and the cost tables of its job.
+
+    Tables are None where those of several jobs were built.
+    """
     show(f"searching plans for {job.chain.name} on {job.cluster.name}")
     if grows:
         growth = grow_batch(job, options, top=top, progress=show)
-        return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch)
+        return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch), None
     if aim == "devices":
         fewest = plan_fewest_devices(job, options, top=top, progress=show)
-        return fewest.result, device_lines(fewest.tried)
-    return plan_job(job, options, top=top), []
+        return fewest.result, device_lines(fewest.tried), None
+    tables = make_problem(job, options)
+    return plan_job(job, options, top=top, problem=tables), [], tables
 
 
 def batch_lines(trials: Sequence[BatchTrial], stopped: str, chosen: int) -> list[str]:

@@ -7,9 +7,11 @@ import typer
 
 from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json
 from steelyard.cli.plan import check_precision
-from steelyard.errors import UserError
+from steelyard.errors import InvalidProfileError, UserError
 from steelyard.model.read import load_model
-from steelyard.plan.file import dump_json
+from steelyard.plan.file import dump_json, parse_file
+from steelyard.profiles.merge import merge_profiles
+from steelyard.profiles.profile import Profile
 from steelyard.report.profile_table import profile_view
 
 
@@ -25,6 +27,9 @@ def profile(
     ] = "1,2,4",
     precision: PrecisionOption = "bf16",
     budget_s: Annotated[float, typer.Option("--budget", help="About how many seconds to measure.", min=1)] = 60.0,
+    merge: Annotated[
+        Path | None, typer.Option("--merge", help="A profile of this model and machine to add the new one to.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure what layers and collectives take on this machine."""
@@ -34,11 +39,14 @@ def profile(
     from steelyard.tracer.cache import cached_trace
 
     chain = load_model(model)
+    earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = tuple(d for d in range(1, processes + 1) if processes % d == 0)
     traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), tp_degrees=degrees)
     measured = launch_profiler(
         chain, traced, num_processes=processes, samples=parse_samples(samples), budget_s=budget_s
     )
+    if earlier is not None:
+        measured = merge_profiles(earlier, measured)
     output.write_text(dump_json(measured) + "\n")
     if as_json:
         print_json(measured.model_dump(mode="json", exclude_none=True))

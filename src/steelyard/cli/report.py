@@ -12,12 +12,12 @@ from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import job_of, study_plan, with_price
+from steelyard.planning import job_of, study_plan, with_cost
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
 
-TIME_LIMIT_S = 1.5
+TIME_LIMIT_S = 1.0
 
 
 def report(
@@ -51,15 +51,16 @@ def report(
         else:
             budget = plan.prediction.budget_bytes if plan.prediction and memory is None and not cluster else memory
             job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
-            study = study_plan(plan, job, time_limit_s=time_limit, everywhere=all_settings, progress=show)
+            cost = predict(plan, job)
+            study = study_plan(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
             if plan.prediction is None or cluster or memory or profile:
-                plan = with_price(plan, job)
+                plan = with_cost(plan, job, cost)
             found = ReportContents(
                 plan=plan,
                 plan_file=path.name,
                 job=job,
-                timeline=predict(plan, job).timeline,
+                timeline=cost.timeline,
                 study=study,
                 record=record,
             )

@@ -3,19 +3,32 @@
 from typing import Annotated
 
 import typer
+from pydantic import BaseModel
 
 from steelyard.cli.options import print_json
 from steelyard.errors import UserError, nearest
+from steelyard.hardware.files import ClusterFile
+from steelyard.plan.choices import Explanation, PlanStudy, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 from steelyard.search.problem import ProblemFile
 
-FILES = {"plan": Plan, "problem": ProblemFile, "profile": Profile, "record": RunRecord}
+FILES: dict[str, type[BaseModel]] = {
+    "plan": Plan,
+    "problem": ProblemFile,
+    "profile": Profile,
+    "record": RunRecord,
+    "cluster": ClusterFile,
+    "frontier": TradeOffs,
+    "explanation": Explanation,
+    "study": PlanStudy,
+}
+"""Files, and what ``--json`` prints: of frontier, of explain (its ``explanation``), of report (its ``study``)."""
 
 
-def schema(name: Annotated[str, typer.Argument(help="plan, problem, profile or record.", metavar="FILE")]) -> None:
-    """Print the JSON schema of a file."""
+def schema(name: Annotated[str, typer.Argument(help=", ".join(FILES) + ".", metavar="NAME")]) -> None:
+    """Print the JSON schema of a file, or of what --json prints."""
     if name not in FILES:
         raise UserError(
             field="file", found=repr(name), expected="one of " + ", ".join(FILES), hint=nearest(name, FILES)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import job_of
@@ -35,7 +36,8 @@ def timeline(
 ) -> None:
     """Write the simulated timeline of a step: passes, sends and bubbles of every stage, for ui.perfetto.dev."""
     plan = read_plan(path)
-    job = job_of(plan, cluster=cluster, memory=memory, profile=profile)
+    with progress("counting the model's layers", silent=as_json):
+        job = job_of(plan, cluster=cluster, memory=memory, profile=profile)
     played = predict(plan, job).timeline
     content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan))
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))

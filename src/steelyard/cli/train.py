@@ -49,7 +49,10 @@ def train(
     keep_last: Annotated[int, typer.Option("--keep-last", help="Checkpoints that are kept.", min=1)] = 2,
     resume: Annotated[
         str | None,
-        typer.Option("--resume", help="Go on from a checkpoint, a folder of them, or `latest` of --checkpoint-dir."),
+        typer.Option(
+            "--resume",
+            help="Go on from a checkpoint, or in --checkpoint-dir from the `latest`; `auto`: if there is one.",
+        ),
     ] = None,
     restarts: Annotated[
         int, typer.Option("--restarts", help="Start again from the newest checkpoint, when a process fails.", min=0)

@@ -6,9 +6,10 @@ from steelyard.cost.communication import send_recv_s
 from steelyard.cost.execution import OURS
 from steelyard.cost.fold import folded
 from steelyard.cost.layer import LayerCost, layer_cost, pipeline_buffer_bytes
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
+from steelyard.model.chain import LayerRole
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.units import MIB
@@ -38,7 +39,7 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
             time_s[k, s] = step_share_s(cost, setting)
             static[k, s] = sum(cost.static_bytes.values())
             activation[k, s] = cost.activation_bytes
-            transient[k, s] = cost.transient_bytes
+            transient[k, s] = cost.transient_bytes + _waiting_reduction_bytes(strategy, setting)
     switch = switch_table(strategies, setting)
     tables = CostTables(
         num_stages=setting.num_stages,
@@ -64,6 +65,19 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
         overhead_bytes=overhead_bytes(setting),
         round_trip_s=transfer_s(setting, setting.num_stages - 1),
     )
+
+
+def _waiting_reduction_bytes(strategy: Strategy, setting: Setting) -> int:
+    """The buffers of the last reductions that the other chunks of a stage hold, which are cut and sharded alike.
+
+    As large as those of the largest block.
+    """
+    if setting.num_chunks == 1 or strategy.fsdp == 1 or setting.job.execution.states is not None:
+        return 0
+    blocks = [kind for kind in setting.job.chain.kinds if kind.role is LayerRole.BLOCK]
+    profiles = [setting.job.profile.layer(kind.name, strategy.tp, strategy.sp) for kind in blocks]
+    largest = max((layer.num_params for layer in profiles if layer is not None), default=0)
+    return (setting.num_chunks - 1) * MASTER_BYTES * largest
 
 
 def step_share_s(cost: LayerCost, setting: Setting) -> float:
@@ -110,5 +124,8 @@ def usable_bytes(job: Job) -> int:
 
 
 def slack_fraction(job: Job) -> float:
-    """Reserved over allocated memory minus one: the CPU's allocator keeps nothing."""
-    return 0.0 if job.cluster.device.needs_profile else job.execution.reserve
+    """Reserved over allocated memory minus one, as measured on a GPU; the CPU's allocator keeps nothing."""
+    if job.cluster.device.needs_profile:
+        return 0.0
+    measured = job.profile.reserved_over_allocated
+    return job.execution.reserve if measured is None else measured - 1

@@ -15,9 +15,12 @@ Rates and latencies are those of the cluster times what is reached of them (`Lin
 | $\ell$ | `Link.latency_s`     | s    | of one hop                                                      |
 | $w$    | `Link.bytes_per_s`   | B/s  | per device and direction; a node has one outward link per device |
 
+All groups of a stage communicate at once and share what leads out of a node: the ports of a node are divided among its
+devices (`Link.shared`), and a group gets the shares of its $k$ ranks there, no more, whoever else is silent.
+
 A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor.
 
-Source: Thakur et al. 2005 (ring algorithms). Not modelled: congestion between groups that share a link, trees.
+Source: Thakur et al. 2005 (ring algorithms). Not modelled: congestion in the switches between nodes, trees.
 """
 
 from dataclasses import dataclass, replace

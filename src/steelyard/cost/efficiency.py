@@ -49,6 +49,8 @@ class Efficiency:
     collective_launch_s: float
     """Of the host, per collective."""
     links: LinkEfficiency
+    jitter_s: float
+    """Of a tensor-parallel collective, for each step of its ring and each rank that may be late for it."""
     straggling: float
     """Part that compute takes longer for each doubling of the number of nodes: the slowest rank sets the pace."""
     step_s: float
@@ -85,6 +87,7 @@ class _EfficiencyFile(_Part):
     ramp_us: float = Field(ge=0)
     launch_us: float = Field(ge=0)
     collective_launch_us: float = Field(ge=0)
+    jitter_us: float = Field(ge=0)
     intra: float = Field(gt=0, le=1)
     networks: dict[str, _NetworkRow]
     intra_latency: float = Field(gt=0)
@@ -123,6 +126,7 @@ def efficiency_of(device_name: str, network: str) -> Efficiency:
             intra_latency=file.intra_latency,
             inter_latency=file.inter_latency,
         ),
+        jitter_s=file.jitter_us * 1e-6,
         straggling=file.straggling,
         step_s=file.step_ms * 1e-3,
         step_per_node_s=file.step_per_node_ms * 1e-3,

@@ -43,12 +43,19 @@ class Execution:
     """Whether data-parallel communication runs beside compute."""
     hidden_tp: float = 0.0
     """Part of tensor-parallel communication that runs beside compute."""
+    overlaps_transfers: bool = True
+    """Whether a stage computes on while it sends to another, or waits until the transfer is done."""
+    shard_pieces: int = 1
+    """Into how many collectives a layer's gradients and parameters are cut where the optimizer is sharded: 1, or as
+    many as the layer has tensors."""
     shard_degree: int | None = None
     """Ranks over which states are sharded where that is not all data ranks."""
     transfer: Literal["divided", "whole"] = "divided"
     """Whether tensor-parallel ranks without sp send each a part of the activation between stages, or all of it."""
     reserve: float = 0.08
     """Part of the memory that comes and goes in a step by which the allocator holds more when it is short of memory."""
+    bucket_bytes: int = 0
+    """Buffers of a fixed size in which gradients are reduced and parameters gathered."""
     kept_transfers: int = 0
     """Copies of the activation at a stage's borders that it keeps for every microbatch in flight beside what is saved
     for the backward pass, where the framework has states of its own."""

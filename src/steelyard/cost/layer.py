@@ -206,8 +206,10 @@ def _once_time(
     else:
         owners = replace(group, size=shards)
         kind: CollectiveKind = "reduce_scatter" if shards == strategy.dp else "all_reduce"
-        gather_s = _collective_s("all_gather", layer.num_params * job.compute_bytes, owners, job)
-        exposed = _beside(sum(backward.values()), _collective_s(kind, gradient_bytes, group, job), setting)
+        pieces = execution.shard_pieces
+        gather_s = pieces * _collective_s("all_gather", layer.num_params * job.compute_bytes / pieces, owners, job)
+        reduce_s = pieces * _collective_s(kind, gradient_bytes / pieces, group, job)
+        exposed = _beside(sum(backward.values()), reduce_s, setting)
         exposed += _beside(sum(forward.values()), gather_s, setting)
     return {"optimizer": optimizer_s(layer.num_params / shards, job), "dp": exposed}
 
@@ -254,10 +256,11 @@ def _collectives_s(
     job = setting.job
     group = level_group(strategy, setting, Parallelism.TP)
     exposed = 1 - job.execution.hidden_tp
-    return exposed * sum(
+    carried_s = exposed * sum(
         each.count * _collective_s(each.kind, each.tensor_bytes.at(samples) / each.count, group, job)
         for each in collectives
     )
+    return carried_s + num_calls(collectives) * job.efficiency.jitter_s * (strategy.tp - 1) ** 2
 
 
 def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job) -> float:

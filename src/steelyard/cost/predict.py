@@ -10,13 +10,14 @@ from itertools import pairwise
 
 from steelyard.cost.build import context_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
-from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, pipeline_buffer_bytes
+from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, layer_profile, pipeline_buffer_bytes
 from steelyard.cost.schedule import PassOrder, pass_order
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.stage_memory import stage_layers, stage_terms
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
+from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan, StagePrediction
 from steelyard.plan.strategy import Strategy
 
@@ -45,7 +46,12 @@ def predict(plan: Plan, job: Job) -> PlanCost:
             StagePrediction(time_s=_time_terms(chunks, setting), memory_bytes=_memory_terms(plan, stage, setting))
         )
     timeline = simulate(
-        [_stage_times(part) for part in parts], plan.num_microbatches, plan.schedule, num_chunks=plan.num_chunks
+        [_stage_times(part) for part in parts],
+        plan.num_microbatches,
+        plan.schedule,
+        num_chunks=plan.num_chunks,
+        overlap_sends=job.execution.overlaps_transfers,
+        speeds=job.profile.stage_speeds(plan.num_stages),
     )
     step_s = timeline.step_time_s + step_overhead_s(job)
     tokens_per_s = plan.global_batch * plan.seq_len / step_s / job.cluster.num_devices
@@ -196,10 +202,33 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
         terms.update(cost.static_bytes)
     terms["activations"] = order.peak_bytes([sum(cost.activation_bytes for cost in chunk) for chunk in chunks])
     terms["pipeline buffers"] = pipeline_buffer_bytes(setting) - _absent_buffer_bytes(order, stage, setting)
-    terms["working set"] += max(cost.transient_bytes for cost in costs)
+    waiting = _waiting_reduction_bytes(plan, stage, setting)
+    terms["working set"] += max(
+        max(cost.transient_bytes for cost in chunk) + sum(waiting) - mine
+        for chunk, mine in zip(chunks, waiting, strict=True)
+    )
     if setting.job.execution.states is not None:
         terms.update(_framework_terms(terms, costs, order.peak_bytes([1] * setting.num_chunks), plan, stage, setting))
     return dict(terms)
+
+
+def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[int]:
+    """The buffer of the last reduction that each chunk of a stage holds while another works, until its own next one.
+
+    That of the chunk's first sharded layer. An embedding counts its own always.
+    """
+    chunks, chain = plan.chunks(stage), setting.job.chain
+    if len(chunks) == 1 or setting.job.execution.states is not None:
+        return [0] * len(chunks)
+    held = []
+    for part in chunks:
+        sharded = [layer for layer in range(part.first_layer, part.last_layer + 1) if plan.strategies[layer].fsdp > 1]
+        kind = chain.kind_of(sharded[0]) if sharded else None
+        if kind is None or kind.role is LayerRole.EMBEDDING:
+            held.append(0)
+        else:
+            held.append(MASTER_BYTES * layer_profile(kind, plan.strategies[sharded[0]], setting).num_params)
+    return held
 
 
 def _framework_terms(
@@ -217,7 +246,8 @@ def _framework_terms(
     if execution.accumulates_late and execution.states is not None:
         made = terms["parameters"] * setting.job.compute_bytes // execution.states.parameters
         made = max(0, made - sum(cost.activation_bytes for cost in costs) - max(cost.transient_bytes for cost in costs))
-    return {"pipeline buffers": kept, "working set": made}
+    buckets = execution.bucket_bytes if strategy.data_degree > 1 else 0
+    return {"pipeline buffers": kept, "working set": made, "collective buffers": buckets}
 
 
 def _absent_buffer_bytes(order: PassOrder, stage: int, setting: Setting) -> int:

@@ -36,6 +36,11 @@ class Job:
     rates: Efficiency | None = None
     time_factor: float = 1.0
 
+    def identity(self) -> dict[str, str]:
+        """Where the costs come from, as short texts for a plan file: the profile, and the factor if there is one."""
+        factor = {} if self.time_factor == 1.0 else {"time_factor": f"{self.time_factor:.6g}"}
+        return self.profile.identity.summary() | factor
+
     @property
     def efficiency(self) -> Efficiency:
         """What fraction of the data sheet's rates the devices and links reach."""
@@ -81,6 +86,10 @@ class Setting:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Bytes of the hidden state of one microbatch over all ranks of a stage."""
+        """Bytes of what flows between two layers for one microbatch, over all ranks of a stage: the most of all layers.
+
+        Between an encoder's layers it is half of this (one hidden state and not two), in late stages of Swin less.
+        """
         job = self.job
-        return self.microbatch_samples * job.seq_len * job.chain.hidden_size * job.compute_bytes
+        width = job.chain.hidden_size * job.chain.num_streams
+        return self.microbatch_samples * job.seq_len * width * job.compute_bytes

@@ -25,7 +25,7 @@ sent to the stage before, as FSDP's does in the last backward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -33,6 +33,8 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.schedule import pass_order
+from steelyard.cost.shared_cores import play_on_shared_cores
+from steelyard.cost.wiring import StageRun, Wiring
 from steelyard.plan.plan import Schedule
 
 Pass = Literal["forward", "backward", "sync", "once"]
@@ -101,17 +103,6 @@ class Bubble:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StageRun:
-    """What the play of one stage left: pass after pass its code, start and end, and when its result was on the link."""
-
-    codes: list[int]
-    starts_s: list[float] = field(default_factory=list)
-    ends_s: list[float] = field(default_factory=list)
-    sent_s: list[float] = field(default_factory=list)
-    """End of the transfer."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
     """All passes of one step. Events are made when they are asked for: most callers want the step time alone."""
@@ -119,8 +110,8 @@ class Timeline:
     step_time_s: float
     num_stages: int
     num_microbatches: int
-    _wiring: "_Wiring"
-    _runs: tuple[_StageRun, ...]
+    _wiring: Wiring
+    _runs: tuple[StageRun, ...]
     _closing: tuple[tuple[Event, ...], ...]
     """Of every stage, what it does beside or after the passes of its order."""
 
@@ -206,12 +197,14 @@ def simulate(
     num_chunks: int = 1,
     overlap_sends: bool = True,
     overlap_sync: bool = False,
+    speeds: Sequence[float] = (),
 ) -> Timeline:
     """The timeline of one step.
 
     ``parts`` are the stages in the order of the layers, ``num_chunks`` times as many where they are interleaved: part
     k then lies on stage k mod P. Without ``overlap_sends`` a stage waits until its result has left; with
-    ``overlap_sync`` it reduces a chunk's gradients beside the passes that are left, else at once.
+    ``overlap_sync`` it reduces a chunk's gradients beside the passes that are left, else at once. Stages that share
+    processor cores have ``speeds``, see `steelyard.cost.shared_cores`; otherwise each has devices of its own.
     Raises `InvalidPlanError` for a number of microbatches that cannot be interleaved.
     """
     num_stages = len(parts) // num_chunks
@@ -221,8 +214,11 @@ def simulate(
         codes = _codes(stage, num_stages, num_microbatches, schedule, num_chunks)
         if not overlap_sync:
             codes = _with_sync(codes, parts, num_microbatches)
-        runs.append(_StageRun(codes=codes))
-    _play(runs, wiring, num_microbatches, overlap_sends=overlap_sends)
+        runs.append(StageRun(codes=codes))
+    if speeds:
+        play_on_shared_cores(runs, wiring, num_microbatches, speeds, overlap_sends=overlap_sends)
+    else:
+        _play(runs, wiring, num_microbatches, overlap_sends=overlap_sends)
     closing = tuple(
         tuple(_close(run, stage, parts, num_stages, num_microbatches, overlap_sync=overlap_sync))
         for stage, run in enumerate(runs)
@@ -237,26 +233,7 @@ def simulate(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wiring:
-    """What follows from a pass and how long it takes, by pass group: its kind times the number of parts, and its part.
-
-    A pass has the code group · m + microbatch.
-    """
-
-    num_parts: int
-    duration_s: list[float]
-    consumer: list[int]
-    """Group of the pass that takes the result, or −1."""
-    receiver: list[int]
-    """Stage of that pass."""
-    transfer_s: list[float]
-    latency_s: list[float]
-    link: list[int]
-    """Of the stage's links, that which the result takes."""
-
-
-def _wire(parts: Sequence[StageTimes], num_stages: int) -> _Wiring:
+def _wire(parts: Sequence[StageTimes], num_stages: int) -> Wiring:
     count = len(parts)
     consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * count]
     receiver, transfer_s, latency_s = [], [], []
@@ -267,7 +244,7 @@ def _wire(parts: Sequence[StageTimes], num_stages: int) -> _Wiring:
         receiver.append(receiving)
         transfer_s.append(crossed.transfer_s if is_sent else 0.0)
         latency_s.append(crossed.latency_s if is_sent else 0.0)
-    return _Wiring(
+    return Wiring(
         num_parts=count,
         duration_s=[getattr(part, name) for name in ("forward_s", "backward_s", "sync_s") for part in parts],
         consumer=consumer,
@@ -298,7 +275,7 @@ def _with_sync(codes: list[int], parts: Sequence[StageTimes], num_microbatches: 
     return result
 
 
-def _play(runs: Sequence[_StageRun], wiring: _Wiring, num_microbatches: int, *, overlap_sends: bool) -> None:
+def _play(runs: Sequence[StageRun], wiring: Wiring, num_microbatches: int, *, overlap_sends: bool) -> None:
     """Fills in the times of every run: each stage goes on until an input is missing, and again when it has arrived."""
     count, num_stages = wiring.num_parts, len(runs)
     arrival_s = [_NOT_YET] * (3 * count * num_microbatches)
@@ -340,7 +317,7 @@ def _play(runs: Sequence[_StageRun], wiring: _Wiring, num_microbatches: int, *, 
 
 
 def _close(
-    run: _StageRun,
+    run: StageRun,
     stage: int,
     parts: Sequence[StageTimes],
     num_stages: int,

@@ -20,6 +20,7 @@ and the bound is the largest $M$ over all passes and layers.
 Not modelled: what a redistribution between two layouts takes beyond its result.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from steelyard.cost.layer import gradient_copies, held_bytes, keeps_copy, kept_gradient_bytes, layer_profile
 from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Setting
+from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 
@@ -268,20 +270,27 @@ def stage_layers(plan: Plan, index: int, setting: Setting) -> StageLayers:
         received=0 if before is None else hidden_bytes(before, setting),
         sent=0 if is_last else hidden_bytes(strategies[part.last_layer], setting),
         received_is_saved=before is not None and before.layout == strategies[part.first_layer].layout,
-        token_bytes=sum(setting.microbatch_samples // degree for degree in samples)
-        * (setting.job.seq_len + 1)
-        * _TOKEN_BYTES,
+        token_bytes=sum(setting.microbatch_samples // degree for degree in samples) * _sample_bytes(setting),
         side_bytes=_side_bytes(setting),
     )
 
 
 def _side_bytes(setting: Setting) -> int:
-    """Positions, rotary embedding and the mask of a sliding window, which every forward pass makes for all layers."""
-    job, config = setting.job, setting.job.chain.config
-    head_dim = int(config.get("head_dim") or job.chain.hidden_size // config["num_attention_heads"])
-    window = int(config.get("sliding_window") or 0)
-    total = job.seq_len * (_TOKEN_BYTES + 2 * head_dim * job.compute_bytes)
-    return total + (job.seq_len**2 * job.compute_bytes if 0 < window < job.seq_len else 0)
+    """Positions, rotary embedding and masks, which every forward pass makes for all layers."""
+    job, chain = setting.job, setting.job.chain
+    attention = {kind.attention for kind in chain.kinds if kind.role is LayerRole.BLOCK}
+    rotary = 2 * chain.layout.rotary_size * job.compute_bytes
+    total = job.seq_len * (_TOKEN_BYTES + rotary * (len(attention) if chain.family.rotary_by_attention else 1))
+    window = int(chain.config.get("sliding_window") or 0)
+    slides = "sliding_attention" in attention and 0 < window < job.seq_len
+    num_masks = int(slides) if chain.family.fused_attention else len(attention)
+    return total + num_masks * job.seq_len**2 * job.compute_bytes
+
+
+def _sample_bytes(setting: Setting) -> int:
+    """What one sample takes as it is read: token ids and labels, or an image."""
+    image = setting.job.chain.layout.image
+    return _TOKEN_BYTES * (setting.job.seq_len + 1) if image is None else 4 * math.prod(image) + _TOKEN_BYTES
 
 
 def _made_gradients(num_params: int, strategy: Strategy, setting: Setting) -> int:

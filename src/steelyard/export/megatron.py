@@ -42,7 +42,7 @@ def _write(request: Request) -> Draft:
     if view.fsdp > 1:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
-        files=(("megatron.sh", _script(groups)),),
+        files=(("megatron.sh", _script(groups, view)),),
         carried=view.carried,
         left_out=tuple(left_out),
         usage=(
@@ -53,8 +53,14 @@ def _write(request: Request) -> Draft:
     )
 
 
-def _script(groups: Mapping[str, Flags]) -> str:
-    lines = ["#!/bin/bash", "set -euo pipefail", ': "${MEGATRON:?set MEGATRON to a checkout of Megatron-LM}"', ""]
+def _script(groups: Mapping[str, Flags], view: UniformPlan) -> str:
+    connections = (
+        "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
+        if view.fsdp > 1
+        else "export CUDA_DEVICE_MAX_CONNECTIONS=1  # tensor parallelism asks for it before Blackwell"
+    )
+    wanted = ': "${MEGATRON:?set MEGATRON to a checkout of Megatron-LM}"'
+    lines = ["#!/bin/bash", "set -euo pipefail", wanted, connections, ""]
     for name, flags in groups.items():
         lines += [f"{name}=(", *(f"    {flag}" for flag in flags), ")"]
     arrays = " ".join(f'"${{{name}[@]}}"' for name in groups)

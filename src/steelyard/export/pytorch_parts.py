@@ -525,7 +525,7 @@ def clip_gradients(layers, max_norm, device):
 
 
 def make_optimizers(layers, options):
-    """One AdamW for each mesh and placement, since fused updates do not mix meshes; decays no embedding."""
+    """One AdamW for each mesh and placement, since fused updates do not mix meshes; decay is for matrices alone."""
     groups = {}
     for number, layer in layers.items():
         for name, parameter in layer.named_parameters():

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard.errors import InvalidModelError
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight
 
 __all__ = ["LayerKind", "LayerRole", "ModelChain", "SharedWeight"]
@@ -78,6 +79,17 @@ class ModelChain:
     def hidden_shape(self, layer: int, seq_len: int) -> tuple[int, int]:
         """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
         return self.kind_of(layer).hidden or (seq_len, self.hidden_size)
+
+    def check_seq_len(self, seq_len: int) -> None:
+        """Raises `InvalidModelError` if the model cannot read sequences of this length."""
+        longest = self.max_seq_len
+        if not self.family.task.reads_text and seq_len != longest:
+            expected, hint = f"{longest}, the patches of an image", f"give --seq-len {longest}"
+        elif self.layout.learned_positions and seq_len > longest:
+            expected, hint = f"{longest} or less, the positions that the model knows", "give a shorter --seq-len"
+        else:
+            return
+        raise InvalidModelError(field="seq_len", found=f"{seq_len} for {self.name}", expected=expected, hint=hint)
 
     def layer_name(self, layer: int) -> str:
         """A name for messages: ``embedding``, ``block 3`` (counted from 0, anew after each embedding) or ``head``."""

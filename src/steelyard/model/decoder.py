@@ -74,6 +74,7 @@ def decoder(
     ffn: Callable[[Sizes, Keys], tuple[tuple[str, int], ...]] | None = None,
     no_sp_embedding: str = "",
     kind_of_block: Callable[[Sizes, int], str] | None = None,
+    fused_attention: bool = True,
 ) -> Family:
     """A family of decoders; names of modules are below ``body``, but for ``output``, which is the model's own.
 
@@ -98,9 +99,7 @@ def decoder(
         distinct = list(dict.fromkeys(names))
         tied = sizes.flag("tie_word_embeddings", default=keys.default_tied)
         kinds = (
-            LayerKind(
-                name="embedding", role=LayerRole.EMBEDDING, tp_divides=vocabulary, no_sp=no_sp_embedding
-            ),
+            LayerKind(name="embedding", role=LayerRole.EMBEDDING, tp_divides=vocabulary, no_sp=no_sp_embedding),
             *(
                 LayerKind(
                     name=_block_name(attending, extra, distinct),
@@ -122,6 +121,7 @@ def decoder(
             tied_embeddings=tied,
             shared=(copies,) if tied else (),
             rotary_size=block.head_dim if rotary else 0,
+            learned_positions=rotary is None,
         )
 
     def modules(chain: Layout, layer: int) -> Mapping[str, str]:
@@ -144,6 +144,7 @@ def decoder(
         },
         rotary=f"{body}.{rotary}" if rotary else None,
         rotary_by_attention=rotary_by_attention,
+        fused_attention=fused_attention,
     )
 
 

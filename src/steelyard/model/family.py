@@ -104,7 +104,11 @@ class Layout:
     tied_embeddings: bool = False
     shared: tuple[SharedWeight, ...] = ()
     rotary_size: int = 0
+    """Width of a rotary embedding; 0 where there is none."""
+    learned_positions: bool = False
+    """Whether there is a table of positions, which no sequence may outgrow."""
     image: tuple[int, int, int] | None = None
+    """Channels, height and width of what the first layer reads; None where it reads token ids."""
 
 
 class Sizes:
@@ -134,7 +138,9 @@ class Sizes:
         """The whole numbers of 1 or more under a key, one or several; raises `InvalidModelError`."""
         value = self.config.get(key)
         entries = value if isinstance(value, list | tuple) else (value,)
-        if not entries or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in entries):
+        if not entries or not all(
+            isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in entries
+        ):
             raise _wrong_size(key, value)
         return tuple(entries)
 
@@ -190,6 +196,8 @@ class Family:
     """Path of the rotary embedding, whose result every block reads."""
     rotary_by_attention: bool = False
     """Whether the rotary embedding differs between kinds of attention."""
+    fused_attention: bool = True
+    """Whether attention runs in one kernel; else step by step, with a mask and the square of the sequence in memory."""
     prepare: Callable[[Any], None] = _nothing
     """Lets layers that read what another layer of the model makes of its own weights hold those weights themselves;
     called on every model before it is taken apart, and twice does no harm."""

@@ -39,7 +39,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     """The model for the family's task on the meta device: its structure, no memory."""
     config = hub_config(chain)
     auto_class = getattr(transformers, chain.family.task.auto_class)
-    options = {"attn_implementation": "sdpa" if _has_fused_attention(auto_class, config) else "eager"}
+    options = {"attn_implementation": "sdpa" if chain.family.fused_attention else "eager"}
     if getattr(config, "num_experts", None) is not None:
         options["experts_implementation"] = IMPLEMENTATION
     with torch.device("meta"), warnings.catch_warnings():
@@ -48,11 +48,6 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     model.train()
     chain.family.prepare(model)
     return model
-
-
-def _has_fused_attention(auto_class: type, config: PreTrainedConfig) -> bool:
-    model_class = auto_class._model_mapping[type(config)]
-    return bool(getattr(model_class, "_supports_sdpa", True))
 
 
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:

@@ -4,14 +4,15 @@ Every token takes k experts. The T·k pairs of token and expert are sorted by ex
 work is that of k experts per token, however many there are. It is an experts implementation of transformers like its
 own ``grouped_mm``, under the name `IMPLEMENTATION`.
 
-Where the experts are divided between ranks (``first_expert`` and ``num_all_experts`` are set), a rank computes the pairs
-of its own experts and leaves zeros for the others. How many pairs that is depends on the routing; counted on fake
+Where the experts are divided between ranks (``first_expert`` and ``num_all_experts`` are set), a rank computes the
+pairs of its own experts and leaves zeros for the others. How many pairs that is depends on the routing; counted on fake
 tensors it is the share of experts that the rank holds, which is the mean. Not modelled: ranks waiting for the one
 whose experts are in demand.
 
 Legend of shapes: T tokens, K pairs T·k, E experts of this rank, H hidden size, F width of an expert.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def _backward_flop(gradient: Tensor, inputs: Tensor, weights: Tensor, ends: Tens
 
 def _ranges(ends: Tensor) -> list[tuple[int, int]]:
     bounds = [0, *ends.tolist()]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:

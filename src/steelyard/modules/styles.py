@@ -8,13 +8,14 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``colwise``, ``rowwise``         | PyTorch's: a matrix divided by its outputs, or by its inputs                     |
 | ``replicated_with_grad_allreduce`` | a norm of query and key heads, of which every rank has some                    |
 | ``sequence``                     | under sp, a norm that runs on this rank's part of the sequence                   |
+| ``sequence_local``               | the same, for a norm whose result is added to the hidden state                   |
 | ``gather``, ``gather:KEYWORD``   | its input, or the one of that name, is made whole                                |
 | ``gather:KEYWORD:0``             | both                                                                             |
 | ``vocabulary``                   | an embedding divided by tokens                                                   |
 | ``logits``                       | a projection divided by tokens, whose result stays divided                       |
 | ``conv_columns``, ``conv_rows``  | as colwise and rowwise, for matrices stored transposed (Conv1D)                  |
 | ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
-| ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; what follows is as for ``gather`` |
+| ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
 
 Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2; transformers ``integrations/tensor_parallel.py`` for
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -71,9 +72,7 @@ class _Gather(PrepareModuleInput):
         return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
 
 
-def on_local_parameters(
-    module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any
-) -> Any:
+def on_local_parameters(module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any) -> Any:
     """What the module computes from plain tensors: its parameters as ``used`` makes them of the DTensors."""
     local = {name: make(module.get_parameter(name)) for name, make in used.items()}
     with _reparametrize_module(module, local):
@@ -117,7 +116,9 @@ class ConvColumns(ParallelStyle):
         _store(module, device_mesh, {"weight": placement, "bias": Shard(0) if self._parts == 1 else Replicate()})
         module.nf = module.nf // device_mesh.size()
         own = partial(_own_columns, parts=self._parts, mesh=device_mesh)
-        used = {"weight": own, "bias": own} if self._parts > 1 else {"weight": DTensor.to_local, "bias": DTensor.to_local}
+        used = (
+            {"weight": own, "bias": own} if self._parts > 1 else {"weight": DTensor.to_local, "bias": DTensor.to_local}
+        )
         module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
         return module
 
@@ -212,6 +213,7 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
         sequence_dim=_HEAD_DIM_OF_LOCAL_HEADS, use_local_output=True
     ),
     "sequence": lambda sp: SequenceParallel() if sp else None,
+    "sequence_local": lambda sp: SequenceParallel(use_local_output=True) if sp else None,
     "gather": _gather,
     "vocabulary": lambda sp: RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks(sp)),
     "logits": lambda sp: ColwiseParallel(

@@ -87,7 +87,7 @@ def _has(layer: ChainLayer, path: str) -> bool:
 
 
 def _style(path: str, name: str, *, sp: bool) -> ParallelStyle | None:
-    if name.split(":")[0] not in STYLES:
+    if name.split(":", maxsplit=1)[0] not in STYLES:
         raise InvalidModelError(
             field=f"base_model_tp_plan.{path}",
             found=repr(name),

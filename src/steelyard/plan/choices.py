@@ -101,12 +101,12 @@ class Rival(PlanPart):
 
 
 class WhyNot(PlanPart):
-    """The best plan that does what was asked for, or why there is none."""
+    """The best plan that does what was asked for, or why there is none; or a plan of the user's own, priced."""
 
     asked: str
     plan: Plan | None = None
     reasons: tuple[str, ...] = ()
-    """Empty where there is a plan."""
+    """What stands in the way; empty where nothing does."""
 
 
 class Explanation(PlanPart):

@@ -23,7 +23,18 @@ def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: i
             f"data degree {strategy.data_degree} ({strategy.parallel}) does not divide "
             f"the {microbatch_samples} samples of a microbatch"
         )
-    if strategy.tp > 1 and kind.no_tp:
+    if strategy.tp > 1 and (reason := _no_tp(kind, strategy, seq_len)) is not None:
+        return reason
+    if strategy.remat is Remat.SELECTIVE and kind.role is not LayerRole.BLOCK:
+        return f"selective remat, which keeps matrix products, is for blocks: {_PRODUCTS[kind.role]}"
+    if not strategy.is_aligned:
+        return f"the levels of {strategy.parallel} are not runs of the stage mesh"
+    return None
+
+
+def _no_tp(kind: LayerKind, strategy: Strategy, seq_len: int) -> str | None:
+    """Why a layer cannot be divided over the strategy's tensor-parallel ranks."""
+    if kind.no_tp:
         return f"tp is not for the {kind.name} layers: {kind.no_tp}"
     if strategy.sp and kind.no_sp:
         return f"sp is not for the {kind.name} layers: {kind.no_sp}"
@@ -32,8 +43,4 @@ def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: i
             return f"tp {strategy.tp} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
     if strategy.sp and seq_len % strategy.tp:
         return f"sp over {strategy.tp} ranks does not divide the sequence length {seq_len}"
-    if strategy.remat is Remat.SELECTIVE and kind.role is not LayerRole.BLOCK:
-        return f"selective remat, which keeps matrix products, is for blocks: {_PRODUCTS[kind.role]}"
-    if not strategy.is_aligned:
-        return f"the levels of {strategy.parallel} are not runs of the stage mesh"
     return None

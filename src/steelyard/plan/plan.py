@@ -85,7 +85,8 @@ class StagePlan(PlanPart):
     @property
     def strategies(self) -> tuple[Strategy, ...]:
         """The strategy of each layer of the stage in order."""
-        return tuple(run.strategy for run in self.runs for _ in range(run.layers[0], run.layers[1] + 1))
+        counts = [(run.strategy, run.layers[1] + 1 - run.layers[0]) for run in self.runs]
+        return tuple(strategy for strategy, count in counts for _ in range(count))
 
 
 class StagePrediction(PlanPart):
@@ -134,6 +135,11 @@ class Prediction(PlanPart):
     """The identity of the profile that the costs came from."""
     alternatives: tuple[Alternative, ...] = ()
 
+    @property
+    def time_factor(self) -> float:
+        """What all times were multiplied by after a measured run; 1 where there was none."""
+        return float(self.profile.get("time_factor", 1.0))
+
 
 class Fallback(PlanPart):
     """The plan to go on with where memory runs out: less of it, more time, the same model, batch and devices."""
@@ -170,6 +176,7 @@ class Plan(PlanPart):
     def _consistent(self) -> Self:
         chain = self.chain()
         _check_config(self, chain)
+        chain.check_seq_len(self.seq_len)
         _check_batch(self)
         _check_ranks(self)
         _check_coverage(self, chain)

@@ -9,6 +9,7 @@
 | `pins`     | what layers must have, as a user writes it → cost tables that allow nothing else |
 | `insist`   | job and a pin → what it costs, or what forbids it                                |
 | `price`    | plan without prediction → plan with it                                           |
+| `calibration` | job and a measured run → the job with all times scaled                       |
 | `devices`  | job → the same on other numbers of devices; the fewest that do                   |
 | `batch`    | job → the global batch that is worth its size                                    |
 | `rivals`   | job and plan → the best plans under restrictions                                 |
@@ -21,15 +22,16 @@
 """
 
 from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
+from steelyard.planning.calibration import calibrate
 from steelyard.planning.choose import NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.insist import why_not
+from steelyard.planning.insist import why_not, why_not_plan
 from steelyard.planning.job import make_job
 from steelyard.planning.pins import Pin, parse_pin
-from steelyard.planning.price import job_of, price_plan, uniform_plan, with_price
+from steelyard.planning.price import job_of, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.study import study_plan
 from steelyard.planning.within import FittedPlan, plan_within
@@ -43,6 +45,7 @@ __all__ = [
     "Pin",
     "PlanOptions",
     "PlanningResult",
+    "calibrate",
     "device_counts",
     "explain_plan",
     "find_plan",
@@ -61,6 +64,8 @@ __all__ = [
     "study_plan",
     "uniform_plan",
     "why_not",
+    "why_not_plan",
+    "with_cost",
     "with_devices",
     "with_fallbacks",
     "with_price",

@@ -136,7 +136,7 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
         stages=cost.stages,
         certificate=status,
         lower_bound_s=found.lower_bound_s,
-        profile=job.profile.identity.summary(),
+        profile=job.identity(),
         alternatives=tuple(alternatives),
     )
 

@@ -55,7 +55,7 @@ def find_trade_offs(
         points=points,
         is_complete=is_complete,
         devices=tuple(devices),
-        profile=job.profile.identity.summary(),
+        profile=job.identity(),
     )
 
 

@@ -1,15 +1,19 @@
 """What it costs to insist on something that a plan does not do, or what forbids it."""
 
-from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import Job, Setting
 from steelyard.plan.choices import WhyNot
 from steelyard.plan.legality import illegal_reason
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.excluded import not_offered
 from steelyard.planning.pins import Pin
+from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.units import format_bytes
 
 SHOWN_REASONS = 3
 
@@ -27,6 +31,17 @@ def why_not(job: Job, options: PlanOptions, pin: Pin) -> WhyNot:
     return WhyNot(asked=pin.text, reasons=_forbidding(job, options, pin))
 
 
+def why_not_plan(job: Job, plan: Plan, *, asked: str) -> WhyNot:
+    """A plan of the user's own with its prediction for this job, and by how much it misses where it does not fit.
+
+    Raises `InvalidPlanError` for a plan of another model, batch or number of devices.
+    """
+    priced = with_price(plan, job)
+    over = peak_bytes(priced) - job.budget_bytes
+    reasons = (f"does not fit: misses {format_bytes(over)} per device",) if over > 0 else ()
+    return WhyNot(asked=asked, plan=priced, reasons=reasons)
+
+
 def _no_setting(job: Job, options: PlanOptions) -> str:
     settings = pipeline_settings(job, options)
     stages = ", ".join(str(count) for count in sorted({setting.num_stages for setting in settings}))
@@ -35,25 +50,36 @@ def _no_setting(job: Job, options: PlanOptions) -> str:
 
 
 def _forbidding(job: Job, options: PlanOptions, pin: Pin) -> tuple[str, ...]:
-    """The most frequent reasons why no strategy that has what is asked for may be used."""
-    found: Counter[str] = Counter()
-    settings = pipeline_settings(job, options)
-    kinds = {job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)}
+    """Why no strategy that has what is asked for may be used: the reasons that stand in the way of most of them."""
+    kinds = dict.fromkeys(job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer))
+    settings = pipeline_settings(job, replace(options, pins=(*options.pins, pin)))
+    stopped: dict[str, set[Strategy]] = {}
     for setting in settings:
         for strategy in stage_strategies(job, setting.devices_per_stage, options):
-            for kind in kinds if pin.allows(strategy) else ():
-                reason = illegal_reason(
-                    job.chain.kinds[kind],
-                    strategy,
-                    microbatch_samples=setting.microbatch_samples,
-                    seq_len=job.seq_len,
-                )
-                if reason is not None:
-                    found[f"{strategy} for the {job.chain.kinds[kind].name} layers: {reason}"] += 1
+            if pin.allows(strategy):
+                for reason in _reasons(setting, strategy, kinds):
+                    stopped.setdefault(reason, set()).add(strategy)
     for size in sorted({setting.devices_per_stage for setting in settings}):
         for strategy, reason in not_offered(job, size, options):
             if pin.allows(strategy):
-                found[f"{strategy}: {reason}"] += 1
-    if not found:
+                stopped.setdefault(f"{strategy}: {reason}", set()).add(strategy)
+    if not stopped:
         return (f"no strategy of the tree for {job.cluster.num_devices} devices or fewer has it",)
-    return tuple(reason for reason, _ in found.most_common(SHOWN_REASONS))
+    return tuple(sorted(stopped, key=lambda reason: -len(stopped[reason]))[:SHOWN_REASONS])
+
+
+def _reasons(setting: Setting, strategy: Strategy, kinds: Collection[int]) -> set[str]:
+    """What forbids a strategy, naming the layers where it is not the same for all of them."""
+    found: dict[str, list[str]] = {}
+    for kind in kinds:
+        layer = setting.job.chain.kinds[kind]
+        reason = illegal_reason(
+            layer, strategy, microbatch_samples=setting.microbatch_samples, seq_len=setting.job.seq_len
+        )
+        if reason is not None:
+            found.setdefault(reason, []).append(layer.name)
+    whole = len(kinds)
+    return {
+        reason if len(names) == whole else f"for the {', '.join(names)} layers: {reason}"
+        for reason, names in found.items()
+    }

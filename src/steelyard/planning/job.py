@@ -36,6 +36,7 @@ def make_job(
             raise UserError(
                 field=field, found=str(value), expected="1 or more", hint=f"give --{field.replace('_', '-')}"
             )
+    chain.check_seq_len(seq_len)
     if isinstance(profile, str | Path):
         profile = parse_file(Path(profile), Profile, InvalidProfileError, what="profile")
     if profile is None:

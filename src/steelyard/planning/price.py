@@ -1,10 +1,12 @@
 """What a given plan costs: for one written by hand, or to compare a chosen one with."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from steelyard.cost.predict import predict
+from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
+from steelyard.hardware import Cluster
 from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.assemble import assemble_plan
@@ -26,12 +28,15 @@ def price_plan(
 def job_of(
     plan: Plan,
     *,
-    cluster: str | None = None,
+    cluster: str | Cluster | None = None,
     memory: str | int | None = None,
     profile: str | Path | Profile | None = None,
 ) -> Job:
-    """The job that a plan is for, on its cluster or another one, with the memory of its devices or another one."""
-    return make_job(
+    """The job that a plan is for, on its cluster or another one, with the memory of its devices or another one.
+
+    Times are scaled as they were for the plan's prediction.
+    """
+    job = make_job(
         plan.chain(),
         cluster or plan.cluster,
         global_batch=plan.global_batch,
@@ -40,11 +45,16 @@ def job_of(
         memory=memory,
         profile=profile,
     )
+    return replace(job, time_factor=plan.prediction.time_factor) if plan.prediction else job
 
 
 def with_price(plan: Plan, job: Job) -> Plan:
     """The plan with its prediction for a job of the same model and batch."""
-    cost = predict(plan, job)
+    return with_cost(plan, job, predict(plan, job))
+
+
+def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
+    """The plan with a prediction of this cost."""
     prediction = Prediction(
         step_time_s=cost.step_time_s,
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
@@ -53,7 +63,7 @@ def with_price(plan: Plan, job: Job) -> Plan:
         stages=cost.stages,
         certificate="priced as given, not searched",
         lower_bound_s=0.0,
-        profile=job.profile.identity.summary(),
+        profile=job.identity(),
     )
     return plan.model_copy(update={"prediction": prediction})
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from steelyard.cost.build import slack_fraction, usable_bytes
+from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
 from steelyard.plan.plan import Plan
 from steelyard.planning.assemble import bare_plan, describe_plan
 from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
-from steelyard.planning.price import with_price
+from steelyard.planning.price import with_cost
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
 from steelyard.search import nearest_miss, search
@@ -33,19 +34,19 @@ BUDGETS = "more and less memory"
 def study_plan(
     plan: Plan,
     job: Job,
+    cost: PlanCost,
     *,
     time_limit_s: float,
     everywhere: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanStudy:
-    """The frontier and the rivals of a plan among those of its own pipeline setting, or of all (``everywhere``).
+    """The frontier and the rivals of a plan of this cost in its own pipeline setting, or in all (``everywhere``).
 
     The limit is one of this process's computing time, so that a busy machine shows no less. Each search that was
     begun is ended, so it is overrun by up to one search; what was not begun is left out and named. A limit of 0
     searches nothing.
     """
-    priced = with_price(plan, job)
-    assert priced.prediction is not None, "just priced"
+    priced = with_cost(plan, job, cost)
     notes = pricing_notes(plan, priced)
     if time_limit_s <= 0:
         return PlanStudy(scope="", explanation=Explanation(binds="", notes=notes))
@@ -57,7 +58,7 @@ def study_plan(
     contest = Contest(
         job=job,
         tables=make_problem(job, options).settings,
-        step_s=priced.prediction.step_time_s,
+        step_s=cost.step_time_s,
         time_limit_s=SEARCH_SHARE * time_limit_s,
     )
     progress("searching memory budgets")

@@ -6,6 +6,7 @@ is then given the least n with which it fits. That last step keeps their cuts, s
 answer, not a proven one, for more.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,7 +62,8 @@ def plan_within(plan: Plan, job: Job, means: Means, *, framework: str) -> Fitted
     if means.remats_first_blocks:
         relaxed = list(_free_remat_tables(job, means))
         for outcome in _ranked(job, relaxed):
-            candidates += _with_first_blocks_recomputed(bare_plan(job, outcome), job)
+            fitting = with_first_blocks_recomputed(bare_plan(job, outcome), job)
+            candidates += [fitting] if fitting is not None else []
     priced = [with_price(candidate, job) for candidate in candidates]
     return FittedPlan(plan=min(priced, key=_step_s), reasons=reasons, wanted_step_s=wanted_step_s)
 
@@ -174,20 +176,18 @@ def _nothing(framework: str, expected: str, hint: str) -> NothingFitsError:
     )
 
 
-def _with_first_blocks_recomputed(plan: Plan, job: Job) -> list[Plan]:
-    """The plan with the first n blocks of every stage recomputed, n the least with which it fits; none where none."""
+def with_first_blocks_recomputed(plan: Plan, job: Job) -> Plan | None:
+    """The plan with the first n blocks of every stage recomputed, n the least with which it fits; None where none."""
     blocks = set(block_layers(plan.chain()))
     most = max(sum(layer in blocks for layer in range(part.first_layer, part.last_layer + 1)) for part in plan.stages)
-    low, high = 0, most
-    if peak_bytes(with_price(_first_blocks(plan, most, blocks), job)) > job.budget_bytes:
-        return []
-    while low < high:
-        middle = (low + high) // 2
-        if peak_bytes(with_price(_first_blocks(plan, middle, blocks), job)) <= job.budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return [_first_blocks(plan, low, blocks)]
+
+    def fits(count: int) -> bool:
+        return peak_bytes(with_price(_first_blocks(plan, count, blocks), job)) <= job.budget_bytes
+
+    if not fits(most):
+        return None
+    least = bisect_left(range(most), True, key=fits)
+    return _first_blocks(plan, least, blocks)
 
 
 def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:

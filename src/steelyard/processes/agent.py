@@ -24,6 +24,9 @@ def main() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # else processes meet the addresses of those before a restart
+    )
     end_process(_run(sys.argv[1:]))
 
 

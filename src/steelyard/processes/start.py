@@ -103,7 +103,9 @@ def first_failure(failures: Iterable[Failure], exit_codes: dict[int, int]) -> Fa
     """
     reported = sorted(failures, key=lambda failure: failure.time_s)
     named = {failure.rank for failure in reported}
-    silent = [_silent(rank, code) for rank, code in sorted(exit_codes.items()) if rank not in named]
+    ended = sorted(exit_codes.items(), key=lambda pair: (pair[1] == -signal.SIGTERM, pair[0]))
+    """Those that torchrun itself ended, once another had failed, come last."""
+    silent = [_silent(rank, code) for rank, code in ended if rank not in named]
     if reported and not (silent and LOST_PEER.search(reported[0].message)):
         return reported[0]
     return silent[0] if silent else None

@@ -52,9 +52,8 @@ def measure_collectives(
 
     ``send_recv`` is between two ranks, so it has groups of two alone.
     """
-    shapes = group_shapes(dist.get_world_size())
-    wanted = [(shape, kind) for shape in shapes for kind in _CALLS if kind != "send_recv" or shape.size == 2]
-    meshes = {shape: shape_mesh(shape, device.type) for shape in shapes}
+    wanted = _wanted(dist.get_world_size())
+    meshes = {shape: shape_mesh(shape, device.type) for shape in group_shapes(dist.get_world_size())}
     for shape, kind in wanted:
         share_s = budget_s / len(wanted) / len(sizes_bytes)
         times_s = [
@@ -70,6 +69,16 @@ def measure_collectives(
             bytes_per_s=fit.bytes_per_s,
             max_relative_error=fit.max_relative_error,
         )
+
+
+def num_collectives(world_size: int) -> int:
+    """How many kinds of collectives and shapes of groups `measure_collectives` measures."""
+    return len(_wanted(world_size))
+
+
+def _wanted(world_size: int) -> list[tuple[GroupShape, CollectiveKind]]:
+    shapes = group_shapes(world_size)
+    return [(shape, kind) for shape in shapes for kind in _CALLS if kind != "send_recv" or shape.size == 2]
 
 
 def shape_mesh(shape: GroupShape, device_type: str) -> DeviceMesh:

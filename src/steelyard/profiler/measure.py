@@ -16,15 +16,21 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.profiler.clock import barrier
-from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives
+from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives, num_collectives
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_layers
 from steelyard.profiler.overheads import measure_optimizer, measure_overlap_slowdown, measure_step_overhead
+from steelyard.profiler.sharing import measure_busy_speeds
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
 
 _log = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
-"""Takes one short line about what is measured next."""
+Progress = Callable[[str, float], None]
+"""Takes one short line about what is measured next, and the share of the whole measurement that is done."""
+_OVERHEADS_BEGIN = 0.9
+
+
+def _log_progress(line: str, done: float) -> None:
+    _log.info("%s (%.0f%% done)", line, 100 * done)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,11 @@ class Budget:
         """The usual division of ``total_s`` seconds."""
         return cls(layers_s=0.6 * total_s, collectives_s=0.3 * total_s, overheads_s=0.1 * total_s)
 
+    @property
+    def layers_share(self) -> float:
+        """The part of the whole that layers take."""
+        return self.layers_s / (self.layers_s + self.collectives_s + self.overheads_s)
+
 
 def measure(
     chain: ModelChain,
@@ -50,7 +61,7 @@ def measure(
     trace: Profile,
     budget_s: float = 20.0,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
-    progress: Progress = _log.info,
+    progress: Progress = _log_progress,
 ) -> Profile:
     """The profile of ``chain`` on this process group's devices, for each of ``samples`` (samples of one rank).
 
@@ -66,19 +77,21 @@ def measure(
     device = current_device()
     budget = Budget.of(budget_s)
     run = _Run(chain=chain, seq_len=seq_len, precision=precision, device=device, budget=budget, progress=progress)
-    timed, optimizer_s_per_param = run.layers_and_optimizer(layers, samples)
+    computed = run.compute(layers, samples)
     collectives = run.collectives(sizes_bytes) if world_size > 1 else ()
-    progress("end of a step, overlap")
+    progress("end of a step, overlap", _OVERHEADS_BEGIN)
     step_overhead_s = measure_step_overhead(device, budget_s=budget.overheads_s / 4)
     changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=budget.overheads_s / 2)}
     barrier(device)
     return trace.model_copy(
         update={
             "identity": trace.identity.model_copy(update=_measured_identity(device, world_size)),
-            "layers": timed,
+            "layers": computed.layers,
             "collectives": collectives,
-            "optimizer_s_per_param": optimizer_s_per_param,
+            "optimizer_s_per_param": computed.optimizer_s_per_param,
             "step_overhead_s": step_overhead_s,
+            "busy_speeds": computed.busy_speeds,
+            "reserved_over_allocated": reserved_over_allocated(device),
             **(changes if world_size > 1 else {}),
         }
     )
@@ -133,6 +146,25 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+def reserved_over_allocated(device: torch.device) -> float | None:
+    """Most bytes that the GPU's allocator reserved so far over most that tensors held; None on a CPU.
+
+    A CPU's allocator gives back what is freed.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_reserved(device) / max(torch.cuda.max_memory_allocated(device), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """What was measured of computation."""
+
+    layers: tuple[LayerProfile, ...]
+    optimizer_s_per_param: float
+    busy_speeds: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """What all parts of one measurement share."""
@@ -144,15 +176,15 @@ class _Run:
     budget: Budget
     progress: Progress
 
-    def layers_and_optimizer(
-        self, layers: Sequence[LayerProfile], samples: Sequence[int]
-    ) -> tuple[tuple[LayerProfile, ...], float]:
-        """The layers with their times, and the optimizer's seconds per parameter (at the smallest tp)."""
+    def compute(self, layers: Sequence[LayerProfile], samples: Sequence[int]) -> _Computed:
+        """The layers with their times; at the smallest tp the optimizer and how processes share cores."""
         settings = sorted({(layer.tp, layer.sp) for layer in layers})
         times: dict[tuple[str, int, bool], tuple[MeasuredTime, ...]] = {}
         optimizer_s_per_param: float | None = None
+        busy_speeds: tuple[float, ...] = ()
         for index, (tp, sp) in enumerate(settings):
-            self.progress(f"layers, tp {tp}{' with sp' if sp else ''} ({index + 1} of {len(settings)})")
+            done = index / len(settings) * self.budget.layers_share
+            self.progress(f"layers, tp {tp}{' with sp' if sp else ''} ({index + 1} of {len(settings)})", done)
             short = build_short_chain(
                 self.chain,
                 [layer.kind for layer in layers if (layer.tp, layer.sp) == (tp, sp)],
@@ -167,24 +199,38 @@ class _Run:
             times.update({(kind, tp, sp): found for kind, found in measured.items()})
             if optimizer_s_per_param is None:
                 optimizer_s_per_param = measure_optimizer(short, budget_s=self.budget.overheads_s / 4)
+                if tp == 1:
+                    middle = sorted(samples)[len(samples) // 2]
+                    busy_speeds = measure_busy_speeds(short, samples=middle, budget_s=self.budget.overheads_s)
         assert optimizer_s_per_param is not None
         timed = tuple(layer.model_copy(update={"times": times[layer.kind, layer.tp, layer.sp]}) for layer in layers)
-        return timed, optimizer_s_per_param
+        return _Computed(layers=timed, optimizer_s_per_param=optimizer_s_per_param, busy_speeds=busy_speeds)
 
     def collectives(self, sizes_bytes: Sequence[int]) -> tuple[CollectiveProfile, ...]:
         """All collectives, with a line of progress for each."""
         return tuple(
             self._reported(
-                measure_collectives(self.device, budget_s=self.budget.collectives_s, sizes_bytes=sizes_bytes)
+                measure_collectives(self.device, budget_s=self.budget.collectives_s, sizes_bytes=sizes_bytes),
+                num_collectives(dist.get_world_size()),
             )
         )
 
-    def _reported(self, found: Iterable[CollectiveProfile]) -> Iterable[CollectiveProfile]:
-        self.progress("collectives")
-        for collective in found:
+    def _reported(self, found: Iterable[CollectiveProfile], total: int) -> Iterable[CollectiveProfile]:
+        begin = self.budget.layers_share
+        self.progress("collectives", begin)
+        for number, collective in enumerate(found, start=1):
             span = "strided" if collective.strided else "neighbouring"
-            self.progress(f"{collective.kind} over {collective.group_size} {span} ranks")
+            done = begin + (_OVERHEADS_BEGIN - begin) * number / total
+            self.progress(f"{collective.kind} over {collective.group_size} {span} ranks", done)
             yield collective
+
+
+def _driver(device: torch.device) -> str:
+    """What lies between PyTorch and the device: CUDA and NCCL with their versions."""
+    if device.type != "cuda":
+        return "none"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"CUDA {torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}, NCCL {nccl}"
 
 
 def _measured_identity(device: torch.device, world_size: int) -> dict[str, object]:
@@ -192,6 +238,7 @@ def _measured_identity(device: torch.device, world_size: int) -> dict[str, objec
         "method": "measured",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "num_devices": world_size,
+        "driver": _driver(device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,6 +1,6 @@
 """One process of a measurement: ``torchrun … -m steelyard.profiler --model NAME --traced traced.json -o profile.json``.
 
-The first process shows a line of progress and writes the profile.
+The first process shows a bar of progress and writes the profile.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from steelyard.profiler.measure import measure
 from steelyard.profiles.profile import Profile
 
 _TIMEOUT_S = 300.0
+_BAR_WIDTH = 30
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,17 +52,24 @@ def _measure_and_write(options: argparse.Namespace) -> None:
             progress=_show if dist.get_rank() == 0 else _keep_quiet,
         )
         if dist.get_rank() == 0:
-            _show("done\n")
+            _show("done\n", 1.0)
             options.output.write_text(dump_json(profile) + "\n")
 
 
-def _show(line: str) -> None:
-    """Replaces the line of progress on a terminal; elsewhere every state is a line of its own."""
-    print(
-        f"\r\x1b[Kmeasuring: {line}" if sys.stderr.isatty() else f"measuring: {line.strip()}\n", end="", file=sys.stderr
-    )
+def progress_bar(done: float) -> str:
+    """A bar for the share that is done, 0 to 1, and the share in per cent."""
+    filled = round(_BAR_WIDTH * done)
+    return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done:4.0%}"
+
+
+def _show(line: str, done: float) -> None:
+    """Replaces the bar of progress on a terminal; elsewhere every state is a line of its own."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[Kmeasuring {progress_bar(done)} {line}")
+    else:
+        sys.stderr.write(f"measuring: {done:4.0%} {line.strip()}\n")
     sys.stderr.flush()
 
 
-def _keep_quiet(line: str) -> None:
+def _keep_quiet(line: str, done: float) -> None:
     """Shows nothing: the first process speaks for all."""

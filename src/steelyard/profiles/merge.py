@@ -25,6 +25,8 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
             "layers": tuple(layers.values()),
             "collectives": tuple(collectives.values()),
             "optimizer_s_per_param": a.optimizer_s_per_param if optimizer_s is None else optimizer_s,
+            "busy_speeds": b.busy_speeds or a.busy_speeds,
+            "reserved_over_allocated": b.reserved_over_allocated or a.reserved_over_allocated,
         }
     )
 

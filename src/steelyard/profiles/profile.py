@@ -226,6 +226,8 @@ class ProfileIdentity(ProfilePart):
     precision: Literal["fp32", "bf16"]
     device: str
     num_devices: int = Field(ge=1)
+    driver: str = "none"
+    """Versions of what lies between PyTorch and a GPU; a CPU has nothing there."""
     torch: str
     transformers: str
     created: str
@@ -248,6 +250,32 @@ class Profile(ProfilePart):
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
     overlap_slowdown: float = Field(default=1.3, ge=1.0)
     """How much longer compute and communication take side by side; 1.3 as in Galvatron (Miao et al. 2022)."""
+    busy_speeds: tuple[float, ...] = ()
+    """How fast a process computes while 1, 2, … of them do, over its speed while all do, at which layers were measured.
+    Processes of a host share its cores; absent for devices of their own."""
+    reserved_over_allocated: float | None = Field(default=None, ge=1)
+    """Most bytes that a GPU's allocator reserved over most that tensors held, as layers were measured."""
+
+    @model_validator(mode="after")
+    def _speeds_of_every_number(self) -> Self:
+        speeds = self.busy_speeds
+        if speeds and (
+            len(speeds) != self.identity.num_devices or speeds[-1] != 1.0 or list(speeds) != sorted(speeds)[::-1]
+        ):
+            raise InvalidProfileError(
+                field="busy_speeds",
+                found=str(list(speeds)),
+                expected=f"{self.identity.num_devices} numbers that never rise, the last one 1",
+                hint="profile the model again",
+            )
+        return self
+
+    def stage_speeds(self, num_stages: int) -> tuple[float, ...]:
+        """How fast a stage computes while 1, 2, … stages do; empty where stages have devices of their own."""
+        if num_stages == 1 or not self.busy_speeds:
+            return ()
+        per_stage = self.identity.num_devices // num_stages
+        return self.busy_speeds[per_stage - 1 :: per_stage]
 
     def layer(self, kind: str, tp: int, sp: bool) -> LayerProfile | None:
         """The layer profile of a kind at a tensor-parallel degree, or None where it was not traced or measured."""

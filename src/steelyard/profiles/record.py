@@ -52,6 +52,8 @@ class RunRecord(RecordPart):
     mfu: float | None = None
     """Model FLOP utilisation of the median step; absent where the devices' peak rate is not known."""
     predicted_step_s: float | None = None
+    predicted_time_factor: float = Field(default=1.0, gt=0)
+    """What the prediction had been multiplied by after an earlier run."""
     predicted_busy_s: tuple[float, ...] | None = None
     """Per stage the seconds of a step in which it works, as the plan predicted."""
     predicted_peak_bytes: tuple[int, ...] | None = None

@@ -12,6 +12,9 @@ from steelyard.plan.plan import Plan, Prediction
 from steelyard.report.plan_table import headline
 from steelyard.units import format_bytes, format_seconds
 
+LEAST = 1e-9
+"""Less than this, of seconds or bytes, is nothing."""
+
 
 def compare_view(first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")) -> RenderableType:
     """Both headlines, then what differs; terms only where both plans have a prediction."""
@@ -79,7 +82,7 @@ def _term_table(
     first, second = terms
     for name in dict.fromkeys((*first, *second)):
         before, after = first.get(name, 0.0), second.get(name, 0.0)
-        if max(abs(before), abs(after)) > 1e-9:
+        if max(abs(before), abs(after)) > LEAST:
             table.add_row(name, show(before), show(after), _signed(after - before, show))
     before, after = sum(first.values()), sum(second.values())
     table.add_row("total", show(before), show(after), _signed(after - before, show), style="bold")
@@ -87,6 +90,8 @@ def _term_table(
 
 
 def _signed(value: float, show: Callable[[float], str]) -> str:
+    if abs(value) < LEAST:
+        return "–"
     return ("+" if value >= 0 else "−") + show(abs(value))
 
 

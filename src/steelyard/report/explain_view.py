@@ -21,22 +21,26 @@ from steelyard.report.plan_table import (
 )
 from steelyard.units import format_bytes, format_seconds
 
+SHOWN_ROWS = 14
+"""Of the table of strategies; one of more is drawn together, so that an explanation stays a screenful."""
 SMALL_SHARE = 0.01
 """Terms that take less than this share are drawn together."""
 
 
 def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
     """The decision, where time and memory go, what binds, and the rivals; with ``everything`` all that lost too."""
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), stage_table(plan)]
+    num_rows = sum(len(part.runs) for part in plan.stages)
+    layers = stage_table(plan) if everything or num_rows <= SHOWN_ROWS else Text(_usage(plan))
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), layers]
     if plan.prediction is not None:
         parts += [Text(line) for line in prediction_lines(plan, plan.prediction)]
     if explanation.binds:
         parts.append(Text(explanation.binds))
     parts += [Text(f"Note: {note}", style="yellow") for note in explanation.notes]
     if explanation.rivals:
-        parts.append(rival_table("Best plan instead", explanation.rivals))
+        parts.append(rival_table("Best plan instead", explanation.rivals, whole=everything))
     if explanation.budgets:
-        parts.append(rival_table("Best plan with another memory per device", explanation.budgets))
+        parts.append(rival_table("Best plan with another memory per device", explanation.budgets, whole=everything))
     if everything:
         parts += _everything(plan, explanation)
     return Group(*parts)
@@ -53,7 +57,10 @@ def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
             Text(f"No plan has {asked.asked}:", style="bold"),
             *(Text(f"  {reason}") for reason in asked.reasons),
         )
-    return compare_view(plan, asked.plan, ("this plan", asked.asked))
+    compared = compare_view(plan, asked.plan, ("this plan", asked.asked))
+    if not asked.reasons:
+        return compared
+    return Group(*(Text(f"{asked.asked}: {reason}", style="bold") for reason in asked.reasons), compared)
 
 
 def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
@@ -88,13 +95,16 @@ def shares(terms: Mapping[str, float]) -> str:
     return ", ".join(texts + ([f"the rest {rest:.1%}"] if rest >= 0.0005 else []))
 
 
-def rival_table(title: str, rivals: Sequence[Rival]) -> Table:
-    """A row for each restriction: step time, how much slower, and the plan, or the bytes that are missing."""
+def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> Table:
+    """A row for each restriction: step time, how much slower, and the plan, or the bytes that are missing.
+
+    A row takes one line, cut off where it is longer, unless ``whole``.
+    """
     table = _table(title)
     table.add_column("", no_wrap=True)
     for column in ("step", "slower"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("plan")
+    table.add_column("plan", no_wrap=not whole, overflow="fold" if whole else "ellipsis")
     for rival in rivals:
         if rival.step_time_s is None:
             missing = rival.missing_bytes
@@ -147,6 +157,15 @@ def _everything(plan: Plan, explanation: Explanation) -> list[RenderableType]:
     if explanation.verdicts:
         parts.append(verdict_table(explanation.verdicts))
     return parts
+
+
+def _usage(plan: Plan) -> str:
+    """How many layers have each strategy, the most used first."""
+    names = [str(strategy) for strategy in plan.strategies]
+    used = sorted(dict.fromkeys(names), key=lambda name: -names.count(name))
+    counted = ", ".join(f"{name} ×{names.count(name)}" for name in used)
+    sizes = [part.last_layer - part.first_layer + 1 for part in plan.stages]
+    return f"Strategies: {counted}.\nLayers of the stages: {', '.join(map(str, sizes))} (--all shows which)."
 
 
 def _stage(plan: Plan, index: int, what: str) -> str:

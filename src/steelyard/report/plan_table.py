@@ -131,9 +131,12 @@ def _left(prediction: Prediction, total_bytes: int) -> str:
 
 def _source(prediction: Prediction) -> str:
     profile = prediction.profile
+    factor = prediction.time_factor
+    scaled = "" if factor == 1.0 else f"; all times × {factor:.3f}, calibrated by a measured run"
     if profile.get("method") == "measured":
-        return f"measured on {profile.get('device')} ({profile.get('created')})"
-    return f"traced with torch {profile.get('torch')}, transformers {profile.get('transformers')}; catalogue rates"
+        return f"measured on {profile.get('device')} ({profile.get('created')}){scaled}"
+    traced = f"traced with torch {profile.get('torch')}, transformers {profile.get('transformers')}"
+    return f"{traced}; catalogue rates{scaled}"
 
 
 def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:

@@ -15,7 +15,21 @@ def profile_view(profile: Profile) -> RenderableType:
         f"{identity.model_name}, {identity.seq_len} tokens, {identity.precision} on {identity.num_devices} × "
         f"{identity.device} ({identity.method} {identity.created})"
     )
-    return Group(Text(title, style="bold"), layer_table(profile), collective_table(profile))
+    tables = (layer_table(profile), collective_table(profile))
+    return Group(Text(title, style="bold"), *tables, *map(Text, machine_lines(profile)))
+
+
+def machine_lines(profile: Profile) -> list[str]:
+    """What was measured of the machine beside layers and collectives."""
+    lines = []
+    if profile.busy_speeds:
+        speeds = ", ".join(f"{speed:.2f}" for speed in profile.busy_speeds)
+        lines.append(f"processes share cores: speed while 1, 2, … of them compute over that while all do: {speeds}")
+    if profile.reserved_over_allocated is None:
+        lines.append("memory: a CPU's allocator keeps nothing, so reserved is allocated")
+    else:
+        lines.append(f"memory: reserved {profile.reserved_over_allocated:.2f} × allocated")
+    return lines
 
 
 def layer_table(profile: Profile) -> Table:

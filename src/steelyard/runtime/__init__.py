@@ -10,6 +10,13 @@
 | `applied`        | reads back what was really done to each layer                                      |
 | `data`           | text and token files as samples in an order that no plan changes                   |
 | `train`          | the training loop of one rank, and the run record                                  |
+| `persistence`    | how a run begins and what it leaves behind: resume, weights, checkpoints           |
+| `state`          | parameters and optimizer states under names that no plan changes                   |
+| `checkpoint`     | writes checkpoints beside the training, reads them under any plan                  |
+| `checkpoint_folder` | which checkpoints are complete, and which may go                  (no torch)    |
+| `weights`        | Hugging Face folders, read straight into shards and written                        |
+| `stored_weights` | where parameters lie in files whose tensors have other names or are in pieces      |
+| `memory_limit`   | how a run ends when memory runs out                                                |
 | `memory`         | the peak of what a process's tensors hold                                          |
 | `options`        | options of a run and their command-line form                         (no torch)    |
 | `launch`         | starts a training run on this host                                   (no torch)    |

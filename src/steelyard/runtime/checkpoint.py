@@ -7,6 +7,7 @@ One save is under way at a time: the next waits for it. The first rank completes
 """
 
 import errno
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,8 +23,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from steelyard.errors import InvalidCheckpointError
 from steelyard.plan.plan import Plan
-from steelyard.runtime.checkpoint_folder import CheckpointInfo, commit, part_path, plan_hash, prepare_folder, read_info
+from steelyard.runtime.checkpoint_folder import (
+    CheckpointInfo,
+    check_model,
+    commit,
+    part_path,
+    plan_hash,
+    prepare_folder,
+    read_info,
+)
 from steelyard.runtime.state import RunState, random_states, set_random_states
+from steelyard.units import format_bytes
 
 Result = TypeVar("Result")
 
@@ -75,6 +85,7 @@ class Checkpointer:
             written.result()
             if dist.get_rank() == 0:
                 commit(self._folder, info, keep_last=self._keep_last)
+            dist.barrier(self._group)  # else a rank that ends now would take the first one with it, before the rename
         except (CheckpointException, OSError) as error:
             raise _not_written(error, part_path(self._folder, info.step)) from error
 
@@ -86,14 +97,7 @@ def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
     `InvalidCheckpointError` if the checkpoint is damaged, or of another model or optimizer.
     """
     info = read_info(path)
-    chain = plan.chain()
-    if info.config_hash != chain.config_hash:
-        raise InvalidCheckpointError(
-            field="--resume",
-            found=f"{path} of {info.model_name} (config {info.config_hash})",
-            expected=f"a checkpoint of {chain.name} (config {chain.config_hash}), the model of the plan",
-            hint="resume it with a plan for its model",
-        )
+    check_model(info, path, plan)
     state.fill_optimizers()
     for copy in range(state.names.num_copies):
         _read(path, state.tensors(copy=copy))
@@ -139,14 +143,23 @@ def _unreadable(path: Path, cause: BaseException) -> InvalidCheckpointError:
 
 def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
     cause = _first_cause(error)
-    is_full = (getattr(cause, "errno", None) in _FULL_DISK) or "PytorchStreamWriter failed" in str(cause)
     step = part.name.removeprefix(".").removesuffix(".part")
+    reason, expected = _one_line(cause), "a folder that stays writable"
+    if _is_full_disk(cause):
+        free = format_bytes(shutil.disk_usage(part.parent).free)
+        reason = f"the disk, of which {free} are free, or a limit on files took no more"
+        expected = "room for --keep-last checkpoints and one more"
     return InvalidCheckpointError(
         field="--checkpoint-dir",
-        found=f"{step} could not be written to {part.parent}: {_one_line(cause)}",
-        expected="room for --keep-last checkpoints and one more" if is_full else "a folder that stays writable",
+        found=f"{step} could not be written to {part.parent}: {reason}",
+        expected=expected,
         hint="make room and go on with --resume latest: the checkpoints before it are complete",
     )
+
+
+def _is_full_disk(cause: BaseException) -> bool:
+    """Whether a write failed for want of room; `torch.save` hides the error behind what it meets afterwards."""
+    return getattr(cause, "errno", None) in _FULL_DISK or "inline_container" in str(cause)
 
 
 def _first_cause(error: BaseException) -> BaseException:

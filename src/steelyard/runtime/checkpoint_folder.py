@@ -25,6 +25,8 @@ from steelyard.plan.plan import Plan
 
 INFO_FILE = "run.json"
 LATEST = "latest"
+AUTO = "auto"
+"""As latest, where there is a checkpoint; else the run starts anew."""
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
 
@@ -97,10 +99,10 @@ def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path, list[str]]:
     ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``. Raises
     `InvalidCheckpointError` where there is none that is whole.
     """
-    if resume == LATEST and folder is None:
+    if resume in (LATEST, AUTO) and folder is None:
         raise InvalidCheckpointError(
             field="--resume",
-            found="latest, but no --checkpoint-dir",
+            found=f"{resume}, but no --checkpoint-dir",
             expected="the folder whose latest checkpoint to take",
             hint="give --checkpoint-dir DIR, or --resume DIR",
         )
@@ -141,6 +143,18 @@ def read_info(path: Path) -> CheckpointInfo:
         if actual != size:
             raise _damaged(f"{file} with {actual} bytes instead of {size}")
     return info
+
+
+def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
+    """Raises `InvalidCheckpointError` if a checkpoint is not of the model of the plan."""
+    chain = plan.chain()
+    if info.config_hash != chain.config_hash:
+        raise InvalidCheckpointError(
+            field="--resume",
+            found=f"{path} of {info.model_name} (config {info.config_hash})",
+            expected=f"a checkpoint of {chain.name} (config {chain.config_hash}), the model of the plan",
+            hint="resume it with a plan for its model",
+        )
 
 
 def _damaged(found: str) -> InvalidCheckpointError:

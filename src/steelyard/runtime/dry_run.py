@@ -84,7 +84,7 @@ def dry_run(plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool =
     process that already has a process group.
     """
     started_s = time.perf_counter()
-    whole, plan = plan, plan if every_microbatch else _shortened(plan)
+    whole, plan = plan, plan if every_microbatch else _shortened(plan, rank)
     chain = plan.chain()
     with _fake_world(rank, plan.num_devices):
         mesh = build_mesh(plan, "cpu")
@@ -111,17 +111,18 @@ def dry_run_all(
         yield from pool.map(work, ranks)
 
 
-def _shortened(plan: Plan) -> Plan:
+def _shortened(plan: Plan, rank: int) -> Plan:
     """The plan with fewer microbatches of the same size, where the others would repeat them.
 
-    On one stage the first makes the gradients, the last reduces them, and those between are alike. Under 1F1B as many
-    microbatches as there are stages fill the pipeline; two more make sure that all stages work in its steady state.
+    On one stage the first makes the gradients, the last reduces them, and those between are alike. Under 1F1B a stage
+    with n behind it begins with n + 1 microbatches; two more make sure that it works in its steady state. Torch wants
+    at least as many as there are stages.
     """
     stages = plan.num_stages
     if stages == 1:
         fewest = 3
     elif plan.schedule == "1f1b":
-        fewest = stages + 2
+        fewest = max(stages, stages - rank // plan.stages[0].num_devices + 2)
     else:
         return plan
     count = min(plan.num_microbatches, fewest)
@@ -142,7 +143,6 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
 
 def _two_steps(model: ParallelModel, storages: AttributedStorages) -> list[Peak]:
     """The peaks of the first and the second step."""
-    plan = model.plan
     optimizers = model.make_optimizers(AdamW)
     storages.assign("parameters", model.parameters())
     _follow_passes(model, storages)

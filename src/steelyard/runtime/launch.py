@@ -14,7 +14,14 @@ from steelyard.plan.file import parse_file, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.processes.start import RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
-from steelyard.runtime.checkpoint_folder import LATEST, newest_intact
+from steelyard.runtime.checkpoint_folder import (
+    AUTO,
+    LATEST,
+    check_model,
+    find_checkpoint,
+    newest_intact,
+    read_info,
+)
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.progress import check_tensorboard
@@ -33,6 +40,9 @@ def launch(plan_path: str | Path, data: str | Path, options: TrainOptions, *, re
     plan = read_plan(plan_path)
     prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
     check_tensorboard(options)
+    if options.resume is not None and options.resume != AUTO:
+        found, _ = find_checkpoint(options.resume, options.checkpoint_dir)
+        check_model(read_info(found), found, plan)
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         options = replace(options, record=options.record or Path(folder) / "record.json")
         path = Path(plan_path)

@@ -19,8 +19,10 @@ embedding) do not decay: they set scales and offsets, and decay would pull rare 
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from steelyard.model.chain import LayerRole, ModelChain
@@ -32,6 +34,25 @@ LEAST_LR_SHARE = 0.1
 _CONVOLUTION_DIMS = 4
 
 
+class LocalAdamW(AdamW):
+    """AdamW that updates each rank's part of its parameters directly, all in one fused operation.
+
+    The update of an entry needs no other entry. `torch.optim.AdamW` on DTensors works out the placement of every
+    operation anew in each step (the learning rate is part of the question), which costs more than the update itself:
+    50 parameters of 300 × 300 on a CPU take 1.25 s, fused 0.21 s, and so a few milliseconds. The states stay DTensors.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+
+    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
+        """Collects parameters, gradients and states as `torch.optim.AdamW` does, and takes this rank's part of each."""
+        has_complex = super()._init_group(group, *found)
+        for tensors in found:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return has_complex
+
+
 def make_adamw(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
     """The optimizers of this rank's parameters, one for each kind of sharding."""
     decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
@@ -40,7 +61,7 @@ def make_adamw(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
         groups: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(id(parameter) in decayed, []).append(parameter)
-        return AdamW(
+        return LocalAdamW(
             [
                 {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
                 for is_decayed, group in groups.items()

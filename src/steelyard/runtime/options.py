@@ -40,7 +40,9 @@ class TrainOptions:
     checkpoint_dir: Path | None = _option(None, "folder for checkpoints; none are written without it", Path)  # noqa: RUF009
     checkpoint_every: int = _option(100, "steps between checkpoints; one more is written at the end", int, least=1)
     keep_last: int = _option(2, "checkpoints that are kept, the newest ones", int, least=1)
-    resume: str | None = _option(None, "checkpoint to go on from, a folder of them, or latest of --checkpoint-dir", str)
+    resume: str | None = _option(
+        None, "a checkpoint or a folder of them to go on from; of --checkpoint-dir: latest, or auto", str
+    )
     init: Path | None = _option(None, "Hugging Face folder with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
     enforce_memory: bool = _option(False, "no rank may take more than the plan's budget: yes or no", parse_yes)

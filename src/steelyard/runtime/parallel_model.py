@@ -133,20 +133,23 @@ class ParallelModel:
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm."""
-        square = torch.zeros((), device=self.device)
+        counted, copies, gradients = [], [], []
         for layer_name, layer in self.layers.items():
             strategy = self.plan.strategies[int(layer_name)]
             for parameter in layer.parameters():
-                if parameter.grad is None or (self._tied is not None and self._tied.is_copy(parameter)):
+                if parameter.grad is None:
                     continue
-                local = _local(parameter.grad)
-                square += local.float().square().sum() / _copies(parameter, strategy)
+                gradients.append(_local(parameter.grad))
+                if self._tied is None or not self._tied.is_copy(parameter):
+                    counted.append(gradients[-1])
+                    copies.append(_copies(parameter, strategy))
+        square = torch.zeros((), device=self.device)
+        if counted:
+            norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
+            square += (norms.square() / torch.tensor(copies, device=self.device)).sum()
         dist.all_reduce(square)
         norm = square.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                _local(parameter.grad).mul_(scale)
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _samples(self, strategy: Strategy) -> list[int]:

@@ -35,9 +35,6 @@ _LEARNING_RATE, _MOMENTUM = 0.3, 0.9
 _KEY_BIASES = {"k_proj.bias": "k_proj.weight", "self.key.bias": "self.key.weight"}
 """The gradient of a key bias is truly zero (softmax ignores a shift of all scores): its scale is that of the weight."""
 
-TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 1e-1)}
-"""Largest relative difference of losses, and largest difference of gradients, by precision."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Reference:

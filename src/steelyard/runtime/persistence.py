@@ -6,7 +6,8 @@ that torchrun has started again goes on from the newest checkpoint of ``--checkp
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
 from steelyard.processes.failure import previous_failures, restart_count
 from steelyard.processes.start import LOST_PEER
 from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank
-from steelyard.runtime.checkpoint_folder import CheckpointInfo, find_checkpoint, newest_intact, plan_hash
+from steelyard.runtime.checkpoint_folder import AUTO, CheckpointInfo, find_checkpoint, newest_intact, plan_hash
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
@@ -45,9 +46,10 @@ class Persistence:
     def begin(self) -> None:
         """Loads what the options say and prepares the folder of checkpoints."""
         options = self._options
-        if restart_count() > 0:
-            _say(f"started again ({restart_count()}): {_why_restarted()}")
-        resumed = on_first_rank(lambda: _checkpoint_to_resume(options))
+        restarts = _most_restarts()
+        if restarts:
+            _say(f"started again ({restarts}): {_why_restarted()}")
+        resumed = on_first_rank(lambda: _checkpoint_to_resume(options, is_restart=restarts > 0))
         if options.export_hf is not None:
             check_export(options.export_hf)
         if resumed is not None:
@@ -80,6 +82,20 @@ class Persistence:
         self._checkpointer.check()
         if num_steps % self._options.checkpoint_every == 0 or num_steps == self._options.steps:
             self._checkpointer.save(self._state, self._info(num_steps), self._model.device)
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """After an error in the context, ends only when the checkpoint under way is complete: its work is not lost.
+
+        The peers, which wait for this rank in the step, still write their parts.
+        """
+        try:
+            yield
+        except Exception:
+            if self._checkpointer is not None:
+                with suppress(InvalidCheckpointError, RuntimeError):
+                    self._checkpointer.wait()
+            raise
 
     def end(self) -> None:
         """Waits for the last checkpoint and exports the weights."""
@@ -126,13 +142,20 @@ class Persistence:
             )
 
 
-def _checkpoint_to_resume(options: TrainOptions) -> tuple[Path, list[str]] | None:
+def _most_restarts() -> int:
+    """How often torchrun has started the processes again, on the host where it did most often."""
+    counts = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, restart_count())
+    return max(counts)
+
+
+def _checkpoint_to_resume(options: TrainOptions, *, is_restart: bool) -> tuple[Path, list[str]] | None:
     """The checkpoint to go on from, with what to say about it; None to start anew."""
-    if restart_count() > 0 and options.checkpoint_dir is not None:
+    if options.checkpoint_dir is not None and (is_restart or options.resume == AUTO):
         newest, faults = newest_intact(options.checkpoint_dir)
         if newest is not None:
             return newest, _notices(faults)
-    if options.resume is None:
+    if options.resume is None or (options.resume == AUTO and options.checkpoint_dir is not None):
         return None
     path, faults = find_checkpoint(options.resume, options.checkpoint_dir)
     return path, _notices(faults)

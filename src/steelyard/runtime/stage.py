@@ -27,7 +27,6 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.plan.plan import Plan, StagePlan
-from steelyard.plan.strategy import Strategy
 from steelyard.runtime.mesh import PlanMesh, data_index
 from steelyard.runtime.sharding import shard_layer
 
@@ -157,7 +156,9 @@ def redistribute(
     local: Tensor, mesh: DeviceMesh, current: tuple[Placement, ...], wanted: tuple[Placement, ...]
 ) -> Tensor:
     """This rank's part of the activation in the wanted placement; backward brings the gradient back the same way."""
-    return DTensor.from_local(local, mesh, current, run_check=False).redistribute(placements=wanted).to_local()
+    part = DTensor.from_local(local, mesh, current, run_check=False).redistribute(placements=wanted).to_local()
+    # a part cut out of a whole (as always over gloo, which exchanges nothing but gathers) would keep the whole alive
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def build_chunks(

@@ -15,6 +15,7 @@ others are `SharedCopy`, read from the same name and never written.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -67,9 +68,13 @@ class RunState:
     """
 
     def __init__(self, model: ParallelModel, optimizers: Iterable[Optimizer]) -> None:
-        self.names = parameter_names(model.chain)
         self._model = model
         self._optimizers = list(optimizers)
+
+    @cached_property
+    def names(self) -> ParameterNames:
+        """The names of the parameters; a run that reads and writes nothing need not find them."""
+        return parameter_names(self._model.chain)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
         """This rank's parameters by their name in the unmodified model: of matrices that layers share, one copy."""

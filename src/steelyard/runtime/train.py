@@ -35,11 +35,14 @@ class DivergedError(RuntimeError):
 
 
 def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord:
-    """Trains the plan's model from first weights; call it on every process of the plan, inside `process_group`.
+    """Trains the plan's model; call it on every process of the plan, inside `process_group`.
+
+    It begins with first weights, those of ``--init``, or where a checkpoint left off.
 
     The first process prints one line per step and writes the metrics and the record that ``options`` ask for. Raises
-    `InvalidDataError` for data that cannot be used, `InvalidPlanError` for another world size, and `DivergedError`
-    when the loss is not finite.
+    `InvalidDataError` for data that cannot be used, `InvalidCheckpointError` for weights or checkpoints that cannot be
+    read or written, `InvalidPlanError` for another world size, `MemoryExceededError` when memory runs out, and
+    `DivergedError` when the loss is not finite.
     """
     data = open_samples(data_path, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
     is_first = dist.get_rank() == 0
@@ -50,7 +53,8 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
         steps = trainer.run()
         if is_first:
             steps = reported(steps, plan, options, num_done=trainer.persistence.num_steps)
-        finished = list(steps)
+        with trainer.persistence.rescuing():
+            finished = list(steps)
     record = _record(trainer, finished)
     if is_first and options.record is not None:
         options.record.write_text(record.model_dump_json(indent=2) + "\n")
@@ -164,6 +168,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
         ranks=_gather_ranks(trainer, statistics.median(step.busy_s for step in steps[num_warmup:])),
         mfu=model_flop_utilisation(plan, median_s),
         predicted_step_s=plan.prediction.step_time_s if plan.prediction else None,
+        predicted_time_factor=plan.prediction.time_factor if plan.prediction else 1.0,
         predicted_busy_s=predicted_busy_s(plan),
         predicted_peak_bytes=tuple(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else None,
     )

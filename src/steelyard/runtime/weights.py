@@ -7,7 +7,7 @@ one parameter at a time on its first rank, which writes files of about `FILE_BYT
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from steelyard.modules.build import build_meta_model, hub_config
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.plan.plan import Plan
 from steelyard.runtime.state import RunState, local_part
+from steelyard.runtime.stored_weights import StoredParameter, stored_parameters, unknown_names
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,19 +57,43 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
     its config is of another model, or if a tensor is missing or has another shape.
     """
     check_weights(path, chain)
-    files = _tensor_files(path)
     with ExitStack() as stack:
-        opened: dict[str, Any] = {}
+        folder = WeightFolder(path, stack)
+        stored = stored_parameters(build_meta_model(chain), folder.names)
         for copy in range(state.names.num_copies):
             weights = state.weights(copy=copy)
-            _check_present(path, weights, files)
+            _check_present(path, weights, stored)
             for name, parameter in weights.items():
-                file = files[name]
-                if file not in opened:
-                    opened[file] = stack.enter_context(_open(path / file))
-                _fill(parameter, name, opened[file], path / file)
-    extra = sorted(set(files) - set(state.names.by_path.values()) - _buffer_like(files))
+                _fill(parameter, name, stored[name], folder)
+    extra = [name for name in unknown_names(stored, state.names.by_path.values()) if not _is_buffer(name)]
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
+
+
+class WeightFolder:
+    """The tensors of a Hugging Face folder, each file opened when a tensor of it is first asked for."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._files = _tensor_files(path)
+        self._stack = stack
+        self._opened: dict[str, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._files)
+
+    def tensor(self, name: str) -> Any:
+        """A tensor of which parts can be read; raises `InvalidCheckpointError` if its file does not have it."""
+        file = self._files[name]
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(_open(self.path / file))
+        try:
+            return self._opened[file].get_slice(name)
+        except SafetensorError as error:
+            raise _bad_init(
+                f"{self.path / file} without {name}", "the file that the index names", "download it again"
+            ) from error
 
 
 def check_weights(path: Path, chain: ModelChain) -> None:
@@ -138,19 +163,18 @@ def _chain_at(path: Path) -> ModelChain:
     return chain_from_config(content, name=str(path))
 
 
-def _fill(parameter: Tensor, name: str, file: Any, path: Path) -> None:
-    """Copies this rank's part of a tensor of an open file into the parameter."""
-    stored = file.get_slice(name)
-    shape = tuple(stored.get_shape())
+def _fill(parameter: Tensor, name: str, stored: StoredParameter, folder: WeightFolder) -> None:
+    """Copies this rank's part of a stored parameter into the parameter."""
+    shape = stored.shape(folder.tensor)
     if shape != tuple(parameter.shape):
         raise _bad_init(
-            f"{name} of shape {list(shape)} in {path}",
+            f"{name} of shape {list(shape)} in {folder.path}",
             f"{name} of shape {list(parameter.shape)}",
             "plan for the config of these weights",
         )
     local = local_part(parameter.detach())
     if local.numel():
-        local.copy_(stored[_local_slices(parameter)])
+        local.copy_(stored.read(folder.tensor, _local_slices(parameter)))
 
 
 def _local_slices(parameter: Tensor) -> tuple[slice, ...]:
@@ -196,8 +220,8 @@ def _open(path: Path) -> Any:
         raise _bad_init(f"{path}: {error}", "a whole safetensors file", "download it again") from error
 
 
-def _check_present(path: Path, weights: dict[str, Tensor], files: dict[str, str]) -> None:
-    missing = [name for name in weights if name not in files]
+def _check_present(path: Path, weights: dict[str, Tensor], stored: Mapping[str, StoredParameter]) -> None:
+    missing = [name for name in weights if name not in stored]
     if missing:
         raise _bad_init(
             f"{path} without {_some(missing)}",
@@ -260,9 +284,9 @@ def _write_config(part: Path, chain: ModelChain, dtype: torch.dtype) -> None:
     model.config.save_pretrained(part)
 
 
-def _buffer_like(names: dict[str, str]) -> set[str]:
-    """Names of what older versions of transformers saved beside the parameters, or twice."""
-    return {name for name in names if name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight"))}
+def _is_buffer(name: str) -> bool:
+    """Whether older versions of transformers saved this beside the parameters, or a second time."""
+    return name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
 
 
 def _some(names: list[str]) -> str:

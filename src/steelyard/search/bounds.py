@@ -32,9 +32,6 @@ from steelyard.search import kernels
 from steelyard.search.frontier import FloatArray, IntArray, frontier
 from steelyard.search.layers import StageCosts, peak_levels
 
-ROUNDING = 1e-9
-"""Relative slack on time bounds, so that float rounding never drops an optimum (sums differ by about 1e-13)."""
-
 MAX_PRICES = 64
 """More hull slopes than this are thinned out; the bounds stay valid and become a little weaker."""
 

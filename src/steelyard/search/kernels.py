@@ -97,12 +97,12 @@ def candidates(
             peak = states[3, state]
             peak = max(peak, options[3, option])
             level = 0
-            while upper[level] < peak:
+            while level < len(upper) and upper[level] < peak:
                 level += 1
             spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
             bound = np.inf
             for higher in range(level, len(upper)):
-                reached = lower[higher] if higher > level else peak
+                reached = max(lower[higher], peak)
                 if taken + rest_bytes[higher] + reached > budget:
                     continue
                 excess = float(taken + reached - budget)

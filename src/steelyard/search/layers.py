@@ -33,6 +33,7 @@ Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +50,13 @@ MAX_LEVELS = 8
 MAX_PRICES_PER_LEVEL = 4
 """Prices of memory tried for each level while states are extended: the best ones for the whole run, and 0."""
 
+MAX_KINDS_SCREENED = 32
+"""With more kinds of layers than this in a run, its transient peaks are grouped into levels unseen."""
+
 NO_LIMIT_BYTES = 2**60
+
+ROUNDING = 1e-9
+"""Bounds are relaxed by this fraction, so that rounding in sums never drops an optimum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -347,11 +354,35 @@ def peak_levels(peaks: IntArray, most: int = MAX_LEVELS) -> tuple[IntArray, IntA
     return different[ends[:-1]], different[ends[1:] - 1]
 
 
+def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pruning: Pruning) -> IntArray:
+    """The transient peaks on which the run may end within budget and limit: the fewer, the finer are the levels.
+
+    Each is bounded as in the module, at its own transient and without switches. Left as they are where there are as few
+    as levels anyway, or so many kinds that this would take longer than it saves.
+    """
+    different = np.unique(peaks)
+    numbers = Counter(kinds)
+    if len(different) <= MAX_LEVELS or len(numbers) > MAX_KINDS_SCREENED:
+        return different
+    total = pruning.prices[:, None] * (different - float(pruning.budget_bytes))
+    for kind, number in numbers.items():
+        count = costs.count[kind]
+        order = np.argsort(costs.transient[kind, :count], kind="stable")
+        priced = costs.seconds[kind, order] + pruning.prices[:, None] * costs.bytes[kind, order]
+        least = np.full((len(pruning.prices), count + 1), np.inf)
+        np.minimum.accumulate(priced, axis=1, out=least[:, 1:])
+        total += number * least[:, np.searchsorted(costs.transient[kind, order], different, side="right")]
+    bound = total.max(axis=0, initial=0.0)
+    possible = bound <= pruning.limit_s * (1 + ROUNDING)
+    possible[np.argmin(bound)] = True
+    return different[possible]
+
+
 def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, pruning: Pruning) -> _Guide:
     """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
     floor = costs.floor(kinds)
     peaks = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in set(kinds)])
-    lower, upper = peak_levels(np.maximum(peaks, floor) if len(peaks) else np.array([floor]))
+    lower, upper = peak_levels(_possible_peaks(costs, kinds, np.maximum(peaks, floor), pruning))
     completion = np.zeros((len(kinds) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
     rest_bytes = np.zeros((len(kinds) + 1, len(lower)), dtype=np.int64)
     kernels.completions(

@@ -29,10 +29,9 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
-from steelyard.search.bounds import ROUNDING
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.joining import Pipeline, join_runs
-from steelyard.search.layers import Pruning, TimeIsUpError, chain_frontier
+from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
 from steelyard.search.memory import (
     NearestMiss,
     furthest_boundaries,

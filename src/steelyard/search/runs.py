@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.bounds import ROUNDING, StageBounds, stage_bounds
+from steelyard.search.bounds import StageBounds, stage_bounds
 from steelyard.search.frontier import FloatArray, IntArray
-from steelyard.search.layers import ChainFrontier, Pruning, chain_frontier, option_table
+from steelyard.search.layers import ROUNDING, ChainFrontier, Pruning, chain_frontier, option_table
 from steelyard.search.memory import StageMemory, stage_memories
 
 FIRST_STEP = 0.001

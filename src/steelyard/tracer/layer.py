@@ -6,7 +6,7 @@ is bounded by the larger of that part of the forward pass and of the backward pa
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -107,7 +107,7 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
     """The layer on fake tensors, tensor-parallel as the setting says, to be run in the context."""
     layer = copy.deepcopy(build_layer(setting.model, setting.chain, setting.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
-        _make_fake(layer, setting.dtype)
+        make_fake(layer, setting.dtype)
         if setting.mesh.size() > 1:
             apply_tensor_parallel(layer, setting.model, setting.chain, setting.mesh, sp=setting.sp)
             if setting.role is LayerRole.HEAD:
@@ -115,7 +115,7 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
         yield layer
 
 
-def _make_fake(module: nn.Module, dtype: torch.dtype) -> None:
+def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
     """Puts fake tensors on the CPU in the place of meta ones, parameters in ``dtype``, in place."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -128,11 +128,18 @@ def _make_fake(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int) -> Observation:
     plain = run_layer(setting, layer, samples)
-    recomputed = {Remat.FULL: _under_full(plain)}
+    selective = None
     if setting.role is LayerRole.BLOCK:
         layer.remat = Remat.SELECTIVE
         selective = run_layer(setting, layer, samples)
         layer.remat = Remat.NONE
+    return observation(layer, plain, selective)
+
+
+def observation(module: nn.Module, plain: "LayerRun", selective: "LayerRun | None") -> Observation:
+    """What is seen in a run without remat and one with selective remat, for the layers that may take it."""
+    recomputed = {Remat.FULL: _under_full(plain)}
+    if selective is not None:
         recomputed[Remat.SELECTIVE] = Recomputed(
             work=selective.backward.beyond(plain.backward),
             saved_bytes=selective.saved_bytes,
@@ -140,7 +147,7 @@ def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int) -> Obs
             backward_transient_bytes=selective.backward_peak_bytes - selective.saved_bytes,
         )
     return Observation(
-        num_params=sum(_local_size(parameter) for parameter in layer.parameters()),
+        num_params=sum(_local_size(parameter) for parameter in module.parameters()),
         forward=plain.forward,
         backward=plain.backward,
         saved_bytes=plain.saved_bytes,
@@ -185,11 +192,29 @@ class LayerRun:
 def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int) -> LayerRun:
     """Runs a `fake_layer` once forward and backward."""
     context, flow = _inputs(setting, layer, samples)
-    inputs = tensors_of(flow)
-    for parameter in layer.parameters():
+    reads_labels = setting.role is LayerRole.HEAD and context.labels_BS is not None
+    return count_passes(
+        layer,
+        lambda: tensors_of(layer(flow, context)),
+        inputs=tensors_of(flow),
+        constants=context.side.tensors(),
+        label_bytes=context.labels_BS.nbytes if reads_labels else 0,
+    )
+
+
+def count_passes(
+    module: nn.Module,
+    call: Callable[[], tuple[Tensor, ...]],
+    *,
+    inputs: tuple[Tensor, ...],
+    constants: Iterable[Tensor] = (),
+    label_bytes: int = 0,
+) -> LayerRun:
+    """Counts one forward pass, which ``call`` runs, and its backward pass; ``constants`` are not counted as memory."""
+    for parameter in module.parameters():
         parameter.grad = None
     counter = OpCounter()
-    counter.ignore([*layer.parameters(), *layer.buffers(), *context.side.tensors()])
+    counter.ignore([*module.parameters(), *module.buffers(), *constants])
     counter.watch(inputs)
     input_ids = counter.storage_ids(inputs)
     needed, num_needed = OpCounts(), 0
@@ -201,14 +226,14 @@ def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int) -> LayerRu
 
     with counter:
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            outputs = tensors_of(layer(flow, context))
+            outputs = call()
         forward, counter.counts = counter.counts, OpCounts()
         num_forward = len(counter.log)
         output_ids = counter.storage_ids(outputs)
         output_bytes = sum(output.nbytes for output in outputs)
         gradients_of_outputs = [torch.empty_like(output) for output in outputs]
         torch.autograd.backward(outputs, gradients_of_outputs)
-        gradients = counter.storage_ids(p.grad for p in layer.parameters() if p.grad is not None)
+        gradients = counter.storage_ids(p.grad for p in module.parameters() if p.grad is not None)
     del outputs, gradients_of_outputs
     history = live_bytes(counter.log, without=gradients)
     return LayerRun(
@@ -216,7 +241,7 @@ def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int) -> LayerRu
         needed=needed,
         backward=counter.counts,
         input_bytes=sum(each.nbytes for each in inputs),
-        label_bytes=context.labels_BS.nbytes if setting.role is LayerRole.HEAD and context.labels_BS is not None else 0,
+        label_bytes=label_bytes,
         output_bytes=output_bytes,
         saved_bytes=live_bytes(counter.log[:num_forward], without=output_ids - input_ids)[-1],
         forward_peak_bytes=max(history[: num_forward + 1]),

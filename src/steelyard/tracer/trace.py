@@ -31,7 +31,7 @@ from steelyard.profiles.profile import (
 from steelyard.tracer.counting import OpCounts
 from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observe
 
-_SIZES = (2, 8)
+SIZES = (2, 8)
 """Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
 
 _Direction = Callable[[Observation], OpCounts]
@@ -67,7 +67,7 @@ def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: 
                         sp=sp,
                         model=model,
                     )
-                    layers.append(_layer_profile(chain.kinds[kind].name, tp, sp, observe(setting, _SIZES)))
+                    layers.append(layer_profile(chain.kinds[kind].name, tp, sp, observe(setting, SIZES)))
     return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
 
 
@@ -99,11 +99,13 @@ def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileI
     )
 
 
-def _layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation]) -> LayerProfile:
+def layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation]) -> LayerProfile:
+    """The profile of a kind from one observation at each of `SIZES` samples."""
+
     def line(value: Callable[[Observation], float]) -> Affine:
         low, high = (value(observation) for observation in observations)
-        slope = (high - low) / (_SIZES[1] - _SIZES[0])
-        return Affine(constant=low - slope * _SIZES[0], per_sample=slope)
+        slope = (high - low) / (SIZES[1] - SIZES[0])
+        return Affine(constant=low - slope * SIZES[0], per_sample=slope)
 
     return LayerProfile(
         kind=kind,

@@ -8,6 +8,7 @@ is a reason to skip a row.
 from dataclasses import dataclass, replace
 
 from steelyard.cost.execution import Execution, StateBytes
+from steelyard.plan.strategy import Remat
 from steelyard.validation.rows import PublishedRun
 from steelyard.validation.shapes import Kernels
 
@@ -29,6 +30,10 @@ class Framework:
     execution: Execution
     balances_by_flop: bool = False
     """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
+    default_remat: Remat = Remat.NONE
+    """What it recomputes where nothing is said."""
+    default_sp: bool = False
+    """Whether tensor parallelism has sequence parallelism where nothing is said."""
 
 
 _FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
@@ -54,41 +59,61 @@ _NANOTRON_KERNELS = Kernels(
 logits while those of the microbatch before are still alive (models/llama.py, tensor_parallel/functional.py, 2025)."""
 
 _DEEPSPEED = Execution(
-    states=MIXED_16, reserve=0.04, reduce_bytes=2, overlaps_data=False, transfer="whole", kept_transfers=2
+    states=MIXED_16,
+    reserve=0.04,
+    reduce_bytes=2,
+    overlaps_data=False,
+    overlaps_transfers=False,
+    transfer="whole",
+    kept_transfers=2,
+    bucket_bytes=2 * 2 * 500_000_000,
 )
-_MEGATRON_LM = Execution(states=MIXED_18, reserve=0.04, accumulates_apart=True, overlaps_data=False)
-_MEGATRON_CORE = Execution(states=MIXED_18, reserve=0.04, accumulates_apart=True, overlaps_data=True, hidden_tp=0.0)
+_MEGATRON_LM = Execution(
+    states=MIXED_18, reserve=0.04, accumulates_apart=True, overlaps_data=False, overlaps_transfers=False
+)
+_MEGATRON_CORE = Execution(states=MIXED_18, reserve=0.04)
+"""The matmul that makes a gradient adds it to the fp32 one."""
+_NEMO = Framework(kernels=_FUSED, execution=replace(_MEGATRON_CORE, states=MIXED_16, reduce_bytes=2), default_sp=True)
+"""Its performance recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32) and have sp on."""
 _NANOTRON = Execution(
     states=MIXED_18,
     reserve=0.04,
     accumulates_apart=True,
     accumulates_late=True,
     overlaps_data=False,
-    pipelined_collective_s=340e-6,
+    overlaps_transfers=False,
+    pipelined_collective_s=270e-6,
+    shard_pieces=6,
 )
 
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    ("aa-scaling", Framework(kernels=_AA_SCALING, execution=replace(_DEEPSPEED, states=MIXED_16, reduce_bytes=4))),
+    ("aa-scaling", Framework(kernels=_AA_SCALING, execution=replace(_DEEPSPEED, reduce_bytes=4, bucket_bytes=0))),
     ("megatron-deepspeed", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
     ("deepspeed zero-3", Framework(kernels=_MEGATRON_CLASSIC, execution=Execution(reduce_bytes=2))),
     ("megatron-lm", Framework(kernels=_MEGATRON_CLASSIC, execution=_MEGATRON_LM)),
     ("megatron-core", Framework(kernels=replace(_FUSED, dropout=True), execution=_MEGATRON_CORE)),
-    ("megatron-bridge", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
+    ("megatron-bridge", _NEMO),
     ("nemo automodel", Framework(kernels=replace(_FUSED, full="until last needed"), execution=Execution())),
-    ("nemo", Framework(kernels=_FUSED, execution=_MEGATRON_CORE)),
-    ("maxtext", Framework(kernels=_FUSED, execution=Execution(eager_launch=False))),
+    ("nemo", _NEMO),
+    (
+        "maxtext",
+        Framework(kernels=_FUSED, execution=Execution(eager_launch=False), default_remat=Remat.FULL),
+    ),
     ("llm-foundry", Framework(kernels=_MPT, execution=Execution())),
-    ("torchtitan", Framework(kernels=_FSDP_EAGER, execution=Execution())),
+    ("torchtitan", Framework(kernels=_FSDP_EAGER, execution=Execution(), default_sp=True)),
     (
         "nanotron",
         Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True),
     ),
     ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
     ("internevo", Framework(kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True))),
-    ("kempnerforge", Framework(kernels=_FSDP_EAGER, execution=Execution())),
+    ("kempnerforge", Framework(kernels=_FSDP_EAGER, execution=Execution(), default_sp=True)),
     ("pytorch fsdp", Framework(kernels=replace(_FSDP_EAGER, full="block"), execution=Execution(reduce_bytes=2))),
-    ("colossal-ai", Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, overlaps_data=True))),
-    ("oneflow", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
+    (
+        "colossal-ai",
+        Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, overlaps_data=True, bucket_bytes=0)),
+    ),
+    ("oneflow", Framework(kernels=_MEGATRON_CLASSIC, execution=replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0))),
 )
 """The beginning of a framework's name, the longer before the shorter one."""
 
@@ -123,6 +148,12 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
 def _execution(run: PublishedRun, execution: Execution) -> Execution:
     precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
     zero = run.count("zero_stage") or 0
+    if (
+        execution.states is not None
+        and "interleaved" not in run.text("schedule").lower()
+        and run.count("vpp") in (None, 1)
+    ):
+        execution = replace(execution, overlaps_transfers=False)
     if execution.states is not None and zero < 3:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:

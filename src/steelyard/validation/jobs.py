@@ -80,7 +80,7 @@ def _case(run: PublishedRun) -> Case:
         budget_bytes=cluster.device.known_memory_bytes(),
         execution=framework.execution,
     )
-    return Case(run=run, job=job, plan=_plan(chain, cluster, degrees, strategy, shape, framework))
+    return Case(run=run, job=job, plan=_plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run)))
 
 
 def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
@@ -206,19 +206,28 @@ def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tup
     fsdp = any(level.kind is Parallelism.FSDP for level in levels)
     strategy = Strategy(
         levels=tuple(levels),
-        sp=run.text("sp") == "True" and degrees.tp > 1,
-        remat=_remat(run),
+        sp=degrees.tp > 1 and (run.text("sp") == "True" if run.text("sp") else framework.default_sp),
+        remat=_remat(run, framework),
         zero=2 if zero == 2 and fsdp else 3,
     )
     return strategy, replace(framework, execution=execution)
 
 
-def _remat(run: PublishedRun) -> Remat:
-    """What the row says of recomputation; Ultra-Scale's, Megatron-Bridge's and others' default is none."""
-    text = run.text("act_ckpt") or "none"
+def _remat(run: PublishedRun, framework: Framework) -> Remat:
+    """What the row says of recomputation, or the framework's default."""
+    text = run.text("act_ckpt") or str(framework.default_remat)
+    if _is_alternating(run):
+        return Remat.FULL
+    if text == Remat.SELECTIVE and "ratio not stated" in run.text("act_ckpt_detail"):
+        raise _SkipError("remat of some layers, how many is not stated")
     if text not in set(Remat):
         raise _SkipError(f"act_ckpt {text}")
     return Remat(text)
+
+
+def _is_alternating(run: PublishedRun) -> bool:
+    """Whether every second block is recomputed in full, torchtitan's default where it goes by layers."""
+    return run.text("act_ckpt_detail").startswith("every k-th layer (repo default k=2")
 
 
 def _plan(
@@ -228,6 +237,7 @@ def _plan(
     strategy: Strategy,
     shape: ModelShape,
     framework: Framework,
+    alternating: bool,
 ) -> Plan:
     size = degrees.devices // degrees.pp
     bounds = _stage_bounds(shape, degrees.pp * degrees.chunks, by_flop=framework.balances_by_flop)
@@ -235,7 +245,8 @@ def _plan(
     stages = []
     for index, (first, end) in enumerate(pairwise(bounds)):
         strategies = tuple(
-            strategy if chain.kind_of(layer).role is LayerRole.BLOCK else edge for layer in range(first, end)
+            edge if chain.kind_of(layer).role is not LayerRole.BLOCK or (alternating and layer % 2 == 0) else strategy
+            for layer in range(first, end)
         )
         start = index % degrees.pp * size
         stages.append(StagePlan(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from steelyard.cost.predict import predict
-from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
+from steelyard.plan.choices import DevicePoint, Explanation, FrontierPoint, PlanStudy, Rival, TradeOffs
 from steelyard.plan.plan import Alternative, Plan, PlanModel
 from steelyard.planning import with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
@@ -101,9 +101,42 @@ def measured(found: ReportContents, *, num_ranks: int = 8) -> ReportContents:
                     peak_bytes=2**20 * (rank + 1),
                     memory_method="counted",
                     num_params=1,
+                    busy_s=0.05 * (rank + 1),
                 )
                 for rank in range(num_ranks)
             ),
         }
     )
     return replace(found, record=record)
+
+
+def trade_offs() -> TradeOffs:
+    """A frontier and three device counts, one of which holds no plan, with a price."""
+    points = study(1.0).points
+    chosen = (points[0].model_copy(update={"is_chosen": True}), *points[1:])
+    devices = tuple(
+        DevicePoint(
+            num_devices=count,
+            cluster=HOSTILE,
+            step_time_s=16 / count,
+            tokens_per_s=100.0 * count,
+            memory_bytes=2**30,
+            cost_per_billion_tokens=count * 10.0,
+            num_stages=1,
+            num_microbatches=1,
+            setting="1 stage",
+            strategies=HOSTILE,
+        )
+        for count in (4, 8)
+    )
+    return TradeOffs(
+        model=HOSTILE,
+        cluster=HOSTILE,
+        seq_len=32,
+        global_batch=64,
+        precision="bf16",
+        budget_bytes=2**33,
+        price_per_device_hour=2.5,
+        points=chosen,
+        devices=(DevicePoint(num_devices=2, cluster=HOSTILE, reason=HOSTILE), *devices),
+    )

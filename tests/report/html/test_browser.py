@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.report.html import report_page
+from steelyard.report.html import frontier_page, report_page
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Browser
-from tests.report.html.examples import measured, pipelined, single
+from tests.report.html.examples import measured, pipelined, single, trade_offs
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
 
@@ -29,13 +29,17 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    found = {"pipelined": measured(pipelined()), "single": single()}
-    for name, contents in found.items():
-        (folder / f"{name}.html").write_text(report_page(contents), encoding="utf-8")
+    found = {
+        "pipelined": report_page(measured(pipelined())),
+        "single": report_page(single()),
+        "frontier": frontier_page(trade_offs()),
+    }
+    for name, page in found.items():
+        (folder / f"{name}.html").write_text(page, encoding="utf-8")
     return {name: folder / f"{name}.html" for name in found}
 
 
-@pytest.mark.parametrize("name", ["pipelined", "single"])
+@pytest.mark.parametrize("name", ["pipelined", "single", "frontier"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True])
 def test_nothing_is_wider_than_the_screen_and_the_console_is_silent(

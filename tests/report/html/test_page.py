@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.cost.predict import predict
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.report.html import ReportContents, report_page
+from steelyard.report.html import ReportContents, frontier_page, report_page
 from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.chart import Chart, Line, chart, staircase
 from steelyard.report.html.markup import VOID
@@ -16,7 +16,7 @@ from steelyard.report.html.palette import MEMORY_COLOURS, TIME_COLOURS, colours,
 from steelyard.report.html.strategies import describe_strategy, layer_text
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
 from tests.cost.examples import cluster, job, plan
-from tests.report.html.examples import HOSTILE, measured, pipelined, single
+from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs
 
 SECTIONS = ("strategies", "time", "memory", "timeline", "frontier", "rivals", "assumptions")
 
@@ -66,11 +66,19 @@ def test_no_text_of_a_file_becomes_markup() -> None:
     assert HOSTILE in "".join(read(page).text)
 
 
-def test_the_page_loads_nothing_from_elsewhere() -> None:
-    page = report_page(pipelined())
+@pytest.mark.parametrize("page", [report_page(pipelined()), frontier_page(trade_offs())])
+def test_a_page_loads_nothing_from_elsewhere(page: str) -> None:
     assert re.findall(r"<(?:script|link|img|iframe|object)[^>]*(?:src|href|data)=", page) == []
     assert "@import" not in page
     assert "url(" not in page
+
+
+def test_a_page_of_trade_offs_is_whole_and_no_text_of_it_becomes_markup() -> None:
+    page = read(frontier_page(trade_offs()))
+    assert page.scripts == 0
+    assert HOSTILE in "".join(page.text)
+    assert {"panel-0", "panel-1", "panel-2", "numbers"} <= set(page.ids)
+    assert "cost of 10⁹ tokens" in "".join(page.text)
 
 
 def test_all_sections_are_there() -> None:
@@ -83,6 +91,8 @@ def test_a_run_adds_measured_values_beside_predicted_ones() -> None:
     assert "Predicted and measured" in text
     assert "predicted 50% less" in text
     assert "memory of rank 7 (stage 1)" in text
+    assert "stage 1 at work" in text
+    assert "400 ms" in text  # of the busiest rank of stage 1
 
 
 def test_of_many_ranks_the_fullest_of_each_stage_is_shown() -> None:
@@ -144,7 +154,7 @@ def test_strategies_that_differ_in_remat_alone_share_the_hue_and_not_the_pattern
         ("tp2-dp4", "every matrix over 2 strided ranks"),
         (
             "dp4-tp2+sp remat=selective",
-            "every matrix over 2 neighbouring ranks, the sequence too (sp); recomputes attention",
+            "every matrix over 2 neighbouring ranks, the sequence too (sp); keeps matrix products",
         ),
     ],
 )
@@ -199,8 +209,8 @@ def test_every_pass_is_there_and_bubbles_have_names() -> None:
 
 
 def test_a_very_long_step_is_drawn_in_part_and_says_so() -> None:
-    of = job(cluster(1, 2), global_batch=8192)
-    planned = plan(of, "single, single, single", "single, single, single", num_microbatches=8192)
+    of = job(cluster(1, 2), global_batch=4096)
+    planned = plan(of, "single, single, single", "single, single, single", num_microbatches=4096)
     found = pipelined()
     timeline = predict(planned, of).timeline
     shown = ReportContents(plan=planned, plan_file="p", job=of, timeline=timeline, study=found.study)

@@ -42,6 +42,7 @@ def _layout(sizes: Sizes) -> Layout:
         vocab_size=vocab,
         max_seq_len=sizes.size("max_position_embeddings"),
         tied_embeddings=tied,
+        learned_positions=True,
         shared=(copies,) if tied else (),
     )
 

@@ -1,7 +1,10 @@
 """Swin, trained to classify images: attention within windows, in stages of ever fewer and wider tokens.
 
 A layer of the chain is one block. Between two stages a layer of its own merges four neighbouring patches into one of
-twice the width. Tensor and sequence parallelism are refused. Source: ``models/swin`` of transformers 5,
+twice the width. Tensor and sequence parallelism are refused. Attention with a
+learned bias is traced step by step, as the CPU runs it: a GPU kernel that makes the gradient of a bias keeps less.
+
+Source: ``models/swin`` of transformers 5,
 ``SwinForImageClassification``.
 """
 
@@ -86,7 +89,9 @@ def _grid(context: Context, num_patches: int) -> tuple[int, int]:
     """Rows and columns of the hidden state, which the stages before have halved."""
     image, patch = context.config.image_size, context.config.patch_size
     height, width = (image, image) if isinstance(image, int) else image
-    rows, columns = (height // patch, width // patch) if isinstance(patch, int) else (height // patch[0], width // patch[1])
+    rows, columns = (
+        (height // patch, width // patch) if isinstance(patch, int) else (height // patch[0], width // patch[1])
+    )
     while rows * columns > num_patches:
         rows, columns = (rows + 1) // 2, (columns + 1) // 2
     return rows, columns

@@ -8,7 +8,8 @@ The bias of attention for relative positions belongs to the first block of each 
 result. Here every block holds a copy of that small table (buckets × heads) and makes the bias itself, so that nothing
 but hidden states flows between layers; copies share their gradient.
 
-Source: ``models/t5`` of transformers 5, ``T5ForConditionalGeneration``.
+Attention with a learned bias is traced step by step, as the CPU runs it: a GPU kernel that makes the gradient of a bias
+keeps less. Source: ``models/t5`` of transformers 5, ``T5ForConditionalGeneration``.
 """
 
 from collections.abc import Mapping
@@ -102,7 +103,9 @@ def _decode(layer: Layer, state: tuple[Tensor, Tensor], _context: Context) -> tu
 
 def _project(layer: Layer, state: tuple[Tensor, Tensor], context: Context) -> Tensor:
     hidden, encoded = state
-    hidden = layer.dropout(layer.norm(hidden)) + encoded[:0].sum()  # the encoder's output ends here, with a gradient of 0
+    hidden = (
+        layer.dropout(layer.norm(hidden)) + encoded[:0].sum()
+    )  # the encoder's output ends here, with a gradient of 0
     if context.config.scale_decoder_outputs:
         hidden = hidden * context.config.d_model**-0.5
     return layer.output(hidden)
@@ -123,7 +126,10 @@ def _attention(path: str) -> dict[str, str]:
     return {f"{path}.{name}": "colwise" for name in ("q", "k", "v")} | {f"{path}.o": "rowwise"}
 
 
-_SELF = {"block.layer.0.SelfAttention": "gather_heads:n_heads", "block.layer.0.SelfAttention.relative_attention_bias": "colwise"}
+_SELF = {
+    "block.layer.0.SelfAttention": "gather_heads:n_heads",
+    "block.layer.0.SelfAttention.relative_attention_bias": "colwise",
+}
 _CROSS = {"block.layer.1.EncDecAttention": "gather_heads:n_heads:key_value_states:0"}
 
 

@@ -1,7 +1,9 @@
 """ViT, trained to classify images: patches as tokens behind one for the whole image, norms before each part of a block.
 
 The sequence is one token per patch and one more: 197 for images of 224 × 224 and patches of 16 × 16. It is never
-divided (197 is prime): no sequence parallelism. Source: ``models/vit`` of transformers 5, ``ViTForImageClassification``.
+divided (197 is prime): no sequence parallelism.
+
+Source: ``models/vit`` of transformers 5, ``ViTForImageClassification``.
 """
 
 from collections.abc import Mapping

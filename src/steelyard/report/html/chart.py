@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from steelyard.report.html.markup import Html, tag
 from steelyard.report.svg import nice_ticks
@@ -40,6 +41,8 @@ class Chart:
     lines: tuple[Line, ...]
     marks: tuple[Mark, ...] = ()
     limit: tuple[float, str] | None = None
+    x_ticks: tuple[float, ...] | None = None
+    """Where x has marks; chosen evenly where absent."""
 
 
 def staircase(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -57,7 +60,7 @@ def chart(drawn: Chart) -> Html:
     places = [point for line in drawn.lines for point in line.points] + [(mark.x, mark.y) for mark in drawn.marks]
     xs = [x for x, _ in places] + ([drawn.limit[0]] if drawn.limit else [])
     ys = [y for _, y in places]
-    x_ticks, y_ticks = nice_ticks(*_range(xs)), nice_ticks(*_range(ys), 5)
+    x_ticks, y_ticks = drawn.x_ticks or nice_ticks(*_range(xs)), nice_ticks(*_range(ys), 5)
     frame = _Frame(x_ticks, y_ticks)
     return tag(
         "figure",
@@ -138,6 +141,6 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 def _number(value: float, ticks: Sequence[float]) -> str:
     """With as many decimals as it takes to tell the ticks apart."""
-    step = abs(ticks[-1] - ticks[0]) / max(len(ticks) - 1, 1)
+    step = min((abs(after - before) for before, after in pairwise(ticks)), default=0.0)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     return f"{value:,.{decimals}f}"

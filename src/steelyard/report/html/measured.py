@@ -55,6 +55,9 @@ def _rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]
         f"{speed:,.0f}",
         f"{prediction.tokens_per_s_per_device / speed:.2f}",
     )
+    if prediction.mfu is not None and record.mfu:
+        yield "MFU", f"{prediction.mfu:.1%}", f"{record.mfu:.1%}", f"{prediction.mfu / record.mfu:.2f}"
+    yield from _busy_rows(found, record)
     for rank in _shown_ranks(record.ranks):
         expected = _predicted_bytes(found, rank)
         yield (
@@ -62,6 +65,27 @@ def _rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]
             format_bytes(expected),
             format_bytes(rank.peak_bytes),
             f"{expected / rank.peak_bytes:.2f}" if rank.peak_bytes else "–",
+        )
+
+
+def _busy_rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]:
+    """For each stage of a pipeline the seconds of a step in which its busiest rank worked."""
+    busy: dict[int, float] = {}
+    for rank in record.ranks:
+        if rank.busy_s is not None:
+            busy[rank.stage] = max(busy.get(rank.stage, 0.0), rank.busy_s)
+    if found.plan.num_stages == 1:
+        return
+    for stage, seconds in sorted(busy.items()):
+        if record.predicted_busy_s is not None:
+            expected = record.predicted_busy_s[stage]
+        else:
+            expected = found.prediction.stages[stage].total_time_s * found.plan.num_microbatches
+        yield (
+            f"stage {stage} at work",
+            format_seconds(expected),
+            format_seconds(seconds),
+            f"{expected / seconds:.2f}" if seconds else "–",
         )
 
 

@@ -1,13 +1,12 @@
 """The page itself: all sections, with style and script inside."""
 
-from importlib import resources
 from importlib.metadata import version
-from string import Template
 
 from steelyard.report.html.assumptions import assumption_section
 from steelyard.report.html.bars import memory_section, time_section
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Html, join, tag
+from steelyard.report.html.document import document
+from steelyard.report.html.markup import Html, tag
 from steelyard.report.html.measured import measured_section
 from steelyard.report.html.rivals import rival_section
 from steelyard.report.html.strategies import strategy_section
@@ -29,15 +28,9 @@ def report_page(found: ReportContents) -> str:
         rival_section(found),
         assumption_section(found),
     )
-    return Template(_file("page.html")).substitute(
-        title=join(f"{found.plan.model.name} on {found.plan.cluster}"),
-        description=tag("meta", name="description", content=headline(found.plan)),
-        style=_file("style.css"),
-        summary=summary(found),
-        sections=join(sections),
-        footer=_footer(found),
-        script=_file("timeline.js"),
-    )
+    title = f"{found.plan.model.name} on {found.plan.cluster}"
+    content = (summary(found), *sections, _footer(found))
+    return document(title, headline(found.plan), content, script="timeline.js")
 
 
 def _footer(found: ReportContents) -> Html:
@@ -55,7 +48,3 @@ def _footer(found: ReportContents) -> Html:
         ),
         tag("p", f"Written by steelyard {version('steelyard')} from {name}."),
     )
-
-
-def _file(name: str) -> str:
-    return resources.files("steelyard.report.html").joinpath(name).read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ MOST_CELLS = 32
 _MARKS = {LayerRole.EMBEDDING: "E", LayerRole.HEAD: "H"}
 _REMAT_WORDS = {
     Remat.NONE: "keeps all activations",
-    Remat.SELECTIVE: "recomputes attention",
+    Remat.SELECTIVE: "keeps matrix products, recomputes the rest",
     Remat.FULL: "recomputes the whole layer",
 }
 

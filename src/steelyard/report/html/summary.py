@@ -35,9 +35,14 @@ def decision(found: ReportContents) -> Html:
         [
             f"Train it {_pipeline(plan)}, {_batch(plan)}, most layers as ",
             tag("b", most_used(plan), class_="whole"),
-            f": a step of {tokens} tokens takes {format_seconds(prediction.step_time_s)} and {verdict}.",
+            f": a step of {tokens} tokens takes {_unbroken(prediction.step_time_s)} and {verdict}.",
         ]
     )
+
+
+def _unbroken(seconds: float) -> str:
+    """A duration whose unit stays on the same line."""
+    return format_seconds(seconds).replace(" ", "\u00a0")
 
 
 def most_used(plan: Plan) -> str:
@@ -95,7 +100,7 @@ def _proof(certificate: str) -> tuple[str, str]:
     """A word or two for the certificate, which stands in full among the assumptions, and what they mean."""
     gap = certificate.removeprefix("best so far, ")
     for beginning, words, meaning in (
-        ("optimal", "optimal", "no plan is faster on these costs"),
+        ("optimal", "optimal", "none that was searched is faster"),
         ("fastest in simulation", "simulated", "the fastest of the search's best"),
         ("best so far", gap, "left when the time was up"),
         ("priced", "none", "priced as given, not searched"),

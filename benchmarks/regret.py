@@ -1,0 +1,247 @@
+"""Is the searched plan the fastest? Measured against all uniform plans that fit, on 4 CPU processes.
+
+For two models and two memory budgets each: profile the machine once, search, and train the searched plan and every
+uniform one (same strategy for all layers, layers cut evenly) that is predicted to fit, in the same processes, step
+about. Regret is the searched plan's median step time over that of the fastest plan measured, itself included; gain is
+that of the fastest uniform plan over the searched one.
+
+Run: python benchmarks/regret.py [--repeats N] [--models wide deep]
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.model.read import chain_from_config
+from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.strategy import parse_strategy
+from steelyard.planning import PlanOptions, make_job, plan_job, price_plan
+from steelyard.processes.group import quiet_notices
+from steelyard.profiler.launch import launch_profiler
+from steelyard.profiles.profile import Profile
+from steelyard.runtime.optimizer import LocalAdamW
+from steelyard.runtime.parallel_model import parallelize_plan
+from steelyard.tracer.cache import cached_trace
+from steelyard.units import format_bytes
+
+PROCESSES, SEQ_LEN, GLOBAL_BATCH, VOCABULARY, WARM_UP = 4, 128, 16, 512, 2
+SIZES = {
+    "wide": {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 768},
+    "deep": {"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 384},
+}
+BUDGET_SHARES = (2.0, 0.6)
+"""Budgets, as shares of what plain replication takes."""
+STAGE_STRATEGIES = {
+    1: ("dp4", "fsdp4", "fsdp4 zero2", "tp4", "tp4+sp", "dp2-tp2", "fsdp2-tp2", "fsdp2-tp2+sp", "fsdp4 remat=full"),
+    2: ("dp2", "fsdp2", "tp2", "tp2+sp", "fsdp2 remat=full"),
+    4: ("single", "single remat=full"),
+}
+MICROBATCHES = {1: (1, 2), 2: (4,), 4: (4,)}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The Hugging Face config of a model."""
+    return {
+        "model_type": "llama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": SEQ_LEN,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **SIZES[name],
+    }
+
+
+def uniform_plans(job: Job) -> dict[str, Plan]:
+    """Every uniform plan that is legal for the model, by its name."""
+    found = {}
+    for num_stages, texts in STAGE_STRATEGIES.items():
+        for text in texts:
+            for num_microbatches in MICROBATCHES[num_stages]:
+                name = f"{text}, {num_microbatches} microbatches, {num_stages} stages"
+                try:
+                    found[name] = uniform(job, text, num_microbatches, num_stages)
+                except UserError:
+                    continue
+    return found
+
+
+def uniform(job: Job, text: str, num_microbatches: int, num_stages: int) -> Plan:
+    """One strategy everywhere, layers cut evenly."""
+    chain, size = job.chain, PROCESSES // num_stages
+    cuts = [round(index * chain.num_layers / num_stages) for index in range(num_stages + 1)]
+    stages = tuple(
+        StagePlan(
+            ranks=(index * size, index * size + size - 1),
+            runs=fold_runs(first, (parse_strategy(text),) * (end - first)),
+        )
+        for index, (first, end) in enumerate(pairwise(cuts))
+    )
+    return Plan(
+        model=PlanModel(name=chain.name, config=dict(chain.config)),
+        cluster=job.cluster.name,
+        seq_len=SEQ_LEN,
+        global_batch=GLOBAL_BATCH,
+        num_microbatches=num_microbatches,
+        precision="fp32",
+        stages=stages,
+    )
+
+
+def peak_bytes(plan: Plan) -> int:
+    """The most bytes that a process is predicted to take."""
+    assert plan.prediction is not None
+    return max(stage.total_bytes for stage in plan.prediction.stages)
+
+
+def plans_of(name: str) -> dict[str, dict[str, Plan]]:
+    """For each budget the searched plan, as ``searched``, and the uniform ones that fit."""
+    config = config_of(name)
+    chain = chain_from_config(config, name=name)
+    traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", tp_degrees=(1, 2, 4))
+    profile = launch_profiler(chain, traced, num_processes=PROCESSES, samples=(1, 2, 4, 8))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        roomy = job_of(path, "4GiB", profile)
+        uniforms = {
+            text: price_plan(plan, memory="4GiB", profile=profile) for text, plan in uniform_plans(roomy).items()
+        }
+        replicated = peak_bytes(uniforms["dp4, 1 microbatches, 1 stages"])
+        found = {}
+        for share in BUDGET_SHARES:
+            budget = int(share * replicated)
+            searched = plan_job(job_of(path, f"{budget // 2**20}MiB", profile), PlanOptions()).plan
+            if searched is None:
+                print(f"{name}, {format_bytes(budget)}: nothing fits", flush=True)
+                continue
+            fitting = {text: plan for text, plan in uniforms.items() if peak_bytes(plan) <= budget}
+            found[f"{name}, {format_bytes(budget)}"] = {"searched": searched, **fitting}
+    return found
+
+
+def job_of(config: Path, memory: str, profile: Profile) -> Job:
+    """The planning job under a memory budget."""
+    return make_job(
+        str(config),
+        f"1x{PROCESSES}xcpu",
+        global_batch=GLOBAL_BATCH,
+        seq_len=SEQ_LEN,
+        precision="fp32",
+        memory=memory,
+        profile=profile,
+    )
+
+
+def measure(plans: dict[str, Plan], repeats: int) -> dict[str, list[float]]:
+    """Seconds of the slowest process for each repeat of each plan, the repeats in turn."""
+    steps = {name: step_of(plan) for name, plan in plans.items()}
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    for repeat in range(WARM_UP + repeats):
+        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(repeat))
+        for name, step in steps.items():
+            dist.barrier()
+            started_s = time.perf_counter()
+            step(tokens)
+            slowest = torch.tensor(time.perf_counter() - started_s)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            times[name].append(slowest.item())
+    return {name: each[WARM_UP:] for name, each in times.items()}
+
+
+def step_of(plan: Plan) -> Any:
+    """Forward, backward, clipping and AdamW of a plan."""
+    model = parallelize_plan(plan)
+    optimizers = model.make_optimizers(lambda parameters: LocalAdamW(parameters, lr=1e-3))
+
+    def step(tokens: torch.Tensor) -> None:
+        model.train_step(lambda samples: tokens[samples])
+        model.clip_gradients(1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def show(title: str, plans: dict[str, Plan], times: dict[str, list[float]]) -> None:
+    """A row per plan, the regret and the gain."""
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    print(f"{title} ({len(plans) - 1} uniform plans fit)")
+    for name, seconds in sorted(medians.items(), key=lambda pair: pair[1]):
+        predicted = plans[name].prediction
+        assert predicted is not None
+        print(f"  {name:44} {seconds * 1e3:7.0f} ms, predicted {predicted.step_time_s * 1e3:7.0f} ms")
+    searched = plans["searched"]
+    layers = ", ".join(
+        f"{run.layers[0]}-{run.layers[1]} {run.strategy}" for part in searched.stages for run in part.runs
+    )
+    print(f"  searched: {searched.num_microbatches} microbatches, {searched.num_stages} stages: {layers}")
+    best_uniform = min((seconds for name, seconds in medians.items() if name != "searched"), default=float("nan"))
+    regret, gain = medians["searched"] / min(medians.values()), best_uniform / medians["searched"]
+    print(f"  searched over best: {regret:.3f}; best uniform over searched: {gain:.3f}", flush=True)
+
+
+def run_rank(rank: int, store: str, cases: dict[str, dict[str, Plan]], repeats: int) -> None:
+    """All cases on one rank; the first prints."""
+    quiet_notices()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, PROCESSES),
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    for title, plans in cases.items():
+        times = measure(plans, repeats)
+        if rank == 0:
+            show(title, plans, times)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fork(*arguments: Any) -> int:
+    """The id of a new process that runs a rank."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        run_rank(*arguments)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main() -> None:
+    """Prints a block per model and budget."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--models", nargs="*", choices=SIZES, default=list(SIZES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = {title: plans for name in arguments.models for title, plans in plans_of(name).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [fork(rank, f"{folder}/store", cases, arguments.repeats) for rank in range(PROCESSES)]
+        failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1]]
+    if failed:
+        sys.exit(f"ranks {failed} failed")
+
+
+if __name__ == "__main__":
+    main()

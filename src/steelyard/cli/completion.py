@@ -1,0 +1,18 @@
+"""What the shell completes beside commands and options: names of models and of devices."""
+
+from steelyard.hardware import devices
+from steelyard.model.read import model_names
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The packaged models that begin so."""
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def complete_cluster(incomplete: str) -> list[str]:
+    """What was typed with the devices that may end it, ``8x8xh`` → ``8x8xh100-80gb``; nothing for another form."""
+    parts = incomplete.split("x", 2)
+    if len(parts) < 3 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return []
+    start = f"{parts[0]}x{parts[1]}x"
+    return [start + device.name for device in devices() if device.name.startswith(parts[2])]

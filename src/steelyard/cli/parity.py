@@ -1,0 +1,67 @@
+"""``steelyard parity``: a plan's losses and gradients against one process, at small width."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from steelyard.cli.options import AsJson, print_json
+from steelyard.plan.file import read_plan
+from steelyard.plan.parity import TOLERANCES
+from steelyard.plan.plan import Plan
+from steelyard.plan.shrink import shrunk_plan
+from steelyard.units import format_plural
+
+
+def parity(
+    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    steps: Annotated[int, typer.Option("--steps", help="Training steps that are compared.", min=1)] = 2,
+    max_processes: Annotated[
+        int, typer.Option("--max-processes", help="Processes that this host may run at once.", min=1)
+    ] = 16,
+    as_json: AsJson = False,
+) -> None:
+    """Train a plan at small width, and one process without it: are losses and gradients the same?"""
+    plan = read_plan(path)
+    small = shrunk_plan(plan)
+    from steelyard.runtime.parity_run import launch_parity
+
+    found = launch_parity(small, num_steps=steps, max_processes=max_processes)
+    loss_tolerance, gradient_tolerance = TOLERANCES[plan.precision]
+    within = found["loss_error"] <= loss_tolerance and found["gradient_error"] <= gradient_tolerance
+    report = found | {
+        "within_tolerance": within and found["same_loss_on_all_ranks"],
+        "loss_tolerance": loss_tolerance,
+        "gradient_tolerance": gradient_tolerance,
+        "config": small.model.config,
+    }
+    if as_json:
+        print_json(report)
+    else:
+        _show(small, report)
+    if not report["within_tolerance"]:
+        raise typer.Exit(1)
+
+
+def _show(small: Plan, report: dict[str, Any]) -> None:
+    chain = small.chain()
+    table = Table(title=f"{chain.name} at width {chain.hidden_size}: the plan against one process")
+    for column in ("step", "loss of the plan", "of one process", "gradient norm", "of one process"):
+        table.add_column(column, justify="right")
+    rows = zip(report["losses"], report["expected_losses"], report["norms"], report["expected_norms"], strict=True)
+    for number, values in enumerate(rows, start=1):
+        table.add_row(str(number), *(f"{value:.7f}" for value in values))
+    Console().print(table)
+    verdict = "equal" if report["within_tolerance"] else "DIFFERENT"
+    print(
+        f"{verdict}: losses differ by {report['loss_error']:.1e} (tolerance {report['loss_tolerance']:.0e}), gradients "
+        f"by {report['gradient_error']:.1e} of the largest entry (tolerance {report['gradient_tolerance']:.0e}), most "
+        f"in {report['gradient_tensor'] or 'none'}"
+    )
+    print(
+        f"compared: {format_plural(small.num_devices, 'process', 'processes')}, "
+        f"{format_plural(chain.num_layers, 'layer')}, {small.schedule}, {small.precision}; "
+        f"{format_plural(small.num_microbatches, 'microbatch', 'microbatches')} of {small.microbatch_samples}"
+    )

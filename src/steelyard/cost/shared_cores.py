@@ -1,0 +1,114 @@
+r"""Plays a pipeline whose stages compute on the same processor cores, so that they are slower when more of them work.
+
+Durations $d$ of passes are those while all stages compute. While $k$ of them do, each has done $s_k\,\Delta t$ of its
+pass after $\Delta t$ seconds, and
+
+$$\sum_\text{passes} d = \sum_{k} k\,s_k\,T_k$$
+
+where $T_k$ are the seconds in which $k$ stages compute. So a pipeline of more processes than cores pays for its work
+and hardly for its bubbles: the cores have other stages to work for.
+
+| symbol | argument   | meaning                                                                          |
+|--------|------------|----------------------------------------------------------------------------------|
+| $s_k$  | `speeds`   | speed of a stage while k compute, over that while all do; measured by the profiler |
+
+Processor sharing as in Kleinrock 1976 (Queueing Systems II, section 4.4), with measured speeds in place of $P/k$.
+Not modelled: that a transfer takes a core as well; that passes which share a cache slow each other down unequally.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from steelyard.cost.wiring import StageRun, Wiring
+
+_NEVER = float("inf")
+_LEAST_SHARE = 1e-12
+"""What is left of a pass, as a share of it, is rounding where it is less."""
+
+
+def play_on_shared_cores(
+    runs: Sequence[StageRun],
+    wiring: Wiring,
+    num_microbatches: int,
+    speeds: Sequence[float],
+    *,
+    overlap_sends: bool,
+) -> None:
+    """Fills in the times of every run; ``speeds`` has one entry for each number of stages that compute at once."""
+    play = _Play(runs, wiring, num_microbatches, overlap_sends=overlap_sends)
+    while any(play.is_unfinished(stage) for stage in range(len(runs))):
+        for stage in play.waiting():
+            play.begin_if_ready(stage)
+        play.advance(speeds)
+
+
+class _Play:
+    """The state of all stages at one moment, ``now_s``."""
+
+    def __init__(self, runs: Sequence[StageRun], wiring: Wiring, num_microbatches: int, *, overlap_sends: bool) -> None:
+        self.now_s = 0.0
+        self._runs = runs
+        self._wiring = wiring
+        self._count = num_microbatches
+        self._overlap_sends = overlap_sends
+        parts = wiring.num_parts
+        self._arrival_s = [_NEVER] * (3 * parts * num_microbatches)
+        self._arrival_s[:num_microbatches] = [0.0] * num_microbatches
+        self._arrival_s[2 * parts * num_microbatches :] = [0.0] * (parts * num_microbatches)
+        self._free_s = [0.0] * len(runs)
+        self._link_free_s = [0.0] * len(runs) ** 2
+        self._left_s: dict[int, float] = {}
+
+    def is_unfinished(self, stage: int) -> bool:
+        """Whether the stage has passes to begin or to end."""
+        return len(self._runs[stage].ends_s) < len(self._runs[stage].codes)
+
+    def waiting(self) -> Iterator[int]:
+        """Stages that compute nothing and have passes to begin."""
+        yield from (
+            stage for stage in range(len(self._runs)) if stage not in self._left_s and self.is_unfinished(stage)
+        )
+
+    def begin_if_ready(self, stage: int) -> None:
+        """Begins the stage's next pass if its input is there."""
+        if self._ready_s(stage) <= self.now_s:
+            run = self._runs[stage]
+            run.starts_s.append(self.now_s)
+            self._left_s[stage] = self._wiring.duration_s[run.codes[len(run.ends_s)] // self._count]
+
+    def advance(self, speeds: Sequence[float]) -> None:
+        """Goes on to the next moment at which a pass ends or an input arrives."""
+        arrives_s = min((self._ready_s(stage) for stage in self.waiting()), default=_NEVER)
+        if not self._left_s:
+            assert arrives_s < _NEVER, "the orders of the stages wait for each other"
+            self.now_s = arrives_s
+            return
+        speed = speeds[len(self._left_s) - 1]
+        next_s = min(arrives_s, self.now_s + min(self._left_s.values()) / speed)
+        done_s = (next_s - self.now_s) * speed
+        self.now_s = next_s
+        for stage, left_s in list(self._left_s.items()):
+            run = self._runs[stage]
+            whole_s = self._wiring.duration_s[run.codes[len(run.ends_s)] // self._count]
+            self._left_s[stage] = left_s - done_s
+            if self._left_s[stage] <= _LEAST_SHARE * whole_s:
+                del self._left_s[stage]
+                self._end(stage)
+
+    def _ready_s(self, stage: int) -> float:
+        run = self._runs[stage]
+        return max(self._free_s[stage], self._arrival_s[run.codes[len(run.ends_s)]])
+
+    def _end(self, stage: int) -> None:
+        """Ends the pass of a stage and sends its result on its way."""
+        run, wiring = self._runs[stage], self._wiring
+        group, microbatch = divmod(run.codes[len(run.ends_s)], self._count)
+        run.ends_s.append(self.now_s)
+        sent_s = self.now_s
+        if wiring.consumer[group] >= 0:
+            if wiring.transfer_s[group]:
+                link = wiring.link[group]
+                sent_s = max(self._link_free_s[link], self.now_s) + wiring.transfer_s[group]
+                self._link_free_s[link] = sent_s
+            self._arrival_s[wiring.consumer[group] * self._count + microbatch] = sent_s + wiring.latency_s[group]
+        run.sent_s.append(sent_s)
+        self._free_s[stage] = self.now_s if self._overlap_sends else sent_s

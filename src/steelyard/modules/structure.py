@@ -1,0 +1,36 @@
+"""Which layers are alike, found by their structure: equal modules with equal parameters in equal places.
+
+Two layers are of one kind when their trees of modules have the same classes, the same parameters and buffers with the
+same shapes and types, and the same settings (whatever numbers, texts and switches a module keeps), but for those that
+only say where a layer stands. Kinds of a family are declared in its file, since the planner reads them without torch;
+this finds them for modules that have no family, and in the tests it finds what the families declare.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from torch import nn
+
+_PLACES = frozenset({"layer_idx", "layer_type", "sliding_window", "is_sliding", "attention_type", "shift_size"})
+"""Attributes that say where a layer stands or what it attends to, which is a mask made outside the module."""
+_INTERNAL = frozenset({"training", "call_super_init", "dump_patches", "gradient_checkpointing"})
+
+
+def signature(module: nn.Module) -> tuple[Hashable, ...]:
+    """Equal for modules that do the same work on inputs of the same shape."""
+    return tuple(_parts(module))
+
+
+def kinds_by_structure(modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    """For each module the number of its kind, counted from 0 in the order of first occurrence."""
+    numbers: dict[tuple[Hashable, ...], int] = {}
+    return tuple(numbers.setdefault(signature(module), len(numbers)) for module in modules)
+
+
+def _parts(module: nn.Module) -> Iterator[Hashable]:
+    for path, owner in module.named_modules():
+        yield path, type(owner).__module__, type(owner).__qualname__
+        for name, value in sorted(vars(owner).items()):
+            if isinstance(value, int | float | str) and name not in _PLACES | _INTERNAL and not name.startswith("_"):
+                yield path, name, value
+        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+            yield path, name, tuple(tensor.shape), tensor.dtype

@@ -1,0 +1,171 @@
+"""A plan at small width: the same stages, schedule and strategies, for a model that any machine trains in a moment.
+
+Of every run of equal layers with one strategy at most two are kept; widths, heads, experts, vocabulary and sequence are
+as small as the plan's tensor-parallel degrees allow, and a microbatch as its data degrees allow. Dropout is off, since
+which entries fall out differs between plans. What is kept: the family, what its blocks attend to, tied embeddings,
+stages and their ranks, strategies with their order, schedule, precision.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+
+_HEAD_DIM = 8
+_LEAST_VOCABULARY, _LEAST_SEQUENCE, _LEAST_EXPERTS = 256, 16, 4
+_KEPT_OF_A_RUN = 2
+_PATCH, _WINDOW = 2, 4
+_DROPOUT = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "t5": ("dropout_rate",),
+    "swin": ("drop_path_rate",),
+}
+"""Keys that are not zero where a config does not give them."""
+
+
+def shrunk_plan(plan: Plan) -> Plan:
+    """The plan at small width; raises `InvalidModelError` or `InvalidPlanError` where it cannot be made smaller."""
+    chain = plan.chain()
+    kept = list(_kept_layers(plan, chain))
+    config = shrunk_config(chain, [layer for part in kept for layer in part], _common([s.tp for s in plan.strategies]))
+    small = chain_from_config(config, name=chain.name)
+    first, stages = 0, []
+    for part, layers in zip(plan.stages, kept, strict=True):
+        strategies = tuple(plan.strategies[layer] for layer in layers)
+        stages.append(StagePlan(ranks=part.ranks, runs=fold_runs(first, strategies)))
+        first += len(layers)
+    microbatches = min(plan.num_microbatches, 2 * len(plan.stages))
+    if plan.num_microbatches >= 2 * plan.num_stages and plan.schedule == "interleaved-1f1b":
+        microbatches = 2 * plan.num_stages
+    degree = _common([strategy.tp for strategy in plan.strategies])
+    return Plan(
+        model=PlanModel(name=chain.name, config=config),
+        cluster=plan.cluster,
+        seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
+        global_batch=microbatches * _common([strategy.data_degree for strategy in plan.strategies]),
+        num_microbatches=microbatches,
+        precision=plan.precision,
+        schedule=plan.schedule,
+        stages=tuple(stages),
+    )
+
+
+def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
+    """For each part of the pipeline the layers that are kept: of equal neighbours the first two."""
+    for part in plan.stages:
+        layers = range(part.first_layer, part.last_layer + 1)
+        runs = groupby(layers, key=lambda layer: (chain.layers[layer], plan.strategies[layer]))
+        yield [layer for _, run in runs for layer in list(run)[:_KEPT_OF_A_RUN]]
+
+
+def shrunk_config(chain: ModelChain, kept: list[int], degree: int) -> dict[str, Any]:
+    """The config of the same family with the kept layers alone, all of whose sizes ``degree`` divides."""
+    config = {key: value for key, value in chain.config.items() if key != "rope_scaling"}
+    config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, int | float)}
+    config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
+    heads = _heads(chain, degree)
+    width = heads * _HEAD_DIM
+    vocabulary = _multiple(_LEAST_VOCABULARY, degree)
+    if chain.layout.image is not None:
+        config |= _image(chain, kept, width)
+    else:
+        config |= {"vocab_size": vocabulary} | _special_tokens(config, vocabulary)
+    if chain.family.model_type == "swin":
+        return config
+    config |= _named_sizes(chain, width=width, heads=heads, num_blocks=len(_blocks(chain, kept)))
+    config |= _family_sizes(chain, kept, degree, width)
+    return config
+
+
+def _heads(chain: ModelChain, degree: int) -> int:
+    """Twice as many as key-value heads where these are fewer in the model, else as many as the degree."""
+    sizes = dict(_divided(chain))
+    grouped = sizes.get("key-value heads", sizes.get("attention heads")) != sizes.get("attention heads")
+    return 2 * degree if grouped else max(degree, 2)
+
+
+def _divided(chain: ModelChain) -> list[tuple[str, int]]:
+    return [size for kind in chain.kinds if kind.role is LayerRole.BLOCK for size in kind.tp_divides]
+
+
+def _blocks(chain: ModelChain, kept: list[int]) -> list[int]:
+    return [layer for layer in kept if chain.kind_of(layer).role is LayerRole.BLOCK]
+
+
+def _named_sizes(chain: ModelChain, *, width: int, heads: int, num_blocks: int) -> dict[str, Any]:
+    """The sizes under the keys by which the config gives them."""
+    by_key = {
+        **dict.fromkeys(("hidden_size", "n_embd", "d_model"), width),
+        **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), heads),
+        **dict.fromkeys(("num_hidden_layers", "n_layer"), num_blocks),
+        **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "moe_intermediate_size"), 2 * width),
+    }
+    return {key: value for key, value in by_key.items() if key in chain.sizes or key in chain.config}
+
+
+def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int) -> dict[str, Any]:
+    """The sizes that only some families have, given also where the config leaves them to transformers."""
+    found: dict[str, Any] = {}
+    sizes = dict(_divided(chain))
+    if "key-value heads" in sizes:
+        grouped = sizes["key-value heads"] != sizes["attention heads"]
+        found["num_key_value_heads"] = degree if grouped else _heads(chain, degree)
+    if chain.layout.rotary_size and chain.family.model_type != "gpt_neox":
+        found["head_dim"] = _HEAD_DIM
+    if "experts" in sizes:
+        key = "num_local_experts" if chain.family.model_type == "mixtral" else "num_experts"
+        found |= {key: _multiple(_LEAST_EXPERTS, degree), "num_experts_per_tok": 2}
+    if chain.family.model_type == "qwen3_moe":
+        dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
+        found |= {"mlp_only_layers": [i for i, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
+        found |= {"moe_intermediate_size": width, "intermediate_size": 2 * width}
+    if chain.family.model_type == "t5":
+        between = next(place for place, layer in enumerate(kept) if chain.kind_of(layer).name == "decoder embedding")
+        blocks = len(_blocks(chain, kept))
+        num_encoder = len(_blocks(chain, kept[:between]))
+        found |= {"d_kv": _HEAD_DIM, "num_layers": num_encoder, "num_decoder_layers": blocks - num_encoder}
+    attention = [chain.kind_of(layer).attention for layer in _blocks(chain, kept)]
+    if "sliding_attention" in attention:
+        found["sliding_window"] = _LEAST_SEQUENCE // 2
+    if chain.config.get("layer_types") or chain.family.model_type in ("gemma2", "gemma3_text"):
+        found["layer_types"] = attention
+    return found
+
+
+def _image(chain: ModelChain, kept: list[int], width: int) -> dict[str, Any]:
+    """Small images; of Swin, the blocks of each stage that are kept."""
+    if chain.family.model_type != "swin":
+        return {"image_size": 4 * _PATCH, "patch_size": _PATCH}
+    names = [chain.kind_of(layer).name for layer in _blocks(chain, kept)]
+    depths = [len(list(run)) for name, run in groupby(names) if name.endswith("block")]
+    return {
+        "image_size": _PATCH * _WINDOW * 2 ** (len(depths) - 1),
+        "patch_size": _PATCH,
+        "window_size": _WINDOW,
+        "embed_dim": width,
+        "depths": depths,
+        "num_heads": [2**stage for stage in range(len(depths))],
+    }
+
+
+def _special_tokens(config: Mapping[str, Any], vocabulary: int) -> dict[str, int | None]:
+    """Special tokens that a smaller vocabulary lacks stand for its first token; one for padding is left out."""
+    found: dict[str, int | None] = {}
+    for key in ("bos_token_id", "eos_token_id", "decoder_start_token_id", "pad_token_id"):
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int) or value >= vocabulary):
+            found[key] = None if key == "pad_token_id" else 0
+    return found
+
+
+def _common(degrees: list[int]) -> int:
+    return math.lcm(*degrees)
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of

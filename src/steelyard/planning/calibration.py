@@ -1,0 +1,137 @@
+r"""One factor on all predicted times from a single measured run: $f = t_\text{measured} / t_\text{predicted}$.
+
+A catalogue knows what devices and links can do, not what a machine room, a driver or a framework's version makes of it.
+Most of that is common to all plans of a model on a device, so that one run scales the prediction of every other plan.
+The factor leaves the order of plans as it is, but for what it does to the time of an optimizer or a step's overhead.
+
+A run is given as the record that `steelyard train` writes, or as a file of these lines (YAML or JSON):
+
+    version: 1
+    plan: plan.json       # as `steelyard plan` wrote it; a relative path starts where this file lies
+    step_time_s: 12.4     # median of the steps after the first few
+
+A record holds the prediction of its plan; a plan in a file is predicted again with today's catalogue and profile.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.hardware.values import Device
+from steelyard.plan.file import parse_value, read_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning.price import job_of
+from steelyard.profiles.profile import Profile
+from steelyard.profiles.record import RunRecord
+
+
+class InvalidRunError(UserError):
+    """A measured run that cannot be read, or that says nothing about this job."""
+
+
+class MeasuredRun(BaseModel):
+    """What a user measured of a plan."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    version: Literal[1] = 1
+    plan: str
+    step_time_s: float = Field(gt=0)
+
+
+def calibrate(job: Job, path: str | Path) -> Job:
+    """The job with all times multiplied by what the run in a file took over what was predicted of it.
+
+    Raises `InvalidRunError` for a file that is neither kind of run, a run of another model or device, or a record of a
+    plan that had no prediction; `InvalidPlanError` for a plan file that cannot be read.
+    """
+    path = Path(path)
+    content = _content(path)
+    if isinstance(content, dict) and "plan" in content:
+        return _calibrate_by_plan(job, parse_value(content, MeasuredRun, InvalidRunError, what="run"), path)
+    return _calibrate_by_record(job, parse_value(content, RunRecord, InvalidRunError, what="run record"), path)
+
+
+def _content(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidRunError(
+            field="--calibrate",
+            found=f"{path}: {error}",
+            expected="a run record of `steelyard train`, or a file with version, plan and step_time_s",
+            hint="check the path",
+        ) from error
+
+
+def _calibrate_by_plan(job: Job, run: MeasuredRun, path: Path) -> Job:
+    plan = read_plan(path.parent / run.plan)
+    _check_model(job, plan.chain().config_hash, path)
+    same_size = plan.num_devices == job.cluster.num_devices
+    cluster = job.cluster if same_size and plan.cluster == job.cluster.name else None
+    ran = job_of(
+        plan, cluster=cluster, profile=job.profile if _serves(job.profile, plan, same_size=same_size) else None
+    )
+    if ran.cluster.device.name != job.cluster.device.name:
+        raise _other_device(job, ran.cluster.device.name, path)
+    return replace(job, time_factor=run.step_time_s / predict(plan, replace(ran, time_factor=1.0)).step_time_s)
+
+
+def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
+    """Whether a profile holds what a prediction of the plan needs; what was traced holds for any number of devices."""
+    identity = profile.identity
+    degrees = {(strategy.tp, strategy.sp) for strategy in plan.strategies}
+    held = all(profile.layer(kind.name, tp, sp) for kind in plan.chain().kinds for tp, sp in degrees)
+    alike = (identity.seq_len, identity.precision) == (plan.seq_len, plan.precision)
+    return held and alike and (same_size or identity.method == "traced")
+
+
+def _calibrate_by_record(job: Job, record: RunRecord, path: Path) -> Job:
+    _check_model(job, record.config_hash, path)
+    if not is_same_device(record.device, job.cluster.device):
+        raise _other_device(job, record.device, path)
+    if record.predicted_step_s is None:
+        raise InvalidRunError(
+            field=f"{path}: predicted_step_s",
+            found="nothing: the plan of this run had no prediction",
+            expected="the record of a plan that `steelyard plan` wrote",
+            hint="write a file with version, plan and step_time_s instead",
+        )
+    uncalibrated_s = record.predicted_step_s / record.predicted_time_factor
+    return replace(job, time_factor=record.median_step_s / uncalibrated_s)
+
+
+def is_same_device(found: str, device: Device) -> bool:
+    """Whether a driver's name of a device (NVIDIA H100 80GB HBM3) means one of the catalogue (h100-80gb).
+
+    Sizes of memory are left out: every other part of the catalogue's name must occur.
+    """
+    words = re.findall(r"[a-z0-9]+", found.lower())
+    parts = [part for part in device.name.lower().split("-") if not part.endswith("gb")]
+    return all(any(word.startswith(part) for word in words) for part in parts)
+
+
+def _check_model(job: Job, config_hash: str, path: Path) -> None:
+    if config_hash != job.chain.config_hash:
+        raise InvalidRunError(
+            field=f"{path}: model",
+            found=f"a run of another model (config {config_hash[:12]})",
+            expected=f"a run of {job.chain.name} (config {job.chain.config_hash[:12]})",
+            hint="measure one run of this model, of any plan and length",
+        )
+
+
+def _other_device(job: Job, found: str, path: Path) -> InvalidRunError:
+    return InvalidRunError(
+        field=f"{path}: device",
+        found=found,
+        expected=f"a run on {job.cluster.device.name}, as in this job",
+        hint="measure one run on such a device; another number of them will do",
+    )

@@ -1,0 +1,95 @@
+"""Trade-offs as a page of their own: time against memory, time and money against devices, as charts and as tables."""
+
+from importlib.metadata import version
+
+from steelyard.plan.choices import DevicePoint, TradeOffs
+from steelyard.report.frontier_table import frontier_note
+from steelyard.report.html.chart import Chart, Line, Mark, chart, staircase
+from steelyard.report.html.document import document
+from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.panels import Panel, figure_title, panels
+from steelyard.units import format_bytes, format_count, format_seconds
+
+
+def frontier_page(found: TradeOffs) -> str:
+    """The complete page as the text of one file that loads nothing from anywhere."""
+    header = tag(
+        "header",
+        tag("p", "Trade-offs", class_="kicker"),
+        tag("h1", found.model, tag("span", " on "), found.cluster),
+        tag("p", _lead(found), class_="decision"),
+    )
+    drawn = [_section(index, panel) for index, panel in enumerate(panels(found))]
+    rows = section("numbers", "In numbers", *_tables(found))
+    footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
+    return document(figure_title(found), figure_title(found), (header, *drawn, rows, footer))
+
+
+def _lead(found: TradeOffs) -> str:
+    chosen = next((point for point in found.points if point.is_chosen), None)
+    batch = f"{found.global_batch:,} × {found.seq_len:,} tokens a step, {found.precision}"
+    if chosen is None:
+        return f"{batch}. Within {format_bytes(found.budget_bytes)} per device nothing fits."
+    return (
+        f"{batch}. Within {format_bytes(found.budget_bytes)} per device a step takes at least "
+        f"{format_seconds(chosen.step_time_s)}: {chosen.setting}; {chosen.strategies}."
+    )
+
+
+def _section(index: int, panel: Panel) -> Html:
+    points = tuple((point.x, point.y) for point in panel.points)
+    marks = tuple(
+        Mark(
+            x=point.x,
+            y=point.y,
+            title=point.text,
+            look="here" if point.is_chosen else "step",
+            label="this plan" if point.is_chosen else "",
+        )
+        for point in panel.points
+    )
+    drawn = Chart(
+        title=panel.title,
+        x_label=panel.x_label,
+        y_label=panel.y_label,
+        lines=(Line(points=staircase(points) if panel.is_staircase else points),),
+        marks=marks,
+        limit=panel.limit,
+        x_ticks=panel.ticks,
+    )
+    return section(f"panel-{index}", panel.title, chart(drawn))
+
+
+def _tables(found: TradeOffs) -> list[Html]:
+    parts = []
+    if found.points:
+        rows = [
+            (
+                tag("b", "this plan") if point.is_chosen else "",
+                format_bytes(point.memory_bytes),
+                format_seconds(point.step_time_s),
+                format_count(point.tokens_per_s),
+                point.setting,
+                point.strategies,
+            )
+            for point in found.points
+        ]
+        headings = ("", "memory per device", "step", "tokens/s", "pipeline", "strategies")
+        parts += [table(headings, rows, numeric=(1, 2, 3)), tag("p", frontier_note(found), class_="hint")]
+    if found.devices:
+        priced = found.price_per_device_hour is not None
+        headings = ("devices", "step", "tokens/s", *(("cost of 10⁹ tokens",) if priced else ()), "plan")
+        shown = table(headings, [_device_row(point, priced) for point in found.devices], numeric=range(3 + priced))
+        parts.append(shown if len(parts) == 0 else folded("By number of devices", shown))
+    return parts
+
+
+def _device_row(point: DevicePoint, priced: bool) -> tuple[str, ...]:
+    cost = point.cost_per_billion_tokens
+    return (
+        str(point.num_devices),
+        "–" if point.step_time_s is None else format_seconds(point.step_time_s),
+        "–" if point.tokens_per_s is None else format_count(point.tokens_per_s),
+        *(("–" if cost is None else f"{cost:,.2f}",) if priced else ()),
+        point.reason or f"{point.setting}; {point.strategies}",
+    )

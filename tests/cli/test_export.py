@@ -1,0 +1,138 @@
+"""``steelyard export``: what it writes and says, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from steelyard.errors import UserError
+from steelyard.export import TARGETS
+from steelyard.plan.file import write_plan
+from tests.cli.conftest import Run, user_error
+from tests.export.examples import mixed, read, uniform
+from tests.export.examples import run as layers
+
+LAST = 9
+"""The head of llama-demo, which is small enough to trace in a test."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of one strategy, and one that mixes two."""
+    path = tmp_path_factory.mktemp("plans")
+    write_plan(uniform("fsdp8", devices=8), path / "uniform.json")
+    content = {
+        "version": 1,
+        "model": {"name": "llama-demo"},
+        "cluster": "1x2xa100-80gb",
+        "seq_len": 256,
+        "global_batch": 16,
+        "num_microbatches": 1,
+        "precision": "bf16",
+        "stages": [{"ranks": [0, 1], "runs": [layers(0, LAST - 1, "dp2"), layers(LAST, LAST, "fsdp2")]}],
+    }
+    write_plan(read(content), path / "mixed.json")
+    write_plan(mixed(), path / "pipeline.json")
+    return path
+
+
+def test_list_names_every_target(run: Run) -> None:
+    shown = run("export", "--to", "list").output
+    assert [name for name in TARGETS if not re.search(rf"^{name} ", shown, flags=re.MULTILINE)] == []
+
+
+def test_the_list_has_a_form_for_programs(run: Run) -> None:
+    entries = json.loads(run("export", "--to", "list", "--json").output)
+    assert [entry["target"] for entry in entries] == list(TARGETS)
+
+
+def test_without_an_output_the_file_is_printed(run: Run, folder: Path) -> None:
+    result = run("export", folder / "uniform.json", "--to", "deepspeed")
+    assert json.loads(result.stdout)["zero_optimization"]["stage"] == 3
+
+
+def test_a_plan_within_the_means_is_the_plan_itself(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("export", folder / "uniform.json", "--to", "accelerate", "-o", tmp_path / "a.yaml")
+    assert "uniform fsdp8 in accelerate, which is the plan itself" in result.output
+    assert (tmp_path / "a.yaml").read_text().startswith("# For accelerate")
+
+
+def test_a_mix_becomes_one_strategy_with_its_price(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("export", folder / "mixed.json", "--to", "transformers", "-o", tmp_path)
+    headline = result.output.splitlines()[0]
+    assert re.fullmatch(
+        r"uniform \S+.* in transformers: [\d.]+ \ws/step, (as fast as|[\d.]+% (slower|faster) than) the plan", headline
+    )
+    content = (tmp_path / "steelyard_trainer.py").read_text()
+    assert headline in content
+    assert "strategies that differ between layers (dp2 ×9, fsdp2 ×1)" in content
+
+
+def test_the_result_has_a_form_for_programs(run: Run, folder: Path) -> None:
+    content = json.loads(run("export", folder / "mixed.json", "--to", "deepspeed", "--json").output)
+    assert content["step_time_s"] > 0
+    assert len({part["parallel"] for stage in content["plan"]["stages"] for part in stage["runs"]}) == 1
+    assert json.loads(content["files"]["ds_config.json"])["train_batch_size"] == 16
+
+
+def test_a_folder_gets_every_file(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("export", folder / "uniform.json", "--to", "torchtitan", "-o", tmp_path / "titan")
+    assert result.exit_code == 0, result.output
+    assert {path.suffix for path in (tmp_path / "titan").iterdir()} == {".py", ".toml"}
+
+
+def test_a_file_name_chooses_among_the_files(run: Run, folder: Path, tmp_path: Path) -> None:
+    run("export", folder / "uniform.json", "--to", "torchtitan", "-o", tmp_path / "plan.toml")
+    assert "[parallelism]" in (tmp_path / "plan.toml").read_text()
+
+
+def test_another_file_name_is_refused(run: Run, folder: Path, tmp_path: Path) -> None:
+    error = user_error(run("export", folder / "uniform.json", "--to", "torchtitan", "-o", tmp_path / "plan.yaml"))
+    assert (error.field, ".py or .toml" in error.expected) == ("--output", True)
+
+
+def test_an_unknown_target_names_the_nearest(run: Run, folder: Path) -> None:
+    error = user_error(run("export", folder / "uniform.json", "--to", "megatrom"))
+    assert error.hint == "did you mean megatron?"
+
+
+def test_a_plan_is_needed(run: Run) -> None:
+    assert user_error(run("export", "--to", "deepspeed")).field == "PLAN"
+
+
+def test_a_mix_from_a_measured_profile_needs_that_profile(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = json.loads((folder / "mixed.json").read_text())
+    plan["prediction"] = {
+        "step_time_s": 1.0,
+        "tokens_per_s_per_device": 1.0,
+        "budget_bytes": 10**9,
+        "stages": [{"time_s": {"compute": 1.0}, "memory_bytes": {"parameters": 1}}],
+        "certificate": "x",
+        "lower_bound_s": 0.0,
+        "profile": {"method": "measured"},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert user_error(run("export", tmp_path / "plan.json", "--to", "deepspeed")).field == "--profile"
+    assert run("export", tmp_path / "plan.json", "--to", "pytorch").exit_code == 0
+
+
+def test_nothing_that_fits_is_exit_code_1(run: Run, folder: Path) -> None:
+    result = run("export", folder / "mixed.json", "--to", "deepspeed", "--memory", "1100MiB")
+    assert isinstance(result.exception, UserError)
+    assert result.exception.exit_code == 1
+
+
+def test_an_unknown_cluster_is_named_by_what_needs_it(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = json.loads((folder / "uniform.json").read_text()) | {"cluster": "basement"}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    error = user_error(run("export", tmp_path / "plan.json", "--to", "slurm"))
+    assert "'basement', which is not known here" in error.found
+    assert run("export", tmp_path / "plan.json", "--to", "slurm", "--cluster", "1x8xh100-80gb").exit_code == 0
+
+
+@pytest.mark.parametrize("target", ["pytorch", "torchrun", "slurm"])
+def test_what_runs_any_plan_needs_no_search(run: Run, folder: Path, target: str) -> None:
+    result = run("export", folder / "pipeline.json", "--to", target)
+    assert result.exit_code == 0, result.output
+    assert f"the plan as it is in {target}" in result.stderr

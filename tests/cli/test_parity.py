@@ -1,0 +1,92 @@
+"""``steelyard parity``: a user's plan at small width against one process, as a table, as JSON and as an exit code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from steelyard.cli.app import app
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.file import write_plan
+from steelyard.runtime import parity_run
+from tests.runtime.family_cases import CASES
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+FOUND = {
+    "losses": [4.0, 3.0],
+    "expected_losses": [4.0, 3.0],
+    "norms": [1.0, 1.0],
+    "expected_norms": [1.0, 1.0],
+    "loss_error": 0.0,
+    "gradient_error": 1e-6,
+    "gradient_tensor": "lm_head.weight",
+    "weight_error": 1e-6,
+    "same_loss_on_all_ranks": True,
+    "strategies": ["single"],
+}
+
+
+def plan_file(folder: Path) -> Path:
+    path = folder / "plan.json"
+    write_plan(make_plan(FAMILY_CONFIGS["llama"], "dp2, tp2+sp remat=full, fsdp2, tp2", num_devices=2), path)
+    return path
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["parity", str(plan_file(folder)), *arguments])
+    if isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Lets the processes have found something, without starting them."""
+    monkeypatch.setattr(parity_run, "launch_parity", lambda *_, **__: FOUND | changes)
+
+
+@pytest.mark.processes
+def test_a_plan_of_two_processes_equals_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text = run(tmp_path, "--json", "--steps", "1")
+    found = json.loads(text)
+    assert code == 0
+    assert found["within_tolerance"]
+    assert found["strategies"] == ["dp2", "tp2+sp remat=full", "fsdp2", "tp2"]
+    assert 0 < found["gradient_error"] < found["gradient_tolerance"]
+    assert len(found["losses"]) == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"loss_error": 1e-3}, {"gradient_error": 0.5}, {"same_loss_on_all_ranks": False}], ids=str
+)
+def test_a_difference_beyond_the_tolerance_ends_with_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    pretend(monkeypatch, **changes)
+    code, text = run(tmp_path)
+    assert code == 1
+    assert "DIFFERENT" in text
+
+
+def test_the_table_names_the_tensor_that_differs_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    code, text = run(tmp_path)
+    assert code == 0
+    assert "equal: losses differ by 0.0e+00" in text
+    assert "most in lm_head.weight" in text
+
+
+def test_more_processes_than_allowed_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidPlanError, match="--max-processes 2"):
+        run(tmp_path, "--max-processes", "1")
+
+
+def test_the_model_that_is_trained_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    _, text = run(tmp_path, "--json")
+    assert json.loads(text)["config"]["hidden_size"] <= 64
+
+
+def test_every_family_can_be_compared() -> None:
+    assert {case.plan.chain().family.model_type for case in CASES.values()} <= set(FAMILY_CONFIGS)

@@ -1,0 +1,109 @@
+"""Predicted bytes against what `steelyard check` finds: an upper bound, and close, whatever a plan is made of."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from steelyard.cost.predict import predict_memory
+from steelyard.cost.setting import Job
+from steelyard.hardware import parse_cluster
+from steelyard.plan.plan import Plan, Precision, Schedule
+from steelyard.profiles.profile import Profile
+from steelyard.runtime.attribution import TERMS
+from steelyard.runtime.dry_run import dry_run
+from steelyard.tracer.trace import trace
+from tests.cost.examples import chain, plan
+
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256, "num_key_value_heads": 4}
+SEQ_LEN = 128
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Strategies of the six layers, stage after stage (interleaved: chunk after chunk)."""
+
+    stages: tuple[str, ...]
+    devices: int
+    precision: Precision = "bf16"
+    microbatches: int = 4
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+    tied: bool = False
+    vocab: int = 512
+
+    @property
+    def num_stages(self) -> int:
+        """Groups of ranks."""
+        return len(self.stages) // self.chunks
+
+
+def _all(strategy: str, *, edges: str | None = None) -> tuple[str, ...]:
+    return (", ".join([edges or strategy, *[strategy] * 4, edges or strategy]),)
+
+
+CASES = {
+    "dp, fp32": Case(stages=_all("dp2"), devices=2, precision="fp32"),
+    "dp, one microbatch": Case(stages=_all("dp2"), devices=2, microbatches=1),
+    "fsdp": Case(stages=_all("fsdp4"), devices=4),
+    "fsdp, one microbatch, fp32": Case(stages=_all("fsdp4"), devices=4, microbatches=1, precision="fp32"),
+    "fsdp zero2": Case(stages=_all("fsdp2 zero2"), devices=2),
+    "fsdp remat full": Case(stages=_all("fsdp4 remat=full"), devices=4),
+    "fsdp selective": Case(stages=_all("fsdp4 remat=selective", edges="fsdp4"), devices=4),
+    "tp, fp32": Case(stages=_all("tp2"), devices=2, precision="fp32"),
+    "tp sp, large vocabulary": Case(stages=_all("tp2+sp"), devices=2, vocab=8192),
+    "fsdp tp selective, tied": Case(
+        stages=_all("fsdp2-tp2+sp remat=selective", edges="fsdp2-tp2"), devices=4, tied=True
+    ),
+    "mixed layouts": Case(stages=("fsdp4, dp4, fsdp2-tp2+sp, dp2-tp2, fsdp4 remat=full, fsdp4",), devices=4),
+    "two stages": Case(stages=("dp2, dp2, dp2", "fsdp2, fsdp2, fsdp2"), devices=4),
+    "two stages, gpipe, fp32, tied": Case(
+        stages=("fsdp2, fsdp2, tp2", "tp2+sp, tp2+sp, dp2"), devices=4, schedule="gpipe", precision="fp32", tied=True
+    ),
+    "four stages": Case(stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=8, microbatches=8),
+    "four stages, large vocabulary": Case(stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=8, vocab=8192),
+    "interleaved": Case(
+        stages=("tp2+sp, tp2+sp", "fsdp2", "fsdp2", "fsdp2, fsdp2"), devices=4, schedule="interleaved-1f1b", chunks=2
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[tuple[Precision, int], Profile]:
+    """Traced profiles by precision and vocabulary, which the cases share."""
+    return {}
+
+
+def _job(case: Case, traces: dict[tuple[Precision, int], Profile]) -> Job:
+    key = case.precision, case.vocab
+    if key not in traces:
+        traces[key] = trace(
+            chain(**SIZES, vocab_size=case.vocab), seq_len=SEQ_LEN, precision=case.precision, tp_degrees=(1, 2)
+        )
+    return Job(
+        chain=chain(**SIZES, vocab_size=case.vocab, tie_word_embeddings=case.tied),
+        profile=traces[key],
+        cluster=parse_cluster(f"1x{case.devices}xcpu").with_memory(GIB),
+        seq_len=SEQ_LEN,
+        global_batch=4 * case.microbatches * case.devices // case.num_stages,
+        precision=case.precision,
+        budget_bytes=GIB,
+    )
+
+
+def _plan(case: Case, of: Job) -> Plan:
+    return plan(of, *case.stages, num_microbatches=case.microbatches, schedule=case.schedule, num_chunks=case.chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_bytes_are_at_least_those_found_and_at_most_a_tenth_more(
+    name: str, traces: dict[tuple[Precision, int], Profile]
+) -> None:
+    of = _job(CASES[name], traces)
+    candidate = _plan(CASES[name], of)
+    for stage, terms in enumerate(predict_memory(candidate, of)):
+        assert set(terms) <= set(TERMS)
+        found = dry_run(candidate, candidate.stages[stage].ranks[0], backend="gloo")
+        peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
+        assert 1.0 <= sum(terms.values()) / peak <= 1.1, f"stage {stage}: {terms}, found {found.later_steps}"

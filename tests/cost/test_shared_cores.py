@@ -1,0 +1,81 @@
+"""Stages that share processor cores: like others where nothing is shared, never idle where one core serves all."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.cost.simulator import StageTimes, Timeline, simulate
+from steelyard.plan.plan import Schedule
+
+seconds = st.integers(1, 20).map(float)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, *, transfers: bool = True) -> tuple[list[StageTimes], int, Schedule, int]:
+    """Parts, microbatches, schedule and chunks."""
+    transfer = seconds if transfers else st.just(0.0)
+    num_stages, schedule = draw(st.integers(2, 4)), draw(st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b"]))
+    num_chunks = 2 if schedule == "interleaved-1f1b" else 1
+    size = num_stages * num_chunks
+    times = st.builds(
+        StageTimes, forward_s=seconds, backward_s=seconds, once_s=seconds, transfer_s=transfer, latency_s=transfer
+    )
+    parts = draw(st.lists(times, min_size=size, max_size=size))
+    return parts, num_stages * draw(st.integers(1, 3)), schedule, num_chunks
+
+
+def run(pipeline: tuple[list[StageTimes], int, Schedule, int], speeds: list[float]) -> Timeline:
+    parts, num_microbatches, schedule, num_chunks = pipeline
+    return simulate(parts, num_microbatches, schedule, num_chunks=num_chunks, speeds=speeds)
+
+
+def num_stages_of(pipeline: tuple[list[StageTimes], int, Schedule, int]) -> int:
+    return len(pipeline[0]) // pipeline[3]
+
+
+@given(pipelines())
+def test_stages_that_do_not_slow_each_other_down_take_the_time_of_stages_of_their_own(
+    pipeline: tuple[list[StageTimes], int, Schedule, int],
+) -> None:
+    alone, shared = run(pipeline, []), run(pipeline, [1.0] * num_stages_of(pipeline))
+    for mine, theirs in zip(shared.stages, alone.stages, strict=True):
+        assert [(event.kind, event.chunk, event.microbatch) for event in mine] == [
+            (event.kind, event.chunk, event.microbatch) for event in theirs
+        ]
+        assert [event.end_s for event in mine] == pytest.approx([event.end_s for event in theirs])
+
+
+@given(pipelines(transfers=False))
+def test_one_core_takes_the_sum_of_all_passes_and_no_bubble(
+    pipeline: tuple[list[StageTimes], int, Schedule, int],
+) -> None:
+    """The core is P times as fast for one stage as for all P, and without transfers always has one to work for."""
+    parts, num_microbatches, _, _ = pipeline
+    count = num_stages_of(pipeline)
+    timeline = run(pipeline, [count / busy for busy in range(1, count + 1)])
+    work_s = num_microbatches * sum(part.forward_s + part.backward_s for part in parts) / count
+    passes = [event.end_s for events in timeline.stages for event in events if event.kind != "once"]
+    assert max(passes) == pytest.approx(work_s)
+
+
+@given(pipelines())
+def test_faster_cores_never_lengthen_the_step(pipeline: tuple[list[StageTimes], int, Schedule, int]) -> None:
+    count = num_stages_of(pipeline)
+    slowest = run(pipeline, [1.0] * count)
+    assert run(pipeline, [2.0] * count).step_time_s <= slowest.step_time_s
+
+
+@given(pipelines())
+def test_a_stage_does_one_pass_at_a_time(pipeline: tuple[list[StageTimes], int, Schedule, int]) -> None:
+    count = num_stages_of(pipeline)
+    for events in run(pipeline, [count / busy for busy in range(1, count + 1)]).stages:
+        ends = [event.end_s for event in events]
+        starts = [event.start_s for event in events]
+        assert all(end <= start + 1e-9 for end, start in zip(ends[:-1], starts[1:], strict=True))
+
+
+def test_two_stages_on_one_core_by_hand() -> None:
+    """Passes of 2 and 4 s while both work, so 1 and 2 s alone: forward, forward, backward, backward one by one."""
+    timeline = simulate([StageTimes(forward_s=2, backward_s=4)] * 2, 1, "gpipe", speeds=[2.0, 1.0])
+    assert [(event.start_s, event.end_s) for event in timeline.stages[0][:2]] == [(0, 1), (4, 6)]
+    assert [(event.start_s, event.end_s) for event in timeline.stages[1][:2]] == [(1, 2), (2, 4)]

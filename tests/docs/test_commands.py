@@ -1,0 +1,137 @@
+"""Every ``steelyard`` command that README.md and docs/ show: it runs, or is listed here with the reason why not.
+
+The commands of a document run one after another in a folder of their own, where ``plan.json`` and the other files that
+documents speak of are there from the start; a document may write over them.
+"""
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from steelyard.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+KNOWN = get_command(app).commands  # type: ignore[attr-defined]
+LANGUAGES = {"", "console", "sh", "bash", "shell"}
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+_SHELL_WORDS = {"|", ">", ">>", "&&", ";", "<"}
+
+COVERED_ELSEWHERE = {
+    "train": "starts processes and trains: tests/runtime/test_launch.py, tests/cli/test_demo.py",
+    "profile": "measures for minutes: tests/profiler, tests/cli/test_demo.py",
+    "demo": "profiles and trains: tests/cli/test_demo.py",
+    "validate": "needs published runs that are not in this repository: tests/validation",
+    "check": "runs the runtime for every distinct rank: tests/cli/test_check.py, tests/runtime/test_dry_run.py",
+    "parity": "trains twice: tests/runtime/test_parity.py",
+}
+NEEDS = {
+    "--profile": "needs a profile measured on the reader's machine: tests/cli/test_demo.py",
+    "--from-run": "needs the record of a run: tests/profiles",
+    "--calibrate": "needs the record of a run: tests/cli/test_plan.py",
+}
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words behind ``steelyard`` of every command that the document shows, in order."""
+    found = []
+    for language, body in _FENCE.findall(document.read_text(encoding="utf-8")):
+        if language not in LANGUAGES:
+            continue
+        for line in re.sub(r"\\\n\s*", " ", body).splitlines():
+            text = line.strip().removeprefix("$ ")
+            if text.startswith("steelyard ") and not re.match(r"steelyard \S*[^\w\s-]", text):
+                found.append(_words(text))
+    return found
+
+
+def _words(text: str) -> list[str]:
+    words = shlex.split(text, comments=True)[1:]
+    end = next((index for index, word in enumerate(words) if word in _SHELL_WORDS), len(words))
+    return [word for word in words[:end] if word not in ("...", "…")]
+
+
+def reason_not_to_run(words: list[str]) -> str | None:
+    """Why a command is not run here; None for one that is."""
+    if words[0] in COVERED_ELSEWHERE:
+        return COVERED_ELSEWHERE[words[0]]
+    return next((reason for option, reason in NEEDS.items() if option in words), None)
+
+
+def problem_shown() -> str:
+    """The problem file that docs/problem-files.md shows."""
+    blocks = _FENCE.findall((ROOT / "docs" / "problem-files.md").read_text(encoding="utf-8"))
+    return next(body for language, body in blocks if language == "json" and '"settings"' in body)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The files that documents speak of, and one cache of traces for all commands."""
+    folder = tmp_path_factory.mktemp("files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.chdir(folder)
+        job = ["llama3-8b", "--cluster", "1x8xa100-80gb", "--seq-len", "4096", "--global-batch", "64"]
+        made = CliRunner().invoke(app, ["plan", *job, "-o", "plan.json"])
+        assert made.exit_code == 0, made.output
+        Path("problem.json").write_text(problem_shown())
+        for name in ("a.json", "b.json", "mine.json"):
+            shutil.copy("plan.json", name)
+        config = resources.files("steelyard.model") / "configs" / "llama3-8b.json"
+        Path("config.json").write_text(config.read_text())
+        yield folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_shown_runs(document: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    for words in commands(document):
+        if reason_not_to_run(words) is None:
+            result = CliRunner().invoke(app, words)
+            shown = f"steelyard {shlex.join(words)}\n{result.output[-2000:]}"
+            assert result.exit_code == 0, f"{shown}\n{result.exception or ''}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_shown_exists_with_its_options(document: Path) -> None:
+    for words in commands(document):
+        assert words[0] in KNOWN, f"steelyard {words[0]} in {document.name}"
+        options = {option for parameter in KNOWN[words[0]].params for option in parameter.opts}
+        used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert used <= options | {"--help"}, f"steelyard {shlex.join(words)} in {document.name}"
+
+
+def test_documents_show_commands_that_are_run() -> None:
+    run = {words[0] for document in DOCUMENTS for words in commands(document) if reason_not_to_run(words) is None}
+    assert {"plan", "explain", "export"} <= run
+
+
+def test_a_command_is_read_with_its_continuation_and_without_its_comment(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(
+        "```console\n$ steelyard plan x \\\n    --memory 1GiB   # a comment\nsteelyard x.y\nmore\n```\n"
+        "```python\nsteelyard plan y\n```\n```\nsteelyard models | head\n```\n"
+    )
+    assert commands(document) == [["plan", "x", "--memory", "1GiB"], ["models"]]
+
+
+def test_every_json_block_that_is_a_plan_is_valid() -> None:
+    from steelyard.errors import InvalidPlanError
+    from steelyard.plan.file import parse_value
+    from steelyard.plan.plan import Plan
+
+    for document in DOCUMENTS:
+        for language, body in _FENCE.findall(document.read_text(encoding="utf-8")):
+            if language == "json" and '"stages"' in body and '"cluster"' in body:
+                assert parse_value(json.loads(body), Plan, InvalidPlanError, what="plan").num_devices

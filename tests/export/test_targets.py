@@ -1,0 +1,410 @@
+"""The files of each target: what stands in them, and that the target's own library reads them where it is installed."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from steelyard.errors import UserError
+from steelyard.export import TARGETS
+from steelyard.export.uniform import UniformPlan
+from steelyard.plan.file import parse_value
+from steelyard.plan.plan import InvalidPlanError, Plan
+from tests.export.examples import exported, mixed, text_of, uneven_pipeline, uniform
+
+KNOWN = Path(__file__).parent / "known"
+FSDP = uniform("fsdp8", devices=8, remat="full")
+"""Four microbatches of 16 samples: two on each of 8 ranks."""
+
+
+def comment_lines(name: str, content: str) -> list[str]:
+    if name.endswith(".json"):
+        return json.loads(content)["_comment"]
+    return [line.removeprefix("#").removeprefix(" ") for line in content.splitlines() if re.match("#($| )", line)]
+
+
+def known_names(file: str) -> set[str]:
+    return {line for line in (KNOWN / file).read_text().splitlines() if line and not line.startswith("# ")}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_file_opens_with_what_was_and_was_not_carried_over(name: str) -> None:
+    plan = mixed() if name == "pytorch" else FSDP
+    export = exported(plan, name, beyond=("something else",))
+    for file, content in export.files:
+        lines = comment_lines(file, content)
+        assert any(line.startswith("For ") for line in lines[:1])
+        assert lines.index("Carried over:") < lines.index("Not carried over:") < lines.index("  something else")
+        first = content.splitlines()[1 if content.startswith("#!") else 0]
+        assert first.startswith(("#", "{"))
+
+
+def test_the_statement_says_where_nothing_is_lost() -> None:
+    from steelyard.export.target import Draft, Request, Target, export_plan
+
+    target = Target(
+        name="x",
+        software="x 1",
+        summary="",
+        means=TARGETS["slurm"].means,
+        write=lambda _: Draft(files=(("a.txt", "body\n"),), carried=("all",)),
+    )
+    content = export_plan(target, Request(plan=FSDP, headline="h", beyond=())).files[0][1]
+    assert "Not carried over: nothing of the plan is lost." in content
+
+
+# torchtitan
+
+
+def titan(plan: Plan) -> dict[str, Any]:
+    return tomllib.loads(text_of(plan, "torchtitan", ".toml"))
+
+
+def test_torchtitan_gets_degrees_batch_and_remat() -> None:
+    content = titan(FSDP)
+    assert content["parallelism"]["data_parallel_shard_degree"] == 8
+    assert content["parallelism"]["data_parallel_replicate_degree"] == 1
+    assert content["training"]["local_batch_size"] == 2
+    assert content["training"]["global_batch_size"] == 64
+    assert content["activation_checkpoint"]["mode"] == "full"
+    assert content["model"] == {"name": "llama3", "flavor": "8B"}
+
+
+def test_torchtitan_gets_the_cuts_of_uneven_stages() -> None:
+    content = titan(uneven_pipeline())["parallelism"]
+    parts = content["module_fqns_per_model_part"]
+    assert parts[0] == ["tok_embeddings", *(f"layers.{block}" for block in range(12))]
+    assert parts[1] == [*(f"layers.{block}" for block in range(12, 32)), "norm", "output"]
+    assert (content["pipeline_parallel_degree"], content["pipeline_parallel_schedule"]) == (2, "1F1B")
+
+
+def test_a_pipeline_takes_all_microbatches_at_once_in_torchtitan() -> None:
+    content = titan(uneven_pipeline())
+    microbatch = content["parallelism"]["pipeline_parallel_microbatch_size"]
+    assert content["training"]["local_batch_size"] // microbatch == 8
+
+
+def test_interleaved_stages_have_a_part_for_every_chunk() -> None:
+    content = titan(uneven_pipeline(schedule="interleaved-1f1b"))["parallelism"]
+    assert len(content["module_fqns_per_model_part"]) == 4
+    assert content["pipeline_parallel_schedule"] == "Interleaved1F1B"
+
+
+def test_zero_2_keeps_parameters_after_forward_in_torchtitan() -> None:
+    content = titan(uniform("fsdp8", devices=8, zero=2))
+    assert content["parallelism"]["fsdp_reshard_after_forward"] == "never"
+
+
+def test_both_forms_for_torchtitan_say_the_same() -> None:
+    tree = ast.parse(text_of(uneven_pipeline(), "torchtitan", ".py"))
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.keywords)
+    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    content = titan(uneven_pipeline())["parallelism"]
+    given["module_fqns_per_model_part"][-1][-1] = "output"
+    assert {key: given[key] for key in content} == content
+
+
+def test_names_for_torchtitan_are_those_of_its_versions() -> None:
+    tree = ast.parse(text_of(uneven_pipeline(), "torchtitan", ".py"))
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.keywords)
+    assert {str(keyword.arg) for keyword in call.keywords} <= known_names("torchtitan-0.3.0-parallelism.txt")
+    content = titan(uneven_pipeline())
+    used = {f"{section}.{key}" for section, entries in content.items() for key in entries}
+    assert used <= known_names("torchtitan-0.2.2.txt")
+
+
+def test_torchtitan_itself_builds_the_parallelism() -> None:
+    configs = pytest.importorskip("torchtitan.config")
+    tree = ast.parse(text_of(uneven_pipeline(), "torchtitan", ".py"))
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.keywords)
+    made = configs.ParallelismConfig(**{word.arg: ast.literal_eval(word.value) for word in call.keywords})
+    assert made.tensor_parallel_degree == 2
+
+
+def test_a_model_that_torchtitan_does_not_define_is_refused() -> None:
+    with pytest.raises(UserError, match="a model that torchtitan defines"):
+        exported(uniform("fsdp8", devices=8, model="mistral-7b"), "torchtitan")
+
+
+# Megatron-LM
+
+
+def megatron_flags(plan: Plan) -> dict[str, str | None]:
+    """The flags in the arrays of the script with their values."""
+    lines = [line.strip() for line in text_of(plan, "megatron", ".sh").splitlines()]
+    pairs = [line.partition(" ") for line in lines if line.startswith("--") and not line.endswith("\\")]
+    return {flag: value.strip("'") or None for flag, _, value in pairs}
+
+
+def test_megatron_gets_degrees_and_the_layout_of_uneven_stages() -> None:
+    flags = megatron_flags(uneven_pipeline())
+    assert flags["--tensor-model-parallel-size"] == "2"
+    assert flags["--pipeline-model-parallel-size"] == "2"
+    assert flags["--pipeline-model-parallel-layout"] == "Et*12|t*20L"
+    assert "--sequence-parallel" in flags
+
+
+def test_megatron_gets_a_part_for_every_chunk() -> None:
+    flags = megatron_flags(uneven_pipeline(schedule="interleaved-1f1b"))
+    assert flags["--pipeline-model-parallel-layout"] == "Et*8|t*8|t*8|t*8L"
+
+
+@pytest.mark.parametrize(("zero", "shards"), [(2, "optim_grads"), (3, "optim_grads_params")])
+def test_megatron_shards_as_far_as_zero_says(zero: int, shards: str) -> None:
+    flags = megatron_flags(uniform("fsdp8", devices=8, zero=zero))
+    assert flags["--data-parallel-sharding-strategy"] == shards
+
+
+def test_megatron_recomputes_the_first_blocks_of_every_stage() -> None:
+    flags = megatron_flags(uneven_pipeline(first_recomputed=3))
+    assert flags["--recompute-method"] == "block"
+    assert flags["--recompute-num-layers"] == "3"
+
+
+def test_megatron_recomputes_every_block() -> None:
+    flags = megatron_flags(FSDP)
+    assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == ("uniform", "1")
+
+
+def test_megatron_gets_the_batch_and_the_model() -> None:
+    flags = megatron_flags(FSDP)
+    assert (flags["--micro-batch-size"], flags["--global-batch-size"]) == ("2", "64")
+    assert (flags["--num-layers"], flags["--hidden-size"], flags["--num-query-groups"]) == ("32", "4096", "8")
+    assert "--swiglu" in flags
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "mistral-7b", "pythia-6.9b"])
+def test_names_for_megatron_are_those_of_its_version(model: str) -> None:
+    plan = uniform("fsdp8", devices=8, model=model, remat="full", seq_len=2048)
+    assert set(megatron_flags(plan)) <= known_names("megatron-core-0.19.2.txt")
+
+
+def test_pipeline_names_for_megatron_are_those_of_its_version() -> None:
+    assert set(megatron_flags(uneven_pipeline(first_recomputed=3))) <= known_names("megatron-core-0.19.2.txt")
+
+
+# accelerate and transformers, which are installed wherever the tests run
+
+
+def accelerate_file(plan: Plan, folder: Path) -> Path:
+    path = folder / "accelerate.yaml"
+    path.write_text(text_of(plan, "accelerate", ".yaml"))
+    return path
+
+
+def loaded_by_accelerate(plan: Plan, folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from accelerate.commands.config.config_args import load_config_from_file
+    return load_config_from_file(str(accelerate_file(plan, folder)))
+
+
+def test_accelerate_reads_its_file(tmp_path: Path) -> None:
+    config = loaded_by_accelerate(FSDP, tmp_path)
+    assert config.distributed_type == "FSDP"
+    assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 1, "bf16")
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert config.fsdp_config["fsdp_activation_checkpointing"] is True
+
+
+def test_accelerate_keeps_parameters_under_zero_2(tmp_path: Path) -> None:
+    config = loaded_by_accelerate(uniform("fsdp8", devices=8, zero=2), tmp_path)
+    assert config.fsdp_config["fsdp_reshard_after_forward"] is False
+
+
+def test_plain_replication_is_ddp_in_accelerate(tmp_path: Path) -> None:
+    config = loaded_by_accelerate(uniform("dp8", devices=8), tmp_path)
+    assert config.distributed_type == "MULTI_GPU"
+    assert config.parallelism_config == {}
+
+
+def test_the_sizes_for_accelerate_are_a_parallelism_config(tmp_path: Path) -> None:
+    config = loaded_by_accelerate(uniform("fsdp4-tp2", devices=8), tmp_path)
+    from accelerate.parallelism_config import ParallelismConfig
+
+    sizes = {key.removeprefix("parallelism_config_"): size for key, size in config.parallelism_config.items()}
+    assert ParallelismConfig(**sizes).total_size == 8
+
+
+def test_accelerate_launch_takes_every_key_as_an_option(tmp_path: Path) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    config = loaded_by_accelerate(uniform("fsdp4-tp2", devices=8), tmp_path)
+    options = {action.dest for action in launch_command_parser()._actions}
+    assert set(config.fsdp_config) | set(config.parallelism_config) <= options
+
+
+def trainer_module(plan: Plan) -> types.ModuleType:
+    module = types.ModuleType("steelyard_trainer")
+    exec(text_of(plan, "transformers", ".py"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("plan", [FSDP, uniform("dp8", devices=8, remat="full"), uniform("fsdp4-tp2", devices=8)])
+def test_transformers_takes_the_training_arguments(plan: Plan, tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    view = UniformPlan.of(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, **trainer_module(plan).training_arguments | {"bf16": False}
+        )
+    assert arguments.per_device_train_batch_size == view.microbatch_per_rank
+    assert arguments.gradient_accumulation_steps == view.num_microbatches
+
+
+def test_transformers_takes_the_distributed_config() -> None:
+    config = trainer_module(uniform("fsdp4-tp2", devices=8)).distributed_config
+    assert (config.tp_size, config.fsdp_size, config.dp_size) == (2, 4, 4)
+
+
+# DeepSpeed
+
+
+def test_deepspeed_gets_stage_and_batch() -> None:
+    content = json.loads(text_of(FSDP, "deepspeed", ".json"))
+    assert content["zero_optimization"]["stage"] == 3
+    assert content["train_micro_batch_size_per_gpu"] == 2
+    assert content["gradient_accumulation_steps"] == 4
+    assert content["train_batch_size"] == 2 * 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("parallel", "zero", "stage"), [("dp8", 3, 0), ("fsdp8", 2, 2), ("fsdp8", 3, 3), ("fsdp4-tp2", 3, 3)]
+)
+def test_deepspeed_shards_as_far_as_zero_says(parallel: str, zero: int, stage: int) -> None:
+    changes = {"zero": zero} if "fsdp" in parallel else {}
+    plan = uniform(parallel, devices=8, **changes)
+    assert json.loads(text_of(plan, "deepspeed", ".json"))["zero_optimization"]["stage"] == stage
+
+
+def test_names_for_deepspeed_are_those_of_its_version() -> None:
+    content = json.loads(text_of(uniform("fsdp4-tp2", devices=8, remat="full"), "deepspeed", ".json"))
+    del content["_comment"]
+    nested = {f"{key}.{inner}" for key, value in content.items() if isinstance(value, dict) for inner in value}
+    assert set(content) | nested <= known_names("deepspeed-0.19.8.txt")
+
+
+DEEPSPEED_CHECK = """
+import json, sys
+import deepspeed.comm
+from deepspeed.runtime.config import DeepSpeedConfig
+deepspeed.comm.get_rank = lambda *_: 0
+class Mesh:
+    def get_data_parallel_world_size(self): return 8
+config = DeepSpeedConfig(json.load(open(sys.argv[1])), mpu=Mesh())
+print(config.zero_optimization_stage, config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu)
+"""
+
+
+def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", exc_type=ImportError)
+    path = tmp_path / "ds_config.json"
+    path.write_text(text_of(FSDP, "deepspeed", ".json"))
+    finished = subprocess.run(
+        [sys.executable, "-c", DEEPSPEED_CHECK, str(path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert "3 4 2" in finished.stdout.splitlines(), finished.stderr
+
+
+# launch files
+
+
+def test_torchrun_starts_one_process_for_every_device() -> None:
+    content = text_of(FSDP, "torchrun", ".sh")
+    assert "--standalone" in content
+    assert "--nproc-per-node 8" in content
+
+
+def test_torchrun_meets_on_several_hosts() -> None:
+    plan = uniform("fsdp16", devices=16, cluster="2x8xa100-80gb")
+    content = text_of(plan, "torchrun", ".sh")
+    assert "--nnodes 2" in content
+    assert "--rdzv-backend c10d" in content
+    assert "--standalone" not in content
+
+
+@pytest.mark.parametrize(("target", "suffix"), [("torchrun", ".sh"), ("slurm", ".sbatch"), ("megatron", ".sh")])
+def test_scripts_are_valid_for_bash(target: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / "script"
+    path.write_text(text_of(FSDP, target, suffix))
+    finished = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+def test_the_torchrun_script_runs_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(text_of(FSDP, "torchrun", ".sh"))
+    (tmp_path / "torchrun").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DATA": "some data", "PLAN": "p.json"}
+    finished = subprocess.run(
+        ["bash", "train.sh", "--steps", "3"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    words = ["--standalone", "--nproc-per-node", "8", "-m", "steelyard.train", "p.json", "--data", "some data"]
+    assert finished.stdout.splitlines() == [*words, "--steps", "3"]
+
+
+def test_the_torchrun_script_asks_for_the_data(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(text_of(FSDP, "torchrun", ".sh"))
+    finished = subprocess.run(
+        ["bash", "train.sh"], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 1
+    assert "set DATA to the training data" in finished.stderr
+
+
+def test_slurm_gets_nodes_and_devices() -> None:
+    content = text_of(uniform("fsdp16", devices=16, cluster="2x8xa100-80gb"), "slurm", ".sbatch")
+    options = [line.removeprefix("#SBATCH ") for line in content.splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(options)
+
+
+def test_slurm_reads_its_options_before_the_first_command() -> None:
+    lines = text_of(FSDP, "slurm", ".sbatch").splitlines()
+    first_command = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))
+    assert max(index for index, line in enumerate(lines) if line.startswith("#SBATCH")) < first_command
+
+
+def kubeflow(plan: Plan) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text_of(plan, "kubeflow", ".yaml")))
+
+
+def test_kubeflow_carries_the_plan() -> None:
+    content = json.loads(kubeflow(FSDP)[0]["data"]["plan.json"])
+    assert parse_value(content, Plan, InvalidPlanError, what="plan") == FSDP
+
+
+def test_kubeflow_gets_a_master_and_workers() -> None:
+    specs = kubeflow(uniform("fsdp24", devices=24, cluster="3x8xa100-80gb", global_batch=96))[1]["spec"][
+        "pytorchReplicaSpecs"
+    ]
+    assert {name: spec["replicas"] for name, spec in specs.items()} == {"Master": 1, "Worker": 2}
+    container = specs["Worker"]["template"]["spec"]["containers"][0]
+    assert container["name"] == "pytorch"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_one_node_has_no_workers() -> None:
+    assert list(kubeflow(FSDP)[1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+
+
+def test_kubeflow_needs_an_image() -> None:
+    with pytest.raises(UserError, match="--image: found nothing"):
+        exported(FSDP, "kubeflow", image=None)
+
+
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow"])
+def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
+    plan = FSDP.model_copy(update={"cluster": "1x4xa100-80gb"})
+    with pytest.raises(UserError, match="4 devices"):
+        exported(plan, target)

@@ -1,0 +1,100 @@
+"""A plan at small width keeps stages, schedule, strategies and kinds of layers, and nothing of the model's size."""
+
+from itertools import groupby
+
+import pytest
+
+from steelyard.model.read import load_model
+from steelyard.plan.plan import Plan
+from steelyard.plan.shrink import shrunk_plan
+from tests.runtime.family_cases import CASES
+from tests.runtime.models import make_plan
+
+
+def shape(plan: Plan) -> list[list[tuple[str, str]]]:
+    """For every stage the kinds and strategies of its layers, each run of equal ones once."""
+    chain = plan.chain()
+    return [
+        [
+            key
+            for key, _ in groupby(
+                (chain.kind_of(layer).name, str(plan.strategies[layer]))
+                for layer in range(part.first_layer, part.last_layer + 1)
+            )
+        ]
+        for part in plan.stages
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_keep_their_kinds_and_strategies(name: str) -> None:
+    plan = CASES[name].plan
+    small = shrunk_plan(plan)
+    assert shape(small) == shape(plan)
+    assert (small.schedule, small.precision) == (plan.schedule, plan.precision)
+    assert [part.ranks for part in small.stages] == [part.ranks for part in plan.stages]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_that_is_small_stays_so_when_shrunk_again(name: str) -> None:
+    once = shrunk_plan(CASES[name].plan)
+    assert shrunk_plan(once) == once
+
+
+def big_plan(name: str = "llama3-70b", schedule: str = "1f1b", num_chunks: int = 1) -> Plan:
+    chain = load_model(name)
+    half = chain.num_layers // 2
+    first = ", ".join(["fsdp2-tp4+sp"] * half)
+    second = ", ".join(["tp8+sp remat=full"] * (chain.num_layers - half))
+    return make_plan(
+        dict(chain.config),
+        first,
+        second,
+        num_microbatches=64,
+        global_batch=512,
+        seq_len=8192,
+        precision="bf16",
+        num_devices=16,
+    )
+
+
+def test_of_equal_neighbours_two_are_kept() -> None:
+    small = shrunk_plan(big_plan())
+    assert [str(strategy) for strategy in small.strategies] == ["fsdp2-tp4+sp"] * 3 + ["tp8+sp remat=full"] * 3
+
+
+def test_a_big_model_becomes_a_small_one_that_keeps_grouped_heads() -> None:
+    chain = shrunk_plan(big_plan()).chain()
+    assert chain.hidden_size <= 128
+    assert chain.vocab_size <= 256
+    assert dict(chain.kinds[1].tp_divides)["attention heads"] == 2 * dict(chain.kinds[1].tp_divides)["key-value heads"]
+
+
+def test_a_batch_is_as_small_as_the_degrees_allow() -> None:
+    small = shrunk_plan(big_plan())
+    assert (small.num_microbatches, small.microbatch_samples) == (4, 2)
+
+
+def test_an_interleaved_plan_keeps_its_chunks() -> None:
+    config = dict(load_model("llama3-8b").config)
+    stages = ["fsdp2, " * 8 + "fsdp2", *["tp2, " * 7 + "tp2"] * 2, "dp2, " * 8 + "dp2"]
+    plan = make_plan(
+        config,
+        *stages,
+        num_microbatches=16,
+        global_batch=64,
+        num_devices=4,
+        num_chunks=2,
+        schedule="interleaved-1f1b",
+    )
+    small = shrunk_plan(plan)
+    assert (small.num_chunks, small.num_stages, small.num_microbatches) == (2, 2, 4)
+    assert shape(small) == shape(plan)
+
+
+def test_dropout_is_off() -> None:
+    config = {key: value for key, value in CASES["gpt2, one stage"].plan.chain().config.items() if "pdrop" not in key}
+    plan = make_plan(config, "single, single, single, single", num_devices=1, seq_len=16)
+    small = shrunk_plan(plan).model.config
+    assert small is not None
+    assert (small["resid_pdrop"], small["embd_pdrop"], small["attn_pdrop"]) == (0.0, 0.0, 0.0)

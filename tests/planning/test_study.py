@@ -1,0 +1,90 @@
+"""What a report shows around a plan, searched within a limit of computing time."""
+
+import pytest
+
+from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.setting import Job
+from steelyard.plan.choices import PlanStudy
+from steelyard.plan.plan import Plan
+from steelyard.planning import PlanOptions, plan_job, study_plan
+from steelyard.planning.study import BUDGETS
+from tests.cost.examples import cluster, job, plan
+
+ENOUGH_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def searched() -> tuple[Job, Plan, PlanCost]:
+    """A job whose memory binds, and its best plan."""
+    roomy = job(cluster(1, 4), global_batch=16)
+    tight = Job(**{name: getattr(roomy, name) for name in Job.__dataclass_fields__} | {"budget_bytes": 1_163_000_000})
+    result = plan_job(tight, PlanOptions())
+    assert result.plan is not None, result.miss_text
+    return tight, result.plan, predict(result.plan, tight)
+
+
+@pytest.fixture(scope="module")
+def study(searched: tuple[Job, Plan, PlanCost]) -> PlanStudy:
+    of, best, cost = searched
+    return study_plan(best, of, cost, time_limit_s=ENOUGH_S, everywhere=True)
+
+
+def test_without_time_nothing_is_searched(searched: tuple[Job, Plan, PlanCost]) -> None:
+    of, best, cost = searched
+    found = study_plan(best, of, cost, time_limit_s=0)
+    assert not found.points
+    assert not found.explanation.rivals
+    assert not found.scope
+
+
+def test_hardly_any_time_names_what_was_left_out(searched: tuple[Job, Plan, PlanCost]) -> None:
+    of, best, cost = searched
+    found = study_plan(best, of, cost, time_limit_s=1e-9)
+    assert BUDGETS in found.left_out
+    assert not found.explanation.rivals
+
+
+def test_with_time_nothing_is_left_out(study: PlanStudy) -> None:
+    assert not study.left_out
+    assert study.explanation.rivals
+    assert len(study.explanation.budgets) == 2
+    assert study.explanation.binds
+
+
+def test_less_memory_takes_more_time(study: PlanStudy) -> None:
+    assert len(study.points) > 1
+    sizes, times = ([getattr(point, name) for point in study.points] for name in ("memory_bytes", "step_time_s"))
+    assert sizes == sorted(sizes, reverse=True)
+    assert times == sorted(times)
+
+
+def test_a_proven_plan_is_a_point_of_its_frontier(searched: tuple[Job, Plan, PlanCost], study: PlanStudy) -> None:
+    _, best, cost = searched
+    assert best.prediction is not None
+    if best.prediction.certificate.startswith("optimal"):
+        assert [point.step_time_s for point in study.points if point.is_chosen] == [cost.step_time_s]
+
+
+def test_no_rival_is_faster_than_a_proven_plan(study: PlanStudy) -> None:
+    assert all(rival.slowdown is None or rival.slowdown > -0.01 for rival in study.explanation.rivals)
+
+
+def test_only_the_pipeline_setting_of_the_plan_is_searched_unless_asked(
+    searched: tuple[Job, Plan, PlanCost], study: PlanStudy
+) -> None:
+    of, best, cost = searched
+    own = study_plan(best, of, cost, time_limit_s=ENOUGH_S)
+    assert {(point.num_stages, point.num_microbatches) for point in own.points} == {
+        (best.num_stages, best.num_microbatches)
+    }
+    assert len({(point.num_stages, point.num_microbatches) for point in study.points}) > 1
+
+
+def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_setting() -> None:
+    of = job(cluster(1, 4), global_batch=16)
+    by_hand = plan(of, ", ".join(["fsdp4 remat=full"] * 6), num_microbatches=4)
+    found = study_plan(by_hand, of, predict(by_hand, of), time_limit_s=ENOUGH_S)
+    best = found.explanation.rivals[0]
+    assert best.name == "any plan"
+    assert best.slowdown is not None
+    assert best.slowdown < 0

@@ -1,0 +1,53 @@
+"""Every family's model in one process, as a chain of layers and as transformers runs it."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
+from steelyard.model.read import chain_from_config
+from steelyard.modules.batch import IGNORED, decoder_inputs
+from steelyard.modules.build import build_rotary, prepare_model
+from steelyard.modules.layers import BlockLayer, Flow, LayerContext, SideInputBuilder, build_layer, tensors_of
+from steelyard.plan.strategy import Remat
+from tests.runtime.models import FAMILY_CONFIGS
+
+
+def chain_of(name: str) -> ModelChain:
+    return chain_from_config(FAMILY_CONFIGS[name], name=name)
+
+
+def length_of(chain: ModelChain) -> int:
+    return 16 if chain.family.task.reads_text else chain.max_seq_len
+
+
+def loss_of_model(model: PreTrainedModel, chain: ModelChain, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss of the unmodified model."""
+    if chain.family.task is Task.CAUSAL_LM:
+        return functional.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten())
+    return model(**{model.main_input_name: inputs}, labels=labels).loss
+
+
+def loss_of_chain(model: PreTrainedModel, chain: ModelChain, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss that the layers of the chain compute, one after the other; takes the model apart."""
+    prepare_model(model, chain)
+    layers = [build_layer(model, chain, layer, Remat.NONE) for layer in range(chain.num_layers)]
+    attention = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
+    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), attention)
+    context = LayerContext(
+        side=side(length_of(chain), torch.float32, torch.device("cpu")),
+        config=model.config,
+        labels_BS=labels,
+        num_targets=int((labels != IGNORED).sum()),
+        decoder_ids=decoder_inputs(labels, model.config) if labels.dim() > 1 else None,
+    )
+    flow: Flow = inputs
+    for number, layer in enumerate(layers):
+        flow = layer(flow, context)
+        if number < chain.num_layers - 1:
+            shapes = [tuple(each.shape[1:]) for each in tensors_of(flow)]
+            assert shapes == [chain.hidden_shape(number, length_of(chain))] * chain.kind_of(number).num_streams
+    assert isinstance(flow, Tensor)
+    return flow

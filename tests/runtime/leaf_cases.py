@@ -1,0 +1,79 @@
+"""For Llama every leaf of the decision tree over 8 devices, every pipeline degree and every schedule.
+
+The leaves of 8 devices take turns on the layers of one-stage plans, so that each strategy meets others before and after
+it; every pipeline degree runs under every schedule, with the leaves of its stages in turn.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from steelyard.plan.strategy import Remat, Strategy
+from steelyard.search.space import SpaceOptions, enumerate_levels
+from tests.runtime.cases import Case
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+_LAYERS = 8
+_NUM_DEVICES = 8
+
+
+def leaves(num_devices: int) -> list[Strategy]:
+    """Every strategy of a stage: orders and degrees, sp, ZeRO stage and remat, as far as the runtime has them."""
+    found = []
+    for levels in enumerate_levels(num_devices, SpaceOptions().kinds):
+        kinds = {level.kind.value for level in levels}
+        if {"dp", "fsdp"} <= kinds:
+            continue
+        choices = product((False, True) if "tp" in kinds else (False,), (2, 3) if "fsdp" in kinds else (3,), Remat)
+        found += [Strategy(levels=levels, sp=sp, zero=zero, remat=remat) for sp, zero, remat in choices]
+    return [strategy for strategy in found if strategy.is_aligned]
+
+
+def _config(num_blocks: int) -> dict[str, object]:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
+    return FAMILY_CONFIGS["llama"] | heads | {"num_hidden_layers": num_blocks}
+
+
+def _edge(strategy: Strategy) -> Strategy:
+    """The strategy for an embedding or a head, which take no selective remat."""
+    remat = Remat.NONE if strategy.remat is Remat.SELECTIVE else strategy.remat
+    return Strategy(levels=strategy.levels, sp=strategy.sp, zero=strategy.zero, remat=remat)
+
+
+def _cases_of_leaves() -> Iterator[tuple[str, Case]]:
+    every = leaves(_NUM_DEVICES)
+    for first in range(0, len(every), _LAYERS):
+        blocks = every[first : first + _LAYERS]
+        chosen = [_edge(blocks[-1]), *blocks, _edge(blocks[0])]
+        yield f"leaves {first} to {first + len(blocks) - 1}", _case(", ".join(map(str, chosen)))
+
+
+def _cases_of_schedules() -> Iterator[tuple[str, Case]]:
+    for degree in (2, 4, 8):
+        every = leaves(_NUM_DEVICES // degree)
+        for schedule in ("gpipe", "1f1b", "interleaved-1f1b"):
+            chunks = 2 if schedule == "interleaved-1f1b" else 1
+            parts = [every[(2 * part) % len(every)] for part in range(degree * chunks)]
+            others = [every[(2 * part + 5) % len(every)] for part in range(degree * chunks)]
+            stages = [f"{one}, {two}" for one, two in zip(parts, others, strict=True)]
+            stages[0] = f"{_edge(parts[0])}, {stages[0]}"
+            stages[-1] = f"{stages[-1]}, {_edge(parts[-1])}"
+            yield f"{degree} stages, {schedule}", _case(*stages, schedule=schedule, num_chunks=chunks)
+
+
+def _case(*stages: str, schedule: str = "1f1b", num_chunks: int = 1) -> Case:
+    num_blocks = sum(len(stage.split(",")) for stage in stages) - 2
+    microbatches = max(2, len(stages))
+    plan = make_plan(
+        _config(num_blocks),
+        *stages,
+        num_microbatches=microbatches,
+        global_batch=8 * microbatches,
+        seq_len=16,
+        schedule=schedule,
+        num_devices=_NUM_DEVICES,
+        num_chunks=num_chunks,
+    )
+    return Case(plan=plan, num_steps=1)
+
+
+CASES: dict[str, Case] = dict([*_cases_of_leaves(), *_cases_of_schedules()])

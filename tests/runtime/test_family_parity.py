@@ -1,0 +1,69 @@
+"""Every family trains under mixed plans as one process does: four processes against one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.model.families import FAMILIES
+from steelyard.plan.parity import TOLERANCES
+from tests.runtime.cases import CASES as CASES_OF_EIGHT
+from tests.runtime.family_cases import CASES
+
+pytestmark = pytest.mark.processes
+
+HANG_LIMIT_S = 400
+EXACT = [name for name, case in CASES.items() if case.plan.precision == "fp32"]
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    result = tmp_path_factory.mktemp("families") / "result.json"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.runtime.worker", str(result), "tests.runtime.family_cases"]
+    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
+    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
+    return json.loads(result.read_text())
+
+
+def test_every_family_is_compared() -> None:
+    compared = {case.plan.chain().family.model_type for case in [*CASES.values(), *CASES_OF_EIGHT.values()]}
+    assert compared == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
+    assert found["same_loss_on_all_ranks"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["gradient_error"] < GRADIENT_TOLERANCE, results[name]["gradient_tensor"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_norms_and_weights_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["norms"] == pytest.approx(found["expected_norms"], rel=LOSS_TOLERANCE)
+    assert found["weight_error"] < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXACT])
+def test_in_bf16_losses_and_gradients_are_near_those_in_fp32(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    loss_tolerance, gradient_tolerance = TOLERANCES["bf16"]
+    assert found["gradient_error"] < gradient_tolerance, found["gradient_tensor"]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=loss_tolerance)
+    assert found["losses"] != pytest.approx(found["expected_losses"], rel=1e-8)
+    assert found["norms"] == pytest.approx(found["expected_norms"], rel=5e-2)

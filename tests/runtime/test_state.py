@@ -1,0 +1,41 @@
+"""Names that no plan changes: every parameter of every family has the one of the unmodified model."""
+
+import pytest
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.modules.build import build_meta_model
+from steelyard.runtime.state import parameter_names
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
+
+ALL = FAMILY_CONFIGS | {"llama-tied": CONFIGS["llama-tied"]}
+
+
+def chain_of(name: str) -> ModelChain:
+    return chain_from_config(ALL[name], name=name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_layers_hold_exactly_the_parameters_of_the_model(name: str) -> None:
+    chain = chain_of(name)
+    expected = {parameter_name for parameter_name, _ in build_meta_model(chain).named_parameters()}
+    assert set(parameter_names(chain).by_path.values()) == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_of_what_layers_share_all_but_the_first_are_copies(name: str) -> None:
+    chain = chain_of(name)
+    names = parameter_names(chain)
+    copies = {path: names.by_path[path] for path, number in names.copy_of_path.items() if number}
+    expected = {}
+    for shared in chain.shared:
+        (first_layer, first_path), *others = shared.copies
+        expected |= {f"{layer}.{path}": names.by_path[f"{first_layer}.{first_path}"] for layer, path in others}
+    assert copies == expected
+
+
+def test_a_tied_head_is_a_copy_of_the_embedding() -> None:
+    names = parameter_names(chain_of("llama-tied"))
+    assert names.by_path["0.embedding.weight"] == names.by_path["3.output.weight"] == "model.embed_tokens.weight"
+    assert names.copy_of_path["3.output.weight"] == 1
+    assert names.num_copies == 2

@@ -1,0 +1,157 @@
+"""Traces of every family against closed forms: matrix products, parameters, and experts that a token does not take."""
+
+from functools import cache
+
+import pytest
+
+from steelyard.model.chain import LayerRole
+from steelyard.modules.build import build_meta_model, layer_modules, prepare_model
+from steelyard.profiles.profile import Profile
+from steelyard.tracer.trace import trace
+from tests.runtime.family_chain import chain_of, length_of
+from tests.runtime.models import FAMILY_CONFIGS
+
+families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
+DIVIDED = ["gpt2", "gemma2", "mixtral", "qwen3_moe", "bert", "t5"]
+
+
+@cache
+def traced(name: str, *degrees: int) -> Profile:
+    chain = chain_of(name)
+    return trace(chain, seq_len=length_of(chain), precision="bf16", tp_degrees=degrees or (1,))
+
+
+@cache
+def modules_of_kinds(name: str) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of the parameters of the last layer of each kind."""
+    chain = chain_of(name)
+    model = build_meta_model(chain)
+    prepare_model(model, chain)
+    return {
+        chain.kind_of(layer).name: [
+            (f"{path}.{key}", tuple(parameter.shape))
+            for path, module in layer_modules(model, chain, layer).items()
+            for key, parameter in module.named_parameters()
+        ]
+        for layer in range(chain.num_layers)
+    }
+
+
+def entries(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+@families
+def test_parameters_of_each_kind_are_those_of_the_real_module(name: str) -> None:
+    for kind, parameters in modules_of_kinds(name).items():
+        found = traced(name).layer(kind, 1, False)
+        assert found is not None
+        assert found.num_params == sum(entries(shape) for _, shape in parameters)
+
+
+def matrix_entries(name: str, parameters: list[tuple[str, tuple[int, ...]]]) -> float:
+    """Entries that a token is multiplied by: of experts, those of the share that it takes."""
+    total = 0.0
+    config = FAMILY_CONFIGS[name]
+    for path, shape in parameters:
+        if "relative" in path or len(shape) < 2:
+            continue
+        taken = 1.0
+        if "experts" in path:
+            taken = config["num_experts_per_tok"] / config.get("num_experts", config.get("num_local_experts"))
+        total += entries(shape) * taken
+    return total
+
+
+@families
+def test_a_block_takes_two_flop_per_matrix_entry_and_token_forward_and_four_backward(name: str) -> None:
+    chain = chain_of(name)
+    for index, kind in enumerate(chain.kinds):
+        if kind.role is not LayerRole.BLOCK:
+            continue
+        layer = chain.layers.index(index)
+        tokens = chain.hidden_shape(layer, length_of(chain))[0]
+        found = traced(name).layer(kind.name, 1, False)
+        assert found is not None
+        forward = 2 * matrix_entries(name, modules_of_kinds(name)[kind.name]) * tokens * 3
+        steps = 3 * step_by_step_flop(name, kind.name)
+        assert found.forward.matmul_flop.at(3) == forward + steps
+        assert found.backward.matmul_flop.at(3) == 2 * (forward + steps)
+
+
+def step_by_step_flop(name: str, kind: str) -> int:
+    """Scores and values of attention without a fused kernel, 4·S²·width, in Swin by windows of 16 patches.
+
+    Gemma 2 caps scores; T5's and Swin's learned bias has a gradient, which no fused kernel of the CPU makes. T5's
+    attention of a decoder to its encoder has no bias.
+    """
+    square = 4 * 16**2 * 32
+    if name == "swin":
+        return {"stage 0 block": 4 * 64 * 16 * 8, "stage 1 block": 4 * 16 * 16 * 16}.get(kind, 0)
+    return square if name in ("gemma2", "t5") else 0
+
+
+def test_fused_attention_counts_what_each_family_attends_to() -> None:
+    """4·S²·width of scores and values: half where a kernel is causal; of T5 the decoder's look at its encoder."""
+    square = 4 * 16**2 * 32
+    expected = {
+        ("gpt2", "block"): square / 2,
+        ("bert", "block"): square,
+        ("vit", "block"): 4 * 17**2 * 32,
+        ("t5", "encoder block"): 0,
+        ("t5", "decoder block"): square,
+        ("swin", "stage 0 block"): 0,
+    }
+    for (name, kind), flop in expected.items():
+        found = traced(name).layer(kind, 1, False)
+        assert found is not None
+        assert (kind, found.forward.attention_flop.at(1)) == (kind, flop)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_tp_divides_the_flop_of_blocks_exactly(name: str) -> None:
+    chain = chain_of(name)
+    for kind in chain.kinds:
+        whole, part = traced(name, 1, 2).layer(kind.name, 1, False), traced(name, 1, 2).layer(kind.name, 2, False)
+        if part is None or whole is None or kind.role is not LayerRole.BLOCK:
+            continue
+        routed = sum(entries(shape) for path, shape in modules_of_kinds(name)[kind.name] if "gate.weight" in path)
+        shared = 2 * routed * 16 * 3  # every rank routes all tokens
+        assert part.forward.matmul_flop.at(3) - shared == (whole.forward.matmul_flop.at(3) - shared) / 2
+        assert part.forward.attention_flop.at(3) == whole.forward.attention_flop.at(3) / 2
+
+
+def test_experts_are_divided_in_memory_too() -> None:
+    whole, part = (traced("mixtral", 1, 2).layer("block", tp, False) for tp in (1, 2))
+    assert whole is not None
+    assert part is not None
+    parameters = modules_of_kinds("mixtral")["block"]
+    kept = sum(entries(shape) for path, shape in parameters if "norm" in path or "gate.weight" in path)
+    assert part.num_params == kept + (whole.num_params - kept) // 2
+
+
+def test_the_matrix_of_query_key_and_value_of_gpt2_stays_whole_on_every_rank() -> None:
+    part = traced("gpt2", 1, 2).layer("block", 2, False)
+    assert part is not None
+    gathers = {each.kind: each.count for each in part.backward_collectives}
+    assert gathers["all_gather"] == 2  # the gradients of matrix and bias
+    fused = 3 * 32 * 32 + 3 * 32
+    whole = sum(entries(shape) for _, shape in modules_of_kinds("gpt2")["block"])
+    divided = whole - fused - 4 * 32 - 2 * 32  # norms, and the biases of both row-divided matrices
+    assert part.num_params == whole - divided // 2
+
+
+def test_work_of_a_token_does_not_grow_with_the_number_of_experts() -> None:
+    from steelyard.model.read import chain_from_config
+
+    many = chain_from_config({**FAMILY_CONFIGS["mixtral"], "num_local_experts": 8}, name="many")
+    found = trace(many, seq_len=16, precision="bf16", tp_degrees=(1,)).layer("block", 1, False)
+    few = traced("mixtral").layer("block", 1, False)
+    assert found is not None
+    assert few is not None
+    router = 2 * 4 * 32 * 16  # four more outputs of the router
+    assert found.forward.matmul_flop.at(1) == few.forward.matmul_flop.at(1) + router
+    assert found.num_params > few.num_params

@@ -1,0 +1,74 @@
+"""From a row to a plan: what it says is what the plan has, and what cannot be priced is skipped with its reason."""
+
+from collections import Counter
+
+import pytest
+
+from steelyard.plan.strategy import Remat
+from steelyard.validation.jobs import Skipped, case_of
+from tests.validation.examples import case, outcomes, run_of, sample
+
+ULTRA, VTRAIN, MEGATRON = "ultrascale_playbook", "vtrain", "megatron_lm"
+
+
+@pytest.mark.parametrize("run", [run for run in sample() if run.is_open], ids=lambda run: run.id)
+def test_the_plan_has_the_degrees_of_the_row(run) -> None:  # type: ignore[no-untyped-def]
+    found = case_of(run)
+    assert not isinstance(found, Skipped)
+    plan, strategy = found.plan, found.plan.strategies[1]
+    degrees = strategy.tp, plan.num_stages, strategy.data_degree, plan.num_devices, plan.global_batch
+    assert degrees == tuple(run.count(column) for column in ("tp", "pp", "dp", "gpus", "gbs"))
+
+
+def test_chunks_are_interleaved() -> None:
+    found = case(MEGATRON, pp="4", vpp="2", gpus="32", dp="1", tp="8", gbs="64", mbs="1", layers="48")
+    assert (found.plan.schedule, found.plan.num_chunks, len(found.plan.stages)) == ("interleaved-1f1b", 2, 8)
+
+
+def test_fewer_microbatches_than_stages_do_the_passes_of_gpipe() -> None:
+    found = case(ULTRA, pp="4", tp="1", dp="2", gpus="8", mbs="1", gbs="4", zero_stage="0")
+    assert found.plan.schedule == "gpipe"
+
+
+@pytest.mark.parametrize(("text", "remat"), [("none", Remat.NONE), ("full", Remat.FULL), ("", Remat.NONE)])
+def test_blocks_recompute_what_the_row_says(text: str, remat: Remat) -> None:
+    assert case(VTRAIN, act_ckpt=text).plan.strategies[1].remat is remat
+
+
+def test_a_tied_matrix_on_one_rank_is_held_once() -> None:
+    one = case(ULTRA, tied_emb="True", pp="1", tp="1", dp="8", gpus="8", zero_stage="0", mbs="1", gbs="64")
+    head = one.job.profile.layer("head", 1, False)
+    assert head is not None
+    assert head.num_params == one.job.chain.hidden_size
+    assert not one.job.chain.tied_embeddings
+
+
+def test_a_tied_matrix_across_stages_is_exchanged() -> None:
+    assert case(ULTRA, tied_emb="True", pp="2", tp="1", dp="4", gpus="8", mbs="1", gbs="64").job.chain.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"moe_experts": "8"}, "mixture of experts"),
+        ({"cp": "2"}, "context parallel"),
+        ({"offload": "optimizer"}, "offload"),
+        ({"schedule": "ZB-1p"}, "zero-bubble schedule"),
+        ({"mbs": ""}, "mbs missing"),
+        ({"vocab": ""}, "vocab missing"),
+        ({"gpu": "TPU v9"}, "device not known"),
+        ({"framework": "of one's own"}, "framework not known"),
+        ({"tp": "3"}, "tp × pp does not divide the devices"),
+        ({"gbs": "7"}, "microbatch × dp does not divide the global batch"),
+        ({"act_ckpt": "some"}, "act_ckpt some"),
+    ],
+)
+def test_what_cannot_be_priced_is_skipped_with_its_reason(cells: dict[str, str], reason: str) -> None:
+    found = case_of(run_of(VTRAIN, **cells))
+    assert isinstance(found, Skipped)
+    assert reason in found.reason
+
+
+def test_every_row_has_a_prediction_or_a_reason() -> None:
+    ids = Counter(outcome.run.id for outcome in outcomes())
+    assert ids == Counter(run.id for run in sample())
