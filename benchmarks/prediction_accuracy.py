@@ -261,6 +261,8 @@ def main() -> None:
         if options.json is not None:
             options.json.write_text(json.dumps([{name: getattr(row, name) for name in Row.__slots__} for row in rows]))
     show(rows)
+    busy, cores = os.getloadavg()[1], os.cpu_count()
+    print(f"load of the machine over the last 5 minutes: {busy:.1f} on {cores} cores; other work makes times worthless")
 
 
 if __name__ == "__main__":

@@ -43,10 +43,8 @@ def _all(strategy: str, *, edges: str | None = None) -> tuple[str, ...]:
 
 
 CASES = {
-    "dp, fp32": Case(stages=_all("dp2"), devices=2, precision="fp32"),
     "dp, one microbatch": Case(stages=_all("dp2"), devices=2, microbatches=1),
     "fsdp": Case(stages=_all("fsdp4"), devices=4),
-    "fsdp, one microbatch, fp32": Case(stages=_all("fsdp4"), devices=4, microbatches=1, precision="fp32"),
     "fsdp zero2": Case(stages=_all("fsdp2 zero2"), devices=2),
     "fsdp remat full": Case(stages=_all("fsdp4 remat=full"), devices=4),
     "fsdp selective": Case(stages=_all("fsdp4 remat=selective", edges="fsdp4"), devices=4),
@@ -56,11 +54,9 @@ CASES = {
         stages=_all("fsdp2-tp2+sp remat=selective", edges="fsdp2-tp2"), devices=4, tied=True
     ),
     "mixed layouts": Case(stages=("fsdp4, dp4, fsdp2-tp2+sp, dp2-tp2, fsdp4 remat=full, fsdp4",), devices=4),
-    "two stages": Case(stages=("dp2, dp2, dp2", "fsdp2, fsdp2, fsdp2"), devices=4),
     "two stages, gpipe, fp32, tied": Case(
         stages=("fsdp2, fsdp2, tp2", "tp2+sp, tp2+sp, dp2"), devices=4, schedule="gpipe", precision="fp32", tied=True
     ),
-    "four stages": Case(stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=8, microbatches=8),
     "four stages, large vocabulary": Case(stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=8, vocab=8192),
     "interleaved": Case(
         stages=("tp2+sp, tp2+sp", "fsdp2", "fsdp2", "fsdp2, fsdp2"), devices=4, schedule="interleaved-1f1b", chunks=2

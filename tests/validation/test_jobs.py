@@ -35,6 +35,20 @@ def test_blocks_recompute_what_the_row_says(text: str, remat: Remat) -> None:
     assert case(VTRAIN, act_ckpt=text).plan.strategies[1].remat is remat
 
 
+def test_every_second_block_is_recomputed_where_the_row_says_so() -> None:
+    detail = "every k-th layer (repo default k=2; k not stated)"
+    remats = [each.remat for each in case("torchtitan", act_ckpt="selective", act_ckpt_detail=detail).plan.strategies]
+    assert remats[1:5] == [Remat.FULL, Remat.NONE, Remat.FULL, Remat.NONE]
+
+
+def test_what_a_row_leaves_open_is_the_frameworks_default() -> None:
+    maxtext = case("torchtitan", framework="MaxText", act_ckpt="", act_ckpt_detail="")
+    assert maxtext.plan.strategies[1].remat is Remat.FULL
+    degrees = {"tp": "2", "dp": "4", "pp": "1", "gpus": "8", "mbs": "1", "gbs": "8", "sp": ""}
+    assert case(VTRAIN, framework="NeMo 25.02", **degrees).plan.strategies[1].sp
+    assert not case(VTRAIN, **degrees).plan.strategies[1].sp
+
+
 def test_a_tied_matrix_on_one_rank_is_held_once() -> None:
     one = case(ULTRA, tied_emb="True", pp="1", tp="1", dp="8", gpus="8", zero_stage="0", mbs="1", gbs="64")
     head = one.job.profile.layer("head", 1, False)

@@ -40,12 +40,14 @@ def check(
 
     groups = distinct_ranks(plan)
     with progress(f"running {format_plural(len(groups), 'rank')} on fake tensors", silent=as_json):
-        found = dry_run_all(
-            plan,
-            [group.rank for group in groups],
-            backend="gloo" if budgets[0].is_host else "nccl",
-            num_processes=processes or os.cpu_count() or 1,
-            every_microbatch=every_microbatch,
+        found = list(
+            dry_run_all(
+                plan,
+                [group.rank for group in groups],
+                backend="gloo" if budgets[0].is_host else "nccl",
+                num_processes=processes or os.cpu_count() or 1,
+                every_microbatch=every_microbatch,
+            )
         )
     checked: list[CheckedRank] = []
     for group, rank in zip(groups, found, strict=True):

@@ -88,7 +88,8 @@ def _of_the_ends(tables: CostTables, alone: set[int]) -> np.ndarray:
 
 def unfold_layers(entries: Sequence[Entry], num_chunks: int) -> tuple[Entry, ...]:
     """What holds for every layer of the model, from what holds for every layer of folded tables."""
-    return (entries[0], *entries[1:-1] * num_chunks, entries[-1]) if num_chunks > 1 else tuple(entries)
+    blocks = tuple(entries[1:-1])
+    return (entries[0], *(blocks * num_chunks), entries[-1]) if num_chunks > 1 else tuple(entries)
 
 
 def unfold_parts(boundaries: Sequence[int], num_chunks: int) -> Iterator[tuple[int, int, int]]:

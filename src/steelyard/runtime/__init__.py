@@ -8,7 +8,11 @@
 | `stage`          | the layers of a pipeline stage, with redistributions between unlike neighbours     |
 | `tied`           | embedding and head that share a matrix, under any two strategies                   |
 | `applied`        | reads back what was really done to each layer                                      |
-| `data`           | text and token files as samples in an order that no plan changes                   |
+| `data`           | text, token files and images as samples in an order that no plan changes           |
+| `optimizer`      | AdamW on each rank's part of the parameters, and its learning rate                 |
+| `progress`       | the line of progress, metrics as JSON lines, TensorBoard                           |
+| `stage_clock`    | how long a rank works in a step, without waiting for other stages                  |
+| `own_loop`       | checkpoints in the user's own training loop                                        |
 | `train`          | the training loop of one rank, and the run record                                  |
 | `persistence`    | how a run begins and what it leaves behind: resume, weights, checkpoints           |
 | `state`          | parameters and optimizer states under names that no plan changes                   |

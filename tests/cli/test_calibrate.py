@@ -1,0 +1,27 @@
+"""``steelyard plan --calibrate`` as a user meets it."""
+
+from pathlib import Path
+
+import pytest
+
+from steelyard.plan.file import read_plan
+from tests.cli.conftest import Run, user_error
+
+JOB = ("llama3.2-1b", "--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32, "--stages", 1)
+
+
+def test_a_measured_run_scales_the_plan_and_the_table_says_so(run: Run, tmp_path: Path) -> None:
+    run("plan", *JOB, "-o", tmp_path / "plan.json", "--fallbacks", 0)
+    first = read_plan(tmp_path / "plan.json").prediction
+    assert first is not None
+    (tmp_path / "run.yaml").write_text(f"version: 1\nplan: plan.json\nstep_time_s: {2 * first.step_time_s}\n")
+    again = ("--calibrate", tmp_path / "run.yaml", "-o", tmp_path / "again.json", "--fallbacks", 0)
+    output = run("plan", *JOB, *again).output
+    second = read_plan(tmp_path / "again.json").prediction
+    assert second is not None
+    assert second.step_time_s == pytest.approx(2 * first.step_time_s)
+    assert "all times × 2.000" in " ".join(output.split())
+
+
+def test_a_run_that_is_not_there_is_a_user_error(run: Run, tmp_path: Path) -> None:
+    assert user_error(run("plan", *JOB, "--calibrate", tmp_path / "nowhere.yaml")).field == "--calibrate"
