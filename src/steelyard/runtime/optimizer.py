@@ -37,9 +37,9 @@ _CONVOLUTION_DIMS = 4
 class LocalAdamW(AdamW):
     """AdamW that updates each rank's part of its parameters directly, all in one fused operation.
 
-    The update of an entry needs no other entry. `torch.optim.AdamW` on DTensors works out the placement of every
-    operation anew in each step (the learning rate is part of the question), which costs more than the update itself:
-    50 parameters of 300 × 300 on a CPU take 1.25 s, fused 0.21 s, and so a few milliseconds. The states stay DTensors.
+    The update of an entry needs no other entry, so DTensor's dispatch has nothing to decide, and it costs more than the
+    update itself: 50 parameters of 300 × 300 took 1.25 s of CPU a step as DTensors, and 0.12 to 0.21 s in fused
+    operations. The states stay DTensors.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:

@@ -360,7 +360,7 @@ def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pr
     Each is bounded as in the module, at its own transient and without switches. Left as they are where there are as few
     as levels anyway, or so many kinds that this would take longer than it saves.
     """
-    different = np.unique(peaks)
+    different: IntArray = np.unique(peaks)
     numbers = Counter(kinds)
     if len(different) <= MAX_LEVELS or len(numbers) > MAX_KINDS_SCREENED:
         return different
@@ -375,7 +375,8 @@ def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pr
     bound = total.max(axis=0, initial=0.0)
     possible = bound <= pruning.limit_s * (1 + ROUNDING)
     possible[np.argmin(bound)] = True
-    return different[possible]
+    found: IntArray = different[possible]
+    return found
 
 
 def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, pruning: Pruning) -> _Guide:

@@ -1,8 +1,10 @@
 """What each framework that others published runs of does otherwise than this project's runtime.
 
-Every value says what the framework's code or paper says it does (kernels, states, what runs beside what); only
-nanotron's ``pipelined_collective_s`` was fitted, with the efficiencies, on its open rows. A framework that is not here
-is a reason to skip a row.
+What runs beside what, which kernels are fused and how states are kept follows each framework's code, papers or
+defaults, as far as known; versions may differ from those that ran. These numbers were chosen on open rows instead:
+``loss_bytes``, ``norm_bytes``, ``copies`` and ``keeps_gathered``, ``reserve``, ``kept_transfers``, ``bucket_bytes`` and
+nanotron's ``pipelined_collective_s``. Most frameworks come from one source, so they are known to fit that source only.
+A framework that is not here is a reason to skip a row.
 """
 
 from dataclasses import dataclass, replace
