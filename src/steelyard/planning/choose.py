@@ -103,7 +103,7 @@ def plan_job(
         )
     candidates = [bare_plan(job, outcome) for outcome in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
-    best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    best = min(range(len(costs)), key=lambda index: (not costs[index].fits, costs[index].step_time_s, index))
     prediction = _prediction(job, found, candidates, costs, best)
     plan = candidates[best].model_copy(update={"prediction": prediction})
     return PlanningResult(job=job, search=found, plan=plan, cost=costs[best], miss=None, miss_text="")
