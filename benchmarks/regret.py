@@ -5,7 +5,7 @@ uniform one (same strategy for all layers, layers cut evenly) that is predicted 
 about. Regret is the searched plan's median step time over that of the fastest plan measured, itself included; gain is
 that of the fastest uniform plan over the searched one.
 
-Run: python benchmarks/regret.py [--repeats N] [--models wide deep]
+Run: python benchmarks/regret.py [--repeats N] [--models wide deep] [--profiles FOLDER]
 """
 
 import argparse
@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 
 from steelyard.cost.setting import Job
-from steelyard.errors import UserError
+from steelyard.errors import InvalidProfileError, UserError
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning import PlanOptions, make_job, plan_job, price_plan
@@ -38,11 +40,13 @@ from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes
 
-PROCESSES, SEQ_LEN, GLOBAL_BATCH, VOCABULARY, WARM_UP = 4, 128, 16, 512, 2
+PROCESSES, SEQ_LEN, GLOBAL_BATCH, VOCABULARY, WARM_UP = 4, 128, 16, 512, 1
 SIZES = {
     "wide": {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 768},
     "deep": {"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 384},
 }
+SAMPLES, PROFILE_S = (2, 8), 6.0
+"""Samples of one rank that are timed, and about how long the profiler takes once its processes run."""
 BUDGET_SHARES = (2.0, 0.6)
 """Budgets, as shares of what plain replication takes."""
 STAGE_STRATEGIES = {
@@ -109,12 +113,24 @@ def peak_bytes(plan: Plan) -> int:
     return max(stage.total_bytes for stage in plan.prediction.stages)
 
 
-def plans_of(name: str) -> dict[str, dict[str, Plan]]:
+def measured_profile(name: str, chain: ModelChain, traced: Profile, folder: Path | None) -> Profile:
+    """The machine's profile of a model; read from ``folder`` where an earlier run left it, else measured."""
+    path = None if folder is None else folder / f"{name}.json"
+    if path is not None and path.exists():
+        return parse_file(path, Profile, InvalidProfileError, what="profile")
+    profile = launch_profiler(chain, traced, num_processes=PROCESSES, samples=SAMPLES, budget_s=PROFILE_S)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump_json(profile))
+    return profile
+
+
+def plans_of(name: str, profiles: Path | None) -> dict[str, dict[str, Plan]]:
     """For each budget the searched plan, as ``searched``, and the uniform ones that fit."""
     config = config_of(name)
     chain = chain_from_config(config, name=name)
     traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", tp_degrees=(1, 2, 4))
-    profile = launch_profiler(chain, traced, num_processes=PROCESSES, samples=(1, 2, 4, 8))
+    profile = measured_profile(name, chain, traced, profiles)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
@@ -228,19 +244,25 @@ def fork(*arguments: Any) -> int:
         os._exit(1)
 
 
-def main() -> None:
-    """Prints a block per model and budget."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--models", nargs="*", choices=SIZES, default=list(SIZES))
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    cases = {title: plans for name in arguments.models for title, plans in plans_of(name).items()}
+def measure_model(cases: dict[str, dict[str, Plan]], repeats: int) -> None:
+    """Starts the processes that measure the cases of one model; exits if one of them failed."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork(rank, f"{folder}/store", cases, arguments.repeats) for rank in range(PROCESSES)]
+        ranks = [fork(rank, f"{folder}/store", cases, repeats) for rank in range(PROCESSES)]
         failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1]]
     if failed:
         sys.exit(f"ranks {failed} failed")
+
+
+def main() -> None:
+    """Prints a block per model and budget."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--models", nargs="*", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--profiles", type=Path, help="folder to keep the machine's profiles in, and to read them from")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.models:
+        measure_model(plans_of(name, arguments.profiles), arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,9 @@ MAX_PRICES_PER_LEVEL = 4
 
 MAX_KINDS_SCREENED = 32
 """With more kinds of layers than this in a run, its transient peaks are grouped into levels unseen."""
+
+MAX_CANDIDATES = 2_000_000
+"""States times options of one layer; more of them take seconds and hundreds of megabytes, and seldom end in a proof."""
 
 NO_LIMIT_BYTES = 2**60
 
@@ -74,6 +78,17 @@ class Switches:
     """[T, C + 1, C + 1] at most so much more does a receiver pay from the first class than from the second"""
 
 
+class _Row:
+    """A part of ``rows`` under a name of its own."""
+
+    def __init__(self, place: int | tuple[slice, int]) -> None:
+        self._place = place
+
+    def __get__(self, owner: Any, kind: type | None = None) -> IntArray:
+        row: IntArray = owner.rows[self._place]
+        return row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
     """What the layer kinds cost on a stage with a given number of microbatches in flight.
@@ -92,29 +107,10 @@ class StageCosts:
         """Switch classes."""
         return self.switches.num_groups
 
-    def _row(self, which: int) -> IntArray:
-        row: IntArray = self.rows[:, which]
-        return row
-
-    @property
-    def strategy(self) -> IntArray:
-        """Index of the strategy of each option."""
-        return self._row(0)
-
-    @property
-    def group(self) -> IntArray:
-        """Its switch class."""
-        return self._row(1)
-
-    @property
-    def bytes(self) -> IntArray:
-        """Its additive bytes."""
-        return self._row(2)
-
-    @property
-    def transient(self) -> IntArray:
-        """Its transient bytes."""
-        return self._row(3)
+    strategy = _Row((slice(None), 0))
+    group = _Row((slice(None), 1))
+    bytes = _Row((slice(None), 2))
+    transient = _Row((slice(None), 3))
 
     def floor(self, kinds: Sequence[int]) -> int:
         """Transient bytes that any choice for these layers reaches."""
@@ -132,39 +128,12 @@ class LayerStates:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def _row(self, which: int) -> IntArray:
-        row: IntArray = self.rows[which]
-        return row
-
-    @property
-    def entry(self) -> IntArray:
-        """The class that the layer before the run left."""
-        return self._row(0)
-
-    @property
-    def group(self) -> IntArray:
-        """The class of the last layer's strategy."""
-        return self._row(1)
-
-    @property
-    def bytes(self) -> IntArray:
-        """Additive bytes of the layers so far."""
-        return self._row(2)
-
-    @property
-    def transient(self) -> IntArray:
-        """Largest transient so far."""
-        return self._row(3)
-
-    @property
-    def parent(self) -> IntArray:
-        """Indices into the states of the layer before."""
-        return self._row(4)
-
-    @property
-    def strategy(self) -> IntArray:
-        """The last layer's strategy."""
-        return self._row(5)
+    entry = _Row(0)
+    group = _Row(1)
+    bytes = _Row(2)
+    transient = _Row(3)
+    parent = _Row(4)
+    strategy = _Row(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -277,6 +246,10 @@ def _classes(legal: NDArray[np.bool_], switch: FloatArray) -> IntArray:
 
 class TimeIsUpError(Exception):
     """The deadline passed inside a search; callers turn it into a result with a gap."""
+
+
+class TooManyStatesError(Exception):
+    """Too many states are within the limit; callers lower it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -421,6 +394,8 @@ def _extend(
 ) -> LayerStates:
     """The unbeaten states after one more layer, in order of bytes."""
     room = len(states) * int(costs.count[kind])
+    if room > MAX_CANDIDATES:
+        raise TooManyStatesError
     places, values = np.empty((7, room), dtype=np.int64), np.empty((2, room))
     found = kernels.candidates(
         states.rows,

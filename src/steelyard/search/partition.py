@@ -31,7 +31,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.joining import Pipeline, join_runs
-from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
+from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
 from steelyard.search.memory import (
     NearestMiss,
     furthest_boundaries,
@@ -61,6 +61,12 @@ AIM_GROWTH = 2.0
 
 FIRST_PLAN_WIDTH = 32
 """States kept per layer while a first plan is sought."""
+
+WIDEST = 8 * 8 * FIRST_PLAN_WIDTH
+"""States kept per layer, at most, while a better plan is sought because too many states lie below the one known."""
+
+MAX_RETREATS = 12
+"""Targets of too many states after which the proof is given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +178,22 @@ def _step_bound_s(setting: Setting, slowest_s: float) -> float:
     return (total + (setting.tables.num_passes - 1) * slowest_s) * (1 - ROUNDING)
 
 
-def first_plan(setting: Setting, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH) -> Solution | None:
-    """A good plan with these boundaries: stage after stage, few states each, the fastest end taken; None if stuck."""
+def first_plan(
+    setting: Setting, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH, known_s: float = np.inf
+) -> Solution | None:
+    """A good plan with these boundaries: stage after stage, few states each, the fastest end taken; None if stuck.
+
+    One that takes no longer a step than ``known_s``, where that is given.
+    """
     strategies: list[int] = []
     entries = None
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         bounds = setting.bounds[stage]
         pruning = Pruning(
-            budget_bytes=setting.room_bytes, limit_s=np.inf, prices=bounds.good_prices(start, end), width=width
+            budget_bytes=setting.room_bytes,
+            limit_s=known_s / setting.tables.num_passes,
+            prices=bounds.good_prices(start, end),
+            width=width,
         )
         chain = chain_frontier(bounds.costs, setting.tables.layers[start:end], entries=entries, pruning=pruning)
         if len(chain.last) == 0:
@@ -198,17 +212,31 @@ def _search_upwards(
     deadline: float | None,
     boundaries: Sequence[int] | None = None,
 ) -> SettingResult:
-    """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up."""
-    aim = FIRST_AIM
+    """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up.
+
+    Where too many states lie within a target, a better plan is sought among more states, and the target lowered.
+    """
+    aim, growth = FIRST_AIM, AIM_GROWTH
+    width, retreats = FIRST_PLAN_WIDTH, 0
     while lower <= cutoff_s and lower < best.step_s:
         target = min(lower + aim * (lower or best.step_s), cutoff_s, best.step_s)
         try:
             best, lower = improve(setting, best, lower, target, boundaries, deadline)
         except TimeIsUpError:
             return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
+        except TooManyStatesError:
+            retreats += 1
+            if retreats > MAX_RETREATS:
+                return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
+            if width < WIDEST:
+                width *= 8
+                wider = first_plan(setting, best.boundaries, width, best.step_s)
+                best = min(best, wider or best, key=lambda plan: plan.step_s)
+            aim, growth = aim / AIM_GROWTH, 1.0
+            continue
         if target >= min(best.step_s, cutoff_s):
             break
-        aim *= AIM_GROWTH
+        aim *= growth
     if best.step_s > cutoff_s:
         return SettingResult(status="beaten", solution=best, lower_bound_s=min(lower, best.step_s))
     return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)

@@ -8,7 +8,9 @@ samples (a maximum of lines), so the line is an upper bound between the two size
 """
 
 import datetime
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -51,10 +53,28 @@ def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: 
             expected="a process without one: tracing makes a fake group of its own",
             hint="plan before torch.distributed is initialised, or in another process",
         )
+    with _collector_paused():
+        layers = _trace_layers(chain, seq_len, precision, sorted(set(tp_degrees) | {1}))
+    return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No search for garbage cycles meanwhile: it would go through all modules of torch again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, tp_degrees: list[int]) -> list[LayerProfile]:
     model = build_meta_model(chain)
     prepare_model(model, chain)
     layers: list[LayerProfile] = []
-    for tp in sorted(set(tp_degrees) | {1}):
+    for tp in tp_degrees:
         with fake_world(tp) as mesh:
             for kind in range(len(chain.kinds)):
                 for sp in _sp_choices(chain.kinds[kind], tp, seq_len):
@@ -68,7 +88,7 @@ def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: 
                         model=model,
                     )
                     layers.append(layer_profile(chain.kinds[kind].name, tp, sp, observe(setting, SIZES)))
-    return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
+    return layers
 
 
 def _representative(chain: ModelChain, kind: int) -> int:
