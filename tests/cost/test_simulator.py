@@ -313,8 +313,8 @@ def test_microbatches_that_cannot_be_interleaved_are_an_error() -> None:
         simulate([StageTimes(forward_s=1, backward_s=2)] * 4, 5, "interleaved-1f1b", num_chunks=2)
 
 
-def test_tables_of_the_search_refuse_a_schedule_that_they_do_not_describe() -> None:
-    with pytest.raises(InvalidProblemError, match="gpipe or 1f1b"):
+def test_tables_of_the_search_refuse_an_interleaved_stage_of_one_chunk() -> None:
+    with pytest.raises(InvalidProblemError, match="two or more chunks"):
         build_tables(setting(num_stages=2, schedule="interleaved-1f1b"), (parse_strategy("fsdp4"),))
 
 

@@ -44,7 +44,7 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
     tables = CostTables(
         num_stages=setting.num_stages,
         num_microbatches=setting.num_microbatches,
-        schedule="gpipe" if setting.schedule == "gpipe" else "1f1b",
+        schedule=setting.schedule if setting.num_chunks == 1 else "1f1b",
         kinds=tuple(kind.name for kind in job.chain.kinds),
         layers=job.chain.layers,
         strategies=strategies,
