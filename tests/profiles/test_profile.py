@@ -224,7 +224,7 @@ def test_a_profile_written_and_read_is_the_same(tmp_path):
 
 def test_the_identity_is_shown_as_texts():
     summary = read(PROFILE).identity.summary()
-    assert summary == {key: str(value) for key, value in PROFILE["identity"].items()}
+    assert summary == {key: str(value) for key, value in PROFILE["identity"].items()} | {"driver": "none"}
 
 
 @pytest.mark.parametrize(
