@@ -9,14 +9,11 @@ Run: python benchmarks/regret.py [--repeats N] [--models wide deep] [--profiles 
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.ranks import on_ranks, training_step
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.model.chain import ModelChain
@@ -32,11 +32,8 @@ from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning import PlanOptions, make_job, plan_job, price_plan
-from steelyard.processes.group import quiet_notices
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.profile import Profile
-from steelyard.runtime.optimizer import LocalAdamW
-from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes
 
@@ -166,7 +163,7 @@ def job_of(config: Path, memory: str, profile: Profile) -> Job:
 
 def measure(plans: dict[str, Plan], repeats: int) -> dict[str, list[float]]:
     """Seconds of the slowest process for each repeat of each plan, the repeats in turn."""
-    steps = {name: step_of(plan) for name, plan in plans.items()}
+    steps = {name: training_step(plan) for name, plan in plans.items()}
     times: dict[str, list[float]] = {name: [] for name in plans}
     for repeat in range(WARM_UP + repeats):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(repeat))
@@ -178,21 +175,6 @@ def measure(plans: dict[str, Plan], repeats: int) -> dict[str, list[float]]:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             times[name].append(slowest.item())
     return {name: each[WARM_UP:] for name, each in times.items()}
-
-
-def step_of(plan: Plan) -> Any:
-    """Forward, backward, clipping and AdamW of a plan."""
-    model = parallelize_plan(plan)
-    optimizers = model.make_optimizers(lambda parameters: LocalAdamW(parameters, lr=1e-3))
-
-    def step(tokens: torch.Tensor) -> None:
-        model.train_step(lambda samples: tokens[samples])
-        model.clip_gradients(1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
 
 
 def show(title: str, plans: dict[str, Plan], times: dict[str, list[float]]) -> None:
@@ -213,44 +195,12 @@ def show(title: str, plans: dict[str, Plan], times: dict[str, list[float]]) -> N
     print(f"  searched over best: {regret:.3f}; best uniform over searched: {gain:.3f}", flush=True)
 
 
-def run_rank(rank: int, store: str, cases: dict[str, dict[str, Plan]], repeats: int) -> None:
-    """All cases on one rank; the first prints."""
-    quiet_notices()
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, PROCESSES),
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=datetime.timedelta(seconds=300),
-    )
+def measure_all(cases: dict[str, dict[str, Plan]], repeats: int) -> None:
+    """All cases of one model on one rank; the first prints."""
     for title, plans in cases.items():
         times = measure(plans, repeats)
-        if rank == 0:
+        if dist.get_rank() == 0:
             show(title, plans, times)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def fork(*arguments: Any) -> int:
-    """The id of a new process that runs a rank."""
-    process = os.fork()
-    if process:
-        return process
-    try:
-        run_rank(*arguments)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def measure_model(cases: dict[str, dict[str, Plan]], repeats: int) -> None:
-    """Starts the processes that measure the cases of one model; exits if one of them failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork(rank, f"{folder}/store", cases, repeats) for rank in range(PROCESSES)]
-        failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1]]
-    if failed:
-        sys.exit(f"ranks {failed} failed")
 
 
 def main() -> None:
@@ -260,9 +210,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--profiles", type=Path, help="folder to keep the machine's profiles in, and to read them from")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     for name in arguments.models:
-        measure_model(plans_of(name, arguments.profiles), arguments.repeats)
+        cases = plans_of(name, arguments.profiles)
+        on_ranks(PROCESSES, lambda cases=cases: measure_all(cases, arguments.repeats))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,9 @@ Run: python benchmarks/runtime_overhead.py [--repeats N] [--cases fsdp dp tp pip
 """
 
 import argparse
-import datetime
-import os
 import statistics
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,12 +21,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.handwritten import dp, fsdp, pipeline, tp
+from benchmarks.ranks import Step, on_ranks, training_step
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.processes.group import quiet_notices
-from steelyard.runtime.optimizer import LocalAdamW
-from steelyard.runtime.parallel_model import parallelize_plan
 
 PROCESSES, NUM_BLOCKS, SEQ_LEN, GLOBAL_BATCH, VOCABULARY = 4, 6, 256, 16, 512
 CONFIG = {
@@ -47,7 +40,6 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 WARM_UP = 2
-Step = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,21 +83,6 @@ def plan_of(case: Case) -> Plan:
     )
 
 
-def our_step(plan: Plan) -> Step:
-    """One step of a plan with our runtime."""
-    model = parallelize_plan(plan)
-    optimizers = model.make_optimizers(lambda parameters: LocalAdamW(parameters, lr=1e-3))
-
-    def step(tokens: torch.Tensor) -> None:
-        model.train_step(lambda samples: tokens[samples])
-        model.clip_gradients(1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
-
-
 def measure(step: Step, tokens: torch.Tensor) -> tuple[float, float]:
     """Wall seconds of the slowest process, and CPU seconds of all, of one step."""
     dist.barrier()
@@ -122,7 +99,7 @@ def compare(case: Case, repeats: int) -> list[tuple[tuple[float, float], tuple[f
     """For each repeat the seconds of our step and of the stock script's."""
     plan = plan_of(case)
     theirs = case.script.build(build_model(plan.chain(), seed=0), case.num_microbatches)
-    ours = our_step(plan)
+    ours = training_step(plan)
     found = []
     for repeat in range(WARM_UP + repeats):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(repeat))
@@ -132,22 +109,12 @@ def compare(case: Case, repeats: int) -> list[tuple[tuple[float, float], tuple[f
     return found[WARM_UP:]
 
 
-def run_rank(rank: int, store: str, names: list[str], repeats: int) -> None:
+def compare_all(names: list[str], repeats: int) -> None:
     """All cases on one rank; the first prints."""
-    quiet_notices()
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, PROCESSES),
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=datetime.timedelta(seconds=300),
-    )
     for name in names:
         found = compare(CASES[name], repeats)
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(row(name, found), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def row(name: str, found: list[tuple[tuple[float, float], tuple[float, float]]]) -> str:
@@ -159,32 +126,14 @@ def row(name: str, found: list[tuple[tuple[float, float], tuple[float, float]]])
     return f"{name:10} {wall} {ours_cpu_s * 1e3:8.0f} {theirs_cpu_s * 1e3:8.0f} {ours_cpu_s / theirs_cpu_s:6.3f}"
 
 
-def fork(*arguments: object) -> int:
-    """The id of a new process that runs a rank."""
-    process = os.fork()
-    if process:
-        return process
-    try:
-        run_rank(*arguments)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
 def main() -> None:
     """Prints a row per case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     print(f"{'plan':10}  ours ms stock ms  ratio paired  our CPU    stock  ratio", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork(rank, f"{folder}/store", arguments.cases, arguments.repeats) for rank in range(PROCESSES)]
-        failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1]]
-    if failed:
-        sys.exit(f"ranks {failed} failed")
+    on_ranks(PROCESSES, lambda: compare_all(arguments.cases, arguments.repeats))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,21 @@ def test_the_parts_cover_every_layer_once_in_order():
         assert all(first < end for _, first, end in parts)
 
 
+def test_one_chunk_is_cut_where_the_boundaries_are():
+    assert list(unfold_parts((0, 3, 4, 9), 1)) == [(0, 0, 3), (1, 3, 4), (2, 4, 9)]
+    assert list(unfold_parts((0, 1), 1)) == [(0, 0, 1)]
+
+
+def test_the_fewest_layers_before_and_behind_add_up_stage_by_stage():
+    for _, found in interleaved_outcomes():
+        for tables in (found.best.tables, replace(found.best.tables, schedule="1f1b", num_chunks=1)):
+            fewest = [tables.least_layers(stage) for stage in range(tables.num_stages)]
+            for stage in range(tables.num_stages):
+                assert tables.least_layers_before(stage) == sum(fewest[:stage])
+                assert tables.least_layers_behind(stage) == sum(fewest[stage + 1 :])
+            assert tables.least_layers_before(tables.num_stages) == sum(fewest)
+
+
 def test_layers_at_the_same_place_of_their_chunks_get_the_same():
     assert unfold_layers(["first", "a", "b", "last"], 2) == ("first", "a", "b", "a", "b", "last")
 

@@ -23,7 +23,7 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError, nearest
 from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Precision, Schedule
+from steelyard.plan.plan import Plan, Precision, Schedule
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
     BatchTrial,
@@ -169,8 +169,13 @@ def plan(
     if as_json:
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
+    _print_plan(result.plan, output, top)
+
+
+def _print_plan(found: Plan, output: Path | None, top: int) -> None:
+    """The plan as tables, and the commands to run next."""
     console = Console()
-    console.print(plan_view(result.plan, num_alternatives=top))
+    console.print(plan_view(found, num_alternatives=top))
     if output is not None:
         console.print(f"written to {output}", highlight=False)
         console.print(f"  why this plan: steelyard explain {output}", highlight=False)

@@ -141,11 +141,11 @@ class CostTables:
 
     def least_layers_before(self, stage: int) -> int:
         """The fewest layers that the stages before ``stage`` may hold together."""
-        return sum(self.least_layers(earlier) for earlier in range(stage))
+        return stage + (self.num_chunks > 1 and stage > 0) + (self.num_chunks > 1 and stage == self.num_stages)
 
     def least_layers_behind(self, stage: int) -> int:
         """The fewest layers that the stages behind ``stage`` may hold together."""
-        return sum(self.least_layers(later) for later in range(stage + 1, self.num_stages))
+        return self.least_layers_before(self.num_stages) - self.least_layers_before(stage + 1)
 
 
 def _check_chunks(tables: CostTables) -> None:

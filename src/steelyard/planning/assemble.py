@@ -1,8 +1,5 @@
 """Turns the outcome of a search into a plan, without its prediction, and says in words what it is."""
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.setting import Job
 from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
@@ -19,16 +16,9 @@ def bare_plan(job: Job, outcome: SettingOutcome) -> Plan:
     size = job.cluster.num_devices // tables.num_stages
     stages = tuple(
         StagePlan(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
-        for stage, first, end in _parts(solution.boundaries, tables.num_chunks)
+        for stage, first, end in unfold_parts(solution.boundaries, tables.num_chunks)
     )
     return assemble_plan(job, tables.num_microbatches, tables.schedule, stages)
-
-
-def _parts(boundaries: Sequence[int], num_chunks: int) -> list[tuple[int, int, int]]:
-    """(stage, first layer, end) of every part of the pipeline."""
-    if num_chunks > 1:
-        return list(unfold_parts(boundaries, num_chunks))
-    return [(stage, first, end) for stage, (first, end) in enumerate(pairwise(boundaries))]
 
 
 def assemble_plan(job: Job, num_microbatches: int, schedule: Schedule, stages: tuple[StagePlan, ...]) -> Plan:
