@@ -15,11 +15,11 @@ from steelyard.profiles.record import RunRecord
 @pytest.mark.processes
 def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from steelyard.cli import main; main()", "demo"]
-    command += ["--steps", "8", "--folder", str(tmp_path)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    command += ["--steps", "8", "--folder", str(tmp_path), "--json"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "does not fit into" in finished.stdout
-    assert "Predicted against measured" in finished.stdout
+    assert "does not fit into" in finished.stderr
+    assert "Predicted against measured" in finished.stderr
     plan = read_plan(tmp_path / "plan.json")
     record = parse_file(tmp_path / "record.json", RunRecord, UserError, what="record")
     assert plan.prediction is not None
@@ -29,4 +29,7 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     assert record.steps[-1].loss < record.steps[0].loss
     for rank in record.ranks:
         assert rank.peak_bytes <= plan.prediction.stages[rank.stage].total_bytes
-    assert json.loads((tmp_path / "profile.json").read_text())["identity"]["device"] == "cpu"
+    printed = json.loads(finished.stdout)
+    assert printed["profile"] == json.loads((tmp_path / "profile.json").read_text())
+    assert printed["profile"]["identity"]["device"] == "cpu"
+    assert printed["record"] == json.loads((tmp_path / "record.json").read_text())

@@ -195,3 +195,20 @@ def test_the_next_commands_are_printed(run: Run, tmp_path: Path) -> None:
 
 def test_exit_codes_are_documented_where_help_is(run: Run) -> None:
     assert "Exit codes: 0 done; 1 nothing fits" in run("--help").output
+
+
+@pytest.mark.parametrize(
+    ("pins", "named", "reason"),
+    [
+        (["layers 0-3: tp=3"], "'layers 0-3: tp=3'", "no strategy of the tree for 8 devices or fewer has it"),
+        (["tp=8", "blocks 0-3: tp=2"], "'tp=8', 'blocks 0-3: tp=2'", "leave one out"),
+        (["blocks 0-1: fsdp8", "embedding: remat=selective"], "'embedding: remat=selective'", "embedding"),
+    ],
+)
+def test_pins_that_nothing_meets_are_an_error_that_names_them(
+    run: Run, pins: list[str], named: str, reason: str
+) -> None:
+    error = user_error(run("plan", *SMALL, *(word for pin in pins for word in ("--pin", pin))))
+    assert error.field == "--pin"
+    assert error.found == named
+    assert reason in error.hint

@@ -39,7 +39,8 @@ CASES: dict[str, Case] = {
             "tp4-dp2+sp, tp2-dp4, fsdp8 remat=full, tp8+sp remat=selective, fsdp8 zero2 remat=selective, "
             "tp2-fsdp4+sp remat=full, fsdp8, fsdp4-tp2+sp",
             num_microbatches=2,
-        )
+        ),
+        num_steps=2,
     ),
     "one stage, one microbatch": Case(
         plan=make_plan("qwen2", "dp8, fsdp8 zero2, dp2-tp4+sp, dp8", num_microbatches=1), num_steps=2
@@ -57,7 +58,8 @@ CASES: dict[str, Case] = {
             "fsdp4, dp4, fsdp2-tp2+sp, tp2-fsdp2, tp2-dp2",
             "tp4+sp remat=full, fsdp4, tp4",
             schedule="gpipe",
-        )
+        ),
+        num_steps=2,
     ),
     "four stages, 1f1b": Case(
         plan=make_plan(
@@ -69,7 +71,8 @@ CASES: dict[str, Case] = {
         )
     ),
     "four stages, gpipe": Case(
-        plan=make_plan("llama", "dp2, fsdp2 remat=full, tp2", "dp2, tp2+sp", "tp2", "fsdp2, dp2", schedule="gpipe")
+        plan=make_plan("llama", "dp2, fsdp2 remat=full, tp2", "dp2, tp2+sp", "tp2", "fsdp2, dp2", schedule="gpipe"),
+        num_steps=2,
     ),
     "two stages of two chunks": Case(
         plan=make_plan(
@@ -80,7 +83,8 @@ CASES: dict[str, Case] = {
             "tp2-fsdp2, fsdp4 zero2",
             num_chunks=2,
             schedule="interleaved-1f1b",
-        )
+        ),
+        num_steps=2,
     ),
     "four stages of two chunks": Case(
         plan=make_plan(
@@ -104,18 +108,12 @@ CASES: dict[str, Case] = {
         ),
         num_steps=2,
     ),
-    "qwen2, one stage": _brief("qwen2", "dp8, fsdp4-tp2+sp remat=selective, tp4-dp2, fsdp8"),
-    "qwen2, two stages": _brief("qwen2", "dp4, tp2-fsdp2", "fsdp4 remat=full, tp4+sp"),
-    "qwen3, one stage": _brief("qwen3", "tp8, fsdp4-tp2+sp remat=selective, tp4-dp2 remat=full, fsdp8"),
-    "qwen3, two stages": _brief("qwen3", "fsdp4, tp2-fsdp2+sp", "dp2-tp2, tp4"),
-    "mistral with a sliding window, one stage": _brief("mistral", "fsdp8, dp4-tp2, tp4-fsdp2+sp remat=selective, dp8"),
-    "mistral with a sliding window, two stages": _brief("mistral", "fsdp4, fsdp4 remat=full", "tp4+sp, dp4"),
-    "gpt_neox, one stage": _brief("gpt_neox", "tp2-fsdp4, fsdp4-tp2+sp remat=full, tp4-dp2 remat=selective, fsdp8"),
-    "gpt_neox, two stages": _brief("gpt_neox", "dp4, tp2-dp2", "tp4+sp, fsdp2-tp2"),
     "tied, one stage": Case(plan=make_plan("llama-tied", "fsdp8, dp8, fsdp4-tp2, tp2-dp4+sp")),
     "tied, one stage, both orders": _brief("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp"),
     "tied, two stages": Case(plan=make_plan("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2")),
-    "tied, four stages": Case(plan=make_plan("llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe")),
+    "tied, four stages": Case(
+        plan=make_plan("llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe"), num_steps=2
+    ),
     "tied, four stages, tensor parallel": _brief("llama-tied", "tp2+sp", "dp2", "tp2", "dp2", schedule="gpipe"),
     "bf16": _brief(
         "llama", "fsdp4, dp4, fsdp2-tp2+sp remat=selective, tp2-fsdp2", "dp4, tp4+sp, fsdp4, tp4", precision="bf16"

@@ -46,13 +46,26 @@ CASES = {
 }
 
 
+MODELS = 2
+STEPS = 3
+
+
 def measured_bytes(plan: Plan) -> list[int]:
-    """The peaks of the first and the second step of this process."""
+    """The peaks of the first and of a later step of this process.
+
+    A collective that ends late keeps its buffer until then, by the luck of the machine's threads and never by the plan:
+    the least of several steps is what the plan needs.
+    """
+    runs = [_peaks_of_steps(plan) for _ in range(MODELS)]
+    return [min(peaks[0] for peaks in runs), min(peak for peaks in runs for peak in peaks[1:])]
+
+
+def _peaks_of_steps(plan: Plan) -> list[int]:
     with LiveStorages([]) as meter:
         model = parallelize_plan(plan)
         optimizers = model.make_optimizers(AdamW)
         peaks = []
-        for _ in range(2):
+        for _ in range(STEPS):
             meter.peak_bytes = meter.live_bytes
             model.train_step(lambda samples: torch.zeros((len(samples), plan.seq_len + 1), dtype=torch.long))
             model.clip_gradients(1.0)

@@ -25,6 +25,14 @@ def _case(config: str, *stages: str, schedule: str = "1f1b", precision: str = "f
 
 
 CASES: dict[str, Case] = {
+    "qwen2, one stage": _case("qwen2", "dp4, fsdp2-tp2+sp remat=selective, tp2-dp2, fsdp4"),
+    "qwen2, two stages": _case("qwen2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
+    "qwen3, one stage": _case("qwen3", "tp4, fsdp2-tp2+sp remat=selective, tp2-dp2 remat=full, fsdp4"),
+    "qwen3, two stages": _case("qwen3", "fsdp2, tp2+sp", "dp2, tp2"),
+    "mistral with a sliding window, one stage": _case("mistral", "fsdp4, dp2-tp2, tp2-fsdp2+sp remat=selective, dp4"),
+    "mistral with a sliding window, two stages": _case("mistral", "fsdp2, fsdp2 remat=full", "tp2+sp, dp2"),
+    "gpt_neox, one stage": _case("gpt_neox", "tp2-fsdp2, fsdp2-tp2+sp remat=full, tp4 remat=selective, fsdp4"),
+    "gpt_neox, two stages": _case("gpt_neox", "dp2, tp2", "tp2+sp, fsdp2"),
     "gpt2, one stage": _case("gpt2", "fsdp2-tp2, tp4+sp remat=selective, tp2-dp2, fsdp4"),
     "gpt2, two stages": _case("gpt2", "dp2, fsdp2", "tp2+sp remat=full, tp2"),
     "gemma, one stage": _case("gemma", "tp2-fsdp2+sp, tp4, fsdp2-tp2+sp remat=full, tp2-dp2"),

@@ -48,7 +48,8 @@ _TINY = {
 _NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
-    **{name: {"model_type": name, **_TINY} for name in ("llama", "mistral", "qwen2", "qwen3", "gemma")},
+    **{name: {"model_type": name, **_TINY} for name in ("llama", "qwen2", "qwen3", "gemma")},
+    "mistral": {"model_type": "mistral", **_TINY, "sliding_window": 8},
     "gpt_neox": {
         **{key: value for key, value in _TINY.items() if key not in ("num_key_value_heads", "head_dim")},
         "model_type": "gpt_neox",

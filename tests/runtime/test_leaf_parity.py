@@ -11,7 +11,7 @@ import pytest
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.leaf_cases import CASES, leaves
 
-HANG_LIMIT_S = 1500
+HANG_LIMIT_S = 1200
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 

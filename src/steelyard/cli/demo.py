@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from steelyard.cli.options import AsJson, print_json
 from steelyard.model.read import load_model
 from steelyard.plan.file import dump_json, write_plan
 from steelyard.plan.plan import Plan
@@ -30,20 +31,21 @@ def demo(
     folder: Annotated[Path, typer.Option("--folder", help="Where profile, plan and record are written.")] = Path(
         "demo-run"
     ),
+    as_json: AsJson = False,
 ) -> None:
-    """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About two minutes."""
+    """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About three minutes."""
     from steelyard.profiler.launch import launch_profiler
     from steelyard.runtime.launch import launch
     from steelyard.runtime.options import TrainOptions
     from steelyard.tracer.cache import cached_trace
 
-    console = Console()
+    console = Console(stderr=as_json)
     folder.mkdir(parents=True, exist_ok=True)
     chain = load_model(MODEL)
 
     console.rule(f"1. Measure {NUM_PROCESSES} processes of this machine", align="left")
     traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", tp_degrees=(1, 2, NUM_PROCESSES))
-    profile = launch_profiler(chain, traced, num_processes=NUM_PROCESSES, samples=(1, 2, 4, 8))
+    profile = launch_profiler(chain, traced, num_processes=NUM_PROCESSES, samples=(1, 2, 4))
     (folder / "profile.json").write_text(dump_json(profile) + "\n")
     console.print(profile_view(profile))
 
@@ -68,13 +70,16 @@ def demo(
 
     console.rule(f"3. Train {steps} steps on the source of Python's standard library", align="left")
     options = TrainOptions(steps=steps, record=folder / "record.json")
-    record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options)
+    record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options, lines_to_stderr=as_json)
 
     console.rule("4. Compare", align="left")
     first, last = record.steps[0].loss, record.steps[-1].loss
     console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")
     console.print(comparison_table(result.plan, record))
     console.print(f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json")
+    if as_json:
+        found = {"profile": profile, "plan": result.plan, "record": record}
+        print_json({name: each.model_dump(mode="json", exclude_none=True) for name, each in found.items()})
 
 
 def _replication_text(replicated: Plan, budget_bytes: int) -> str:

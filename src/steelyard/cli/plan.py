@@ -34,6 +34,7 @@ from steelyard.planning import (
     make_job,
     make_problem,
     parse_pin,
+    pin_error,
     plan_fewest_devices,
     plan_job,
     with_fallbacks,
@@ -162,6 +163,8 @@ def plan(
             save_problem(problem, tables or make_problem(result.job, options))
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
+        if result.miss is None and pins:
+            raise pin_error(result.job, options)
         _print_nothing_fits(result, as_json)
         raise typer.Exit(1)
     if output is not None:

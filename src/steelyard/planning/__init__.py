@@ -28,7 +28,7 @@ from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.insist import why_not, why_not_plan
+from steelyard.planning.insist import pin_error, why_not, why_not_plan
 from steelyard.planning.job import make_job
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.price import job_of, price_plan, uniform_plan, with_cost, with_price
@@ -55,6 +55,7 @@ __all__ = [
     "make_job",
     "make_problem",
     "parse_pin",
+    "pin_error",
     "pipeline_settings",
     "plan_fewest_devices",
     "plan_job",

@@ -86,12 +86,17 @@ def plan_job(
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``problem`` saves
     building the cost tables again where `make_problem` has built those of this job and these options.
+
+    Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
+    takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
     """
     settings = pipeline_settings(job, options)
-    num_rescored = max(top, NUM_RESCORED)
+    shares_cores = bool(job.profile.busy_speeds)
+    num_rescored = len(settings) if shares_cores else max(top, NUM_RESCORED)
     found = search(
         (problem or make_problem(job, options)).settings,
         usable_bytes(job),
+        num_exact=num_rescored if shares_cores else 1,
         num_alternatives=num_rescored - 1,
         partition=options.partition,
         time_limit_s=options.time_limit_s,

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from steelyard.cost.setting import Job, Setting
+from steelyard.errors import UserError
 from steelyard.plan.choices import WhyNot
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
@@ -40,6 +41,34 @@ def why_not_plan(job: Job, plan: Plan, *, asked: str) -> WhyNot:
     over = peak_bytes(priced) - job.budget_bytes
     reasons = (f"does not fit: misses {format_bytes(over)} per device",) if over > 0 else ()
     return WhyNot(asked=asked, plan=priced, reasons=reasons)
+
+
+def pin_error(job: Job, options: PlanOptions) -> UserError:
+    """What to tell the user where some layer has no legal strategy with all that its pins ask for."""
+    alone = replace(options, pins=())
+    for pin in options.pins:
+        if not _can_be_met(job, alone, pin):
+            return UserError(
+                field="--pin",
+                found=repr(pin.text),
+                expected="what some strategy of these layers may have",
+                hint="; ".join(_forbidding(job, alone, pin)),
+            )
+    return UserError(
+        field="--pin",
+        found=", ".join(repr(pin.text) for pin in options.pins),
+        expected="pins that some strategy of every layer meets together",
+        hint="leave one out: each alone can be met",
+    )
+
+
+def _can_be_met(job: Job, options: PlanOptions, pin: Pin) -> bool:
+    kinds = [job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)]
+    return any(
+        pin.allows(strategy) and not _reasons(setting, strategy, kinds)
+        for setting in pipeline_settings(job, options)
+        for strategy in stage_strategies(job, setting.devices_per_stage, options)
+    )
 
 
 def _no_setting(job: Job, options: PlanOptions) -> str:

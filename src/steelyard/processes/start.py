@@ -20,6 +20,7 @@ _END_S = 10.0
 """Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
 """Errors that a process meets because another one is gone."""
+_STDERR = 2
 _NUM_SHOWN_LINES = 25
 _SIGNAL_HINTS = {
     "SIGKILL": " (often: the machine ran out of memory)",
@@ -48,11 +49,14 @@ class RankUserError(UserError):
         return self.message
 
 
-def run_processes(module: str, arguments: Sequence[str], *, num_processes: int, restarts: int = 0) -> None:
+def run_processes(
+    module: str, arguments: Sequence[str], *, num_processes: int, restarts: int = 0, stdout_to_stderr: bool = False
+) -> None:
     """Runs ``module`` in ``num_processes`` processes under torchrun until all have ended.
 
-    When one fails, torchrun ends the others and starts all again, up to ``restarts`` times. Raises `RankUserError` or
-    `RankFailedError` with the error of the process that failed first in the last attempt.
+    When one fails, torchrun ends the others and starts all again, up to ``restarts`` times. With
+    ``stdout_to_stderr`` what they print leaves stdout to the caller. Raises `RankUserError` or `RankFailedError` with
+    the error of the process that failed first in the last attempt.
     """
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         command = [
@@ -66,7 +70,8 @@ def run_processes(module: str, arguments: Sequence[str], *, num_processes: int, 
         command += [f"--max-restarts={restarts}", "--log-dir", folder, "-m", module, *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}
         environment[PARENT_VARIABLE] = str(os.getpid())
-        with subprocess.Popen(command, env=environment, start_new_session=True) as agent:
+        stdout = _STDERR if stdout_to_stderr else None
+        with subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as agent:
             try:
                 exit_code = agent.wait()
             except BaseException:

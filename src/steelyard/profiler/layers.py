@@ -16,7 +16,7 @@ Positions and masks, which a stage makes once per microbatch, count with the emb
 Legend of shapes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sp), H hidden size.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -135,27 +135,43 @@ def measure_layers(
 ) -> dict[str, tuple[MeasuredTime, ...]]:
     """The times of each kind of layer in the chain for each number of samples; a collective call.
 
-    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 3 at least, half of them
-    without remat.
+    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 3 at least. What a remat
+    choice adds is measured at the middle number: it is a part of the forward once more, the same share of it at all.
     """
-    times: dict[str, list[MeasuredTime]] = {kind: [] for kind in short.kinds}
-    repetition_laps(short, min(samples))
-    for count in sorted(set(samples)):
-        share_s = budget_s * count / sum(set(samples))
-        plain = _times_by_kind(short, count, Remat.NONE, budget_s=share_s / 2)
-        full, selective = (
-            _times_by_kind(short, count, remat, budget_s=share_s / 4) for remat in (Remat.FULL, Remat.SELECTIVE)
-        )
-        for kind, (forward_s, backward_s) in plain.items():
-            measured = MeasuredTime(
-                samples=count,
-                forward_s=forward_s,
-                backward_s=backward_s,
-                full_s=max(sum(full[kind]) - forward_s - backward_s, 0.0),
-                selective_s=max(sum(selective[kind]) - forward_s - backward_s, 0.0) if kind in selective else None,
-            )
-            times[kind].append(measured)
-    return {kind: tuple(measured) for kind, measured in times.items()}
+    counts = sorted(set(samples))
+    middle = counts[len(counts) // 2]
+    repetition_laps(short, counts[0])
+    plain: dict[int, dict[str, tuple[float, float]]] = {}
+    added: dict[Remat, dict[str, float]] = {}
+    for count in counts:
+        share_s = budget_s * count / (sum(counts) + 2 * middle)
+        plain[count] = _times_by_kind(short, count, Remat.NONE, budget_s=share_s)
+        if count == middle:
+            for remat in (Remat.FULL, Remat.SELECTIVE):
+                slower = _times_by_kind(short, count, remat, budget_s=share_s)
+                added[remat] = {kind: _added_share(plain[count][kind], times) for kind, times in slower.items()}
+    return {
+        kind: tuple(_measured_time(count, *plain[count][kind], added, kind) for count in counts)
+        for kind in dict.fromkeys(short.kinds)
+    }
+
+
+def _added_share(plain: tuple[float, float], slower: tuple[float, float]) -> float:
+    """What a remat choice adds to forward and backward, over the forward."""
+    return max(sum(slower) - sum(plain), 0.0) / plain[0]
+
+
+def _measured_time(
+    samples: int, forward_s: float, backward_s: float, added: Mapping[Remat, Mapping[str, float]], kind: str
+) -> MeasuredTime:
+    selective = added[Remat.SELECTIVE].get(kind)
+    return MeasuredTime(
+        samples=samples,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        full_s=forward_s * added[Remat.FULL][kind],
+        selective_s=None if selective is None else forward_s * selective,
+    )
 
 
 def _times_by_kind(short: ShortChain, samples: int, remat: Remat, *, budget_s: float) -> dict[str, tuple[float, float]]:

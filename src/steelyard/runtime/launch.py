@@ -31,8 +31,15 @@ OUT_OF_MEMORY = "MemoryExceededError"
 """How a rank reports that memory ran out."""
 
 
-def launch(plan_path: str | Path, data: str | Path, options: TrainOptions, *, restarts: int = 0) -> RunRecord:
-    """Trains a plan on the devices of this host and returns the record; the first process's lines go to stdout.
+def launch(
+    plan_path: str | Path,
+    data: str | Path,
+    options: TrainOptions,
+    *,
+    restarts: int = 0,
+    lines_to_stderr: bool = False,
+) -> RunRecord:
+    """Trains a plan on the devices of this host and returns the record; the first process prints a line per step.
 
     When a process fails, torchrun starts all again, up to ``restarts`` times. Raises a `UserError` for a mistake in
     the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
@@ -48,7 +55,7 @@ def launch(plan_path: str | Path, data: str | Path, options: TrainOptions, *, re
         path = Path(plan_path)
         while True:
             try:
-                return _run(path, plan, data, options, restarts)
+                return _run(path, plan, data, options, restarts, lines_to_stderr)
             except RankFailedError as error:
                 if error.failure is None or error.failure.kind != OUT_OF_MEMORY:
                     raise
@@ -59,9 +66,17 @@ def launch(plan_path: str | Path, data: str | Path, options: TrainOptions, *, re
             options = _from_newest_checkpoint(options)
 
 
-def _run(path: Path, plan: Plan, data: str | Path, options: TrainOptions, restarts: int) -> RunRecord:
+def _run(
+    path: Path, plan: Plan, data: str | Path, options: TrainOptions, restarts: int, lines_to_stderr: bool
+) -> RunRecord:
     arguments = [str(path), "--data", str(data), *options.arguments()]
-    run_processes("steelyard.train", arguments, num_processes=plan.num_devices, restarts=restarts)
+    run_processes(
+        "steelyard.train",
+        arguments,
+        num_processes=plan.num_devices,
+        restarts=restarts,
+        stdout_to_stderr=lines_to_stderr,
+    )
     assert options.record is not None, "set by the caller"
     return parse_file(options.record, RunRecord, InvalidPlanError, what="record")
 
