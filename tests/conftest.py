@@ -1,6 +1,21 @@
-"""Settings of all tests: a busy machine may take its time, so that no test fails by the clock."""
+"""Settings of all tests: a busy machine may take its time, and every model is traced once."""
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steelyard")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trace_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of traces of this run's own, one for all workers where there are several."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder

@@ -1,8 +1,6 @@
-"""Fixtures for the command line: one cache of traces for all of its tests, so that a model is traced once."""
+"""Fixtures for the command line."""
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from click.testing import Result
@@ -12,18 +10,6 @@ from steelyard.cli.app import app
 from steelyard.errors import UserError
 
 Run = Callable[..., Result]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def trace_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
 
 
 @pytest.fixture

@@ -74,10 +74,9 @@ def problem_shown() -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files that documents speak of, and one cache of traces for all commands."""
+    """The files that documents speak of."""
     folder = tmp_path_factory.mktemp("files")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.chdir(folder)
         job = ["llama3-8b", "--cluster", "1x8xa100-80gb", "--seq-len", "4096", "--global-batch", "64"]
         made = CliRunner().invoke(app, ["plan", *job, "-o", "plan.json"])

@@ -1,13 +1,32 @@
 """Laws of the predictions for published runs, and the file that they are written to."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from steelyard.cost.build import ALLOCATOR_SLACK
+from steelyard.cost.predict import predict_memory
 from steelyard.validation.forecast import COLUMNS, Forecast, counted_bytes, forecast, write_predictions
-from tests.validation.examples import forecasts, outcomes, run_of
+from steelyard.validation.frameworks import framework_of
+from steelyard.validation.jobs import Case, case_of
+from steelyard.validation.shapes import ModelShape, layer_profiles
+from tests.validation.examples import case, forecasts, outcomes, run_of, sample
 
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    ffn=256,
+    gated=True,
+    vocab=512,
+    seq_len=32,
+    tied="no",
+    rotary=True,
+)
 TERMS = {"parameters": 100, "activations": 1000, "context": 10, "allocator slack": 80}
 
 
@@ -27,6 +46,65 @@ def test_what_torch_reserves_is_more_of_what_comes_and_goes() -> None:
 
 def test_the_drivers_tool_sees_the_context() -> None:
     assert counted_bytes(TERMS, "nvidia-smi, max over nodes") == counted_bytes(TERMS, "peak reserved") + 10
+
+
+def test_what_the_optimizers_step_takes_is_reserved_on_top() -> None:
+    terms = TERMS | {"optimizer step": 50}
+    assert counted_bytes(terms, "peak reserved", 700) == counted_bytes(TERMS, "peak reserved") + 700
+    assert counted_bytes(terms, "torch max_memory_allocated", 700) == 1150
+
+
+@pytest.mark.parametrize(
+    ("source", "cells", "per_parameter"),
+    [
+        ("bigscience_bloom_prequel", {"zero_stage": "1"}, 6 / 8),
+        ("bigscience_bloom_prequel", {"zero_stage": "0"}, 8),
+        ("bigscience_bloom_prequel", {"zero_stage": "1", "precision": "bf16 (BF16Optimizer)"}, 0),
+        ("aleph_alpha", {"zero_stage": "1", "sp": "False"}, 4 / 8),
+        ("ultrascale_playbook", {"zero_stage": "1"}, 2 + 2 / 8),
+        ("ultrascale_playbook", {"zero_stage": "0"}, 0),
+        ("megatron_lm", {"zero_stage": "0", "vpp": ""}, 0),
+    ],
+)
+def test_a_framework_steps_on_the_copies_that_its_code_makes(
+    source: str, cells: dict[str, str], per_parameter: float
+) -> None:
+    degrees = {"gpus": "8", "dp": "8", "tp": "1", "pp": "1", "mbs": "1", "gbs": "8", "dp_shard": ""}
+    execution = case(source, **degrees, **cells).job.execution
+    assert execution.states is not None
+    assert execution.step_bytes(execution.states.parameters * 800, 8) == 800 * per_parameter
+
+
+def test_what_steps_alone_gathers_nothing() -> None:
+    execution = case("ultrascale_playbook", zero_stage="1").job.execution
+    assert execution.step_bytes(1600, 1) == 0
+
+
+def test_a_step_that_takes_less_than_the_passes_freed_takes_nothing_more() -> None:
+    """A microbatch of one sample leaves less than a step on an optimizer that is not sharded takes."""
+    degrees = {"gpus": "8", "dp": "1", "tp": "8", "pp": "1", "gbs": "64", "zero_stage": "1", "act_ckpt": "full"}
+    short, long = (case("bigscience_bloom_prequel", **degrees, mbs=samples) for samples in ("1", "64"))
+    (terms,), (more,) = (predict_memory(each.plan, each.job) for each in (short, long))
+    step = short.job.execution.step_bytes(terms["parameters"], 1)
+    assert terms["optimizer step"] == step - terms["activations"] - terms["working set"]
+    assert "optimizer step" not in more
+
+
+def test_the_allocator_holds_the_same_reserve_in_every_framework() -> None:
+    found = [case_of(run) for run in sample()]
+    assert {each.job.execution.reserve for each in found if isinstance(each, Case)} == {ALLOCATOR_SLACK}
+
+
+@pytest.mark.parametrize("source", ["aleph_alpha", "ultrascale_playbook"])
+def test_a_gathered_input_that_is_kept_takes_a_whole_sequence(source: str) -> None:
+    """The inputs of two matmuls of a block: a rank of two keeps all of them, not its own half."""
+    framework = framework_of(run_of(source, attention="flash_attention2 + RMS kernel"))
+    assert framework is not None
+    kept, part = (
+        layer_profiles(SHAPE, replace(framework.kernels, keeps_gathered=keeps), tp=2, sp=True)[1]
+        for keeps in (framework.kernels.keeps_gathered, False)
+    )
+    assert kept.saved_bytes.per_sample - part.saved_bytes.per_sample == 2 * 2 * SHAPE.hidden * SHAPE.seq_len / 2
 
 
 @pytest.mark.parametrize("source", ["ultrascale_playbook", "vtrain", "torchtitan", "aleph_alpha"])
