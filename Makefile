@@ -7,16 +7,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Two workers, each with whole files of tests: what a file sets up, it sets up once.
+WORKERS := -n 2 --dist loadfile
+
 .PHONY: demo test quick clean
 
 demo: $(VENV)/installed
 	$(BIN)/steelyard demo
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not processes and not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow"
 
 # torch goes first and alone: pip then takes the one build that the constraints name.
 $(VENV)/installed: pyproject.toml constraints.txt

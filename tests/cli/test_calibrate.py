@@ -10,6 +10,7 @@ from tests.cli.conftest import Run, user_error
 JOB = ("llama3.2-1b", "--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32, "--stages", 1)
 
 
+@pytest.mark.slow
 def test_a_measured_run_scales_the_plan_and_the_table_says_so(run: Run, tmp_path: Path) -> None:
     run("plan", *JOB, "-o", tmp_path / "plan.json", "--fallbacks", 0)
     first = read_plan(tmp_path / "plan.json").prediction

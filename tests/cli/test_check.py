@@ -46,6 +46,7 @@ def test_each_stage_is_run_once_and_shown_beside_its_prediction(run: Run, plan_f
         assert expected in result.output
 
 
+@pytest.mark.slow
 def test_json_has_the_peak_the_terms_and_the_ranks_that_it_stands_for(run: Run, plan_file: Path) -> None:
     found = json.loads(run("check", plan_file, "--processes", 1, "--json").output)
     assert found["fits"]
@@ -55,6 +56,7 @@ def test_json_has_the_peak_the_terms_and_the_ranks_that_it_stands_for(run: Run, 
         assert rank["predicted_terms"] == {"parameters": 2**20, "working set": 2**22}
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_exits_1_and_names_the_rank_and_the_missing_bytes(run: Run, plan_file: Path) -> None:
     plan = json.loads(plan_file.read_text())
     plan["prediction"]["budget_bytes"] = 1000
@@ -65,6 +67,7 @@ def test_a_plan_that_does_not_fit_exits_1_and_names_the_rank_and_the_missing_byt
     assert "bytes) more than" in result.output
 
 
+@pytest.mark.slow
 def test_a_plan_by_hand_for_processes_of_this_host_needs_no_profile(run: Run, tmp_path: Path) -> None:
     plan = make_plan("llama-tied", "fsdp2, fsdp2, fsdp2, fsdp2", num_devices=2, num_microbatches=2, global_batch=8)
     path = by_hand(tmp_path / "hand.json", plan, cluster="1x2xcpu")

@@ -199,6 +199,7 @@ def test_a_plan_does_not_differ_from_itself(run: Run, plan_path: Path) -> None:
     assert json.loads(run("diff", plan_path, plan_path, "--json").stdout)["layers"] == []
 
 
+@pytest.mark.slow
 def test_plans_of_other_models_cannot_be_compared(run: Run, plan_path: Path, tmp_path: Path) -> None:
     run("plan", "llama-demo", *JOB[1:], "-o", tmp_path / "other.json")
     assert "same model" in user_error(run("diff", plan_path, tmp_path / "other.json")).hint

@@ -58,6 +58,7 @@ def test_a_plan_within_the_means_is_the_plan_itself(run: Run, folder: Path, tmp_
     assert (tmp_path / "a.yaml").read_text().startswith("# For accelerate")
 
 
+@pytest.mark.slow
 def test_a_mix_becomes_one_strategy_with_its_price(run: Run, folder: Path, tmp_path: Path) -> None:
     result = run("export", folder / "mixed.json", "--to", "transformers", "-o", tmp_path)
     headline = result.output.splitlines()[0]

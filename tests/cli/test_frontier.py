@@ -48,6 +48,7 @@ def test_the_point_within_the_budget_is_the_plan_of_the_planner(found: tuple[Tra
     assert chosen[0].memory_bytes <= found[0].budget_bytes
 
 
+@pytest.mark.slow
 def test_every_device_count_has_the_plan_of_the_planner_on_so_many(found: tuple[TradeOffs, Path], run: Run) -> None:
     for point in found[0].devices:
         cluster = f"{max(1, point.num_devices // 4)}x{min(4, point.num_devices)}xa100-80gb"
@@ -113,6 +114,7 @@ def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[str, ...], fiel
     assert suggestion in str(error)
 
 
+@pytest.mark.slow
 def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run, tmp_path: Path) -> None:
     for memory in ("6GiB", "12GiB", "40GiB"):
         job = make_job(
@@ -177,6 +179,7 @@ def test_top_sets_how_many_losers_are_shown(run: Run) -> None:
     assert "What lost" not in run("plan", *JOB, "--top", 0).stdout
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_doubled_while_that_gains_and_says_why_it_stops(run: Run) -> None:
     output = run("plan", *SMALL, "--global-batch", "max").stdout
     tried = [int(count) for count in re.findall(r"^global batch (\d+):", output, flags=re.MULTILINE)]

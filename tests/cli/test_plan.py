@@ -43,6 +43,7 @@ def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
     assert json.loads(result.output) == json.loads((tmp_path / "plan.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "mistral-7b", "pythia-1.4b"])
 def test_any_known_family_is_planned_from_its_config_file(run: Run, tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.json"
@@ -51,6 +52,7 @@ def test_any_known_family_is_planned_from_its_config_file(run: Run, tmp_path: Pa
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_a_whole_process_plans_without_gpu_and_without_torch_once_traced(run: Run, tmp_path: Path) -> None:
     run("plan", *SMALL)
     script = (
@@ -62,6 +64,7 @@ def test_a_whole_process_plans_without_gpu_and_without_torch_once_traced(run: Ru
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.slow
 def test_nothing_fits_exits_1_and_names_the_miss_in_bytes(run: Run) -> None:
     result = run("plan", "llama3-8b", *JOB, "--memory", "6GiB")
     assert result.exit_code == 1

@@ -307,6 +307,7 @@ print(config.zero_optimization_stage, config.gradient_accumulation_steps, config
 """
 
 
+@pytest.mark.slow
 def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", exc_type=ImportError)
     path = tmp_path / "ds_config.json"

@@ -34,14 +34,17 @@ def gradients(model: ParallelModel) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.slow
 def test_two_runs_are_the_same_to_the_bit() -> None:
     assert losses() == losses()
 
 
+@pytest.mark.slow
 def test_every_step_drops_other_entries() -> None:
     assert len(set(losses(num_steps=3))) == 3
 
 
+@pytest.mark.slow
 def test_every_seed_drops_other_entries() -> None:
     assert losses(seed=0) != losses(seed=1)
 

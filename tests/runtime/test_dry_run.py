@@ -59,6 +59,7 @@ def small_plan(*stages: str, num_microbatches: int = 3, num_devices: int = 2, **
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [("fsdp2, tp2, dp2, fsdp2 zero2",), ("single, single", "single, single")])
 def test_microbatches_that_repeat_others_need_not_run(stages: tuple[str, ...]) -> None:
     plan = small_plan(*stages, num_microbatches=6)
@@ -81,6 +82,7 @@ def test_terms_of_states_are_16_bytes_a_parameter_over_the_shards() -> None:
     assert terms["optimizer"] == pytest.approx(8 * params / 2, abs=4 * 30)
 
 
+@pytest.mark.slow
 def test_the_first_step_lacks_optimizer_states_alone_until_they_exist() -> None:
     plan = small_plan("dp2, dp2, dp2, dp2")
     found = on_host(plan, 0)
@@ -88,6 +90,7 @@ def test_the_first_step_lacks_optimizer_states_alone_until_they_exist() -> None:
     assert found.first_step.total_bytes < found.later_steps.total_bytes
 
 
+@pytest.mark.slow
 def test_gpipe_holds_every_microbatch() -> None:
     activations = {
         schedule: on_host(
@@ -124,6 +127,7 @@ def test_ranks_with_smaller_shards_are_told_apart() -> None:
     assert [group.ranks for group in groups] == [(0, 1, 2, 3, 4, 5, 6), (7,)]
 
 
+@pytest.mark.slow
 def test_a_rank_with_smaller_shards_holds_no_more() -> None:
     config = CONFIGS["llama-tied"] | {"vocab_size": 250}
     plan = make_plan(config, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)

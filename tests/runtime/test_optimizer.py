@@ -94,6 +94,7 @@ def trained(optimizer_class: type[torch.optim.Optimizer]) -> tuple[list[torch.Te
         return [parameter.to_local().detach().clone() for parameter in model.parameters()], norms
 
 
+@pytest.mark.slow
 def test_updating_local_parts_is_adamw() -> None:
     ours, our_norms = trained(LocalAdamW)
     theirs, their_norms = trained(torch.optim.AdamW)

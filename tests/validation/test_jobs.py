@@ -47,6 +47,10 @@ def test_what_a_row_leaves_open_is_the_frameworks_default() -> None:
     degrees = {"tp": "2", "dp": "4", "pp": "1", "gpus": "8", "mbs": "1", "gbs": "8", "sp": ""}
     assert case(VTRAIN, framework="NeMo 25.02", **degrees).plan.strategies[1].sp
     assert not case(VTRAIN, **degrees).plan.strategies[1].sp
+    for framework, stage in (("NeMo 25.02", 1), ("Megatron-LM", 0)):
+        states = case(VTRAIN, framework=framework, zero_stage="", **degrees).job.execution.states
+        assert states is not None
+        assert states.zero == stage
 
 
 def test_a_tied_matrix_on_one_rank_is_held_once() -> None:

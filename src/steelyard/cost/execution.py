@@ -57,6 +57,12 @@ class Execution:
     """Part of the memory that comes and goes in a step by which the allocator holds more when it is short of memory."""
     bucket_bytes: int = 0
     """Buffers of a fixed size in which gradients are reduced and parameters gathered."""
+    step_shard_bytes: int = 0
+    """Bytes per parameter of a rank's optimizer shard that are there only while the optimizer steps: its gradients,
+    copied together and converted to fp32, where the framework has states of its own."""
+    gathered_bytes: int = 0
+    """Bytes per parameter of a rank of the one tensor in which new parameters are gathered where the optimizer is
+    sharded; the rank's own part is copied as well."""
     kept_transfers: int = 0
     """Copies of the activation at a stage's borders that it keeps for every microbatch in flight beside what is saved
     for the backward pass, where the framework has states of its own."""
@@ -73,6 +79,14 @@ class Execution:
         if self.states is None or self.states.zero == 0:
             return 1
         return min(self.shard_degree or data_degree, data_degree)
+
+    def step_bytes(self, parameter_bytes: int, data_degree: int) -> int:
+        """Bytes that a rank takes while the optimizer steps, when no activations are left, and gives back after."""
+        if self.states is None:
+            return 0
+        num_params, shards = parameter_bytes // self.states.parameters, self.optimizer_shards(data_degree)
+        gathered = self.gathered_bytes * (num_params + num_params // shards) if shards > 1 else 0
+        return self.step_shard_bytes * num_params // shards + gathered
 
 
 OURS = Execution()

@@ -174,6 +174,7 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     if setting.num_chunks == 1 and setting.job.execution.states is None:
         walked = stage_terms(stage_layers(plan, stage, setting), stage, setting)
         tensors = min(tensors, walked, key=lambda terms: sum(terms.values()))
+    tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
     terms = tensors | {"context": context_bytes(setting)}
     terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
     return {name: num_bytes for name, num_bytes in terms.items() if num_bytes}
@@ -181,7 +182,8 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
 
 def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
     """Bytes that the allocator's slack is a part of: of states in buffers of their own there is none."""
-    apart = ("context", "parameters", "gradients", "optimizer") if job.execution.states is not None else ()
+    states = ("parameters", "gradients", "optimizer", "optimizer step")
+    apart = ("context", *states) if job.execution.states is not None else ()
     return sum(num_bytes for name, num_bytes in terms.items() if name not in apart)
 
 
@@ -239,7 +241,7 @@ def _framework_terms(
     When those are all made, the activations of their microbatch are freed: the larger of the two counts.
     """
     execution = setting.job.execution
-    strategy = plan.strategies[plan.stages[stage].first_layer]
+    strategy = plan.stages[stage].runs[0].strategy
     sent = setting.activation_bytes // (strategy.data_degree * (strategy.tp if strategy.sp else 1))
     kept = execution.kept_transfers * in_flight * sent if setting.num_stages > 1 else 0
     made = 0
@@ -248,6 +250,13 @@ def _framework_terms(
         made = max(0, made - sum(cost.activation_bytes for cost in costs) - max(cost.transient_bytes for cost in costs))
     buckets = execution.bucket_bytes if strategy.data_degree > 1 else 0
     return {"pipeline buffers": kept, "working set": made, "collective buffers": buckets}
+
+
+def _step_excess_bytes(terms: Mapping[str, int], plan: Plan, stage: int, setting: Setting) -> int:
+    """What the optimizer's step takes beyond what the passes have freed by then."""
+    data_degree = plan.stages[stage].runs[0].strategy.data_degree
+    step = setting.job.execution.step_bytes(terms["parameters"], data_degree)
+    return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 
 
 def _absent_buffer_bytes(order: PassOrder, stage: int, setting: Setting) -> int:

@@ -14,6 +14,7 @@ STATES = ("parameters", "gradients", "optimizer")
 RESERVED = 0.23
 """Reserved over allocated memory minus one where there is room: 6 to 23 % on public torchtitan runs, here the most.
 Short of memory torch gives the reserve back, so whether a plan fits is judged with less (`Execution.reserve`)."""
+STEP = "optimizer step"
 COLUMNS = ("id", "step_time_s", "peak_mem_gib", "fits", "skipped")
 
 
@@ -48,21 +49,30 @@ def forecast(run: PublishedRun) -> Outcome:
 def forecast_case(case: Case) -> Forecast:
     """The prediction for a run that the cost model can price."""
     cost = predict(case.plan, case.job)
-    peak = max(counted_bytes(stage.memory_bytes, case.run.text("mem_kind")) for stage in cost.stages)
+    kind, execution = case.run.text("mem_kind"), case.job.execution
+    degrees = [part.runs[0].strategy.data_degree for part in case.plan.stages]
+    peak = max(
+        counted_bytes(terms, kind, execution.step_bytes(terms["parameters"], degree))
+        for terms, degree in zip((stage.memory_bytes for stage in cost.stages), degrees, strict=False)
+    )
     return Forecast(run=case.run, step_time_s=cost.step_time_s, peak_bytes=peak, fits=cost.fits)
 
 
-def counted_bytes(memory_bytes: Mapping[str, int], kind: str) -> int:
-    """The bytes of a rank that a kind of measurement counts.
+def counted_bytes(memory_bytes: Mapping[str, int], kind: str, step_bytes: int = 0) -> int:
+    """The bytes of a rank that a kind of measurement counts; ``step_bytes``: what the optimizer's step takes.
 
     The driver's tool sees the process's context, torch does not. What torch reserves is above what it has allocated by
-    `RESERVED`, of all that is not there from step to step.
+    `RESERVED`, of all that is not there from step to step. The tensors of the step are each as large as a rank's share
+    of the model, too large for any block that activations left behind: they are reserved on top while there is room.
     """
     kind = kind.lower()
     tensors = {name: each for name, each in memory_bytes.items() if name not in ("context", "allocator slack")}
-    reserved = 0 if _is_allocated(kind) else sum(each for name, each in tensors.items() if name not in STATES)
+    if _is_allocated(kind):
+        return sum(tensors.values())
+    tensors[STEP] = step_bytes
+    comes_and_goes = sum(each for name, each in tensors.items() if name not in (*STATES, STEP))
     context = memory_bytes.get("context", 0) if "smi" in kind else 0
-    return sum(tensors.values()) + int(RESERVED * reserved) + context
+    return sum(tensors.values()) + int(RESERVED * comes_and_goes) + context
 
 
 def _is_allocated(kind: str) -> bool:

@@ -2,9 +2,9 @@
 
 What runs beside what, which kernels are fused and how states are kept follows each framework's code, papers or
 defaults, as far as known; versions may differ from those that ran. These numbers were chosen on open rows instead:
-``loss_bytes``, ``norm_bytes``, ``copies`` and ``keeps_gathered``, ``reserve``, ``kept_transfers``, ``bucket_bytes`` and
-nanotron's ``pipelined_collective_s``. Most frameworks come from one source, so they are known to fit that source only.
-A framework that is not here is a reason to skip a row.
+``loss_bytes``, ``norm_bytes``, ``copies``, ``kept_transfers``, ``bucket_bytes`` and nanotron's ``keeps_gathered`` and
+``pipelined_collective_s``. Most frameworks come from one source, so they are known to fit that source only. What the
+allocator holds in reserve is the same for all of them. A framework that is not here is a reason to skip a row.
 """
 
 from dataclasses import dataclass, replace
@@ -36,6 +36,13 @@ class Framework:
     """What it recomputes where nothing is said."""
     default_sp: bool = False
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
+    default_zero: int = 0
+    """ZeRO stage where nothing is said."""
+
+    def zero_stage(self, run: PublishedRun) -> int:
+        """The ZeRO stage that a row states, or the framework's default."""
+        stated = run.count("zero_stage")
+        return self.default_zero if stated is None else stated
 
 
 _FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
@@ -45,8 +52,11 @@ _FSDP_EAGER = Kernels(
 )
 _MPT = replace(_FSDP_EAGER, full="block", loss=True, loss_bytes=(4, 2))
 """flash-attn's cross entropy keeps the logits in half precision; FSDP1 with reentrant checkpoints."""
-_AA_SCALING = replace(_FSDP_EAGER, full="block", norm_bytes=20, loss_bytes=(22, 4), gathers_logits=True)
-"""The last stage gathers the logits and computes the loss in fp32; norms keep their input and result in fp32."""
+_AA_SCALING = replace(
+    _FSDP_EAGER, full="block", norm_bytes=20, loss_bytes=(22, 4), gathers_logits=True, keeps_gathered=True
+)
+"""The last stage gathers the logits and computes the loss in fp32; norms keep their input and result in fp32. With
+sequence parallelism linear layers keep the gathered input (core/nn/linear/column_parallel_linear.py)."""
 _NANOTRON_KERNELS = Kernels(
     norm=True,
     rotary=True,
@@ -62,34 +72,45 @@ logits while those of the microbatch before are still alive (models/llama.py, te
 
 _DEEPSPEED = Execution(
     states=MIXED_16,
-    reserve=0.04,
     reduce_bytes=2,
     overlaps_data=False,
     overlaps_transfers=False,
     transfer="whole",
     kept_transfers=2,
     bucket_bytes=2 * 2 * 500_000_000,
+    step_shard_bytes=2 + 4,
 )
-_MEGATRON_LM = Execution(
-    states=MIXED_18, reserve=0.04, accumulates_apart=True, overlaps_data=False, overlaps_transfers=False
-)
-_MEGATRON_CORE = Execution(states=MIXED_18, reserve=0.04)
+"""As it steps, ZeRO 1 copies its gradients into one fp16 tensor and that into an fp32 one (zero/stage_1_and_2.py)."""
+_UNSHARDED_STEP = 4 + 4
+"""DeepSpeed without ZeRO converts each fp16 gradient to fp32 and then copies all into one (fp16/fused_optimizer.py)."""
+_AA_EXECUTION = replace(_DEEPSPEED, reduce_bytes=4, bucket_bytes=0, step_shard_bytes=4)
+"""Its ZeRO 1 steps on an fp32 copy of the gradients of its own part (core/optimizer/parameter_group.py)."""
+_ONEFLOW = replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0, step_shard_bytes=0)
+_MEGATRON_LM = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False, overlaps_transfers=False)
+_MEGATRON_CORE = Execution(states=MIXED_18)
 """The matmul that makes a gradient adds it to the fp32 one."""
-_NEMO = Framework(kernels=_FUSED, execution=replace(_MEGATRON_CORE, states=MIXED_16, reduce_bytes=2), default_sp=True)
-"""Its performance recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32) and have sp on."""
+_NEMO = Framework(
+    kernels=_FUSED,
+    execution=replace(_MEGATRON_CORE, states=MIXED_16, reduce_bytes=2),
+    default_sp=True,
+    default_zero=1,
+)
+"""Its performance recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), have sp on and a
+distributed optimizer (distributed_fused_adam_with_cosine_annealing)."""
 _NANOTRON = Execution(
     states=MIXED_18,
-    reserve=0.04,
     accumulates_apart=True,
     accumulates_late=True,
     overlaps_data=False,
     overlaps_transfers=False,
     pipelined_collective_s=270e-6,
     shard_pieces=6,
+    gathered_bytes=2,
 )
+"""ZeRO 1 gathers all new parameters in one tensor and copies them from there (distributed.py, all_gather_coalesced)."""
 
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    ("aa-scaling", Framework(kernels=_AA_SCALING, execution=replace(_DEEPSPEED, reduce_bytes=4, bucket_bytes=0))),
+    ("aa-scaling", Framework(kernels=_AA_SCALING, execution=_AA_EXECUTION)),
     ("megatron-deepspeed", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
     ("deepspeed zero-3", Framework(kernels=_MEGATRON_CLASSIC, execution=Execution(reduce_bytes=2))),
     ("megatron-lm", Framework(kernels=_MEGATRON_CLASSIC, execution=_MEGATRON_LM)),
@@ -115,7 +136,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
         "colossal-ai",
         Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, overlaps_data=True, bucket_bytes=0)),
     ),
-    ("oneflow", Framework(kernels=_MEGATRON_CLASSIC, execution=replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0))),
+    ("oneflow", Framework(kernels=_MEGATRON_CLASSIC, execution=_ONEFLOW)),
 )
 """The beginning of a framework's name, the longer before the shorter one."""
 
@@ -126,7 +147,8 @@ def framework_of(run: PublishedRun) -> Framework | None:
     found = next((value for start, value in _FRAMEWORKS if name.startswith(start)), None)
     if found is None:
         return None
-    return replace(found, kernels=_kernels(run, found.kernels), execution=_execution(run, found.execution))
+    execution = _execution(run, found.execution, found.zero_stage(run))
+    return replace(found, kernels=_kernels(run, found.kernels), execution=execution)
 
 
 def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
@@ -147,9 +169,8 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     return kernels
 
 
-def _execution(run: PublishedRun, execution: Execution) -> Execution:
+def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
-    zero = run.count("zero_stage") or 0
     if (
         execution.states is not None
         and "interleaved" not in run.text("schedule").lower()
@@ -167,7 +188,15 @@ def _execution(run: PublishedRun, execution: Execution) -> Execution:
     if "pure" in precision:
         execution = replace(execution, reduce_bytes=2)
     if "bf16optimizer" in precision:
-        execution = replace(execution, states=replace(KEPT_18, zero=zero), reduce_bytes=4, accumulates_apart=True)
+        execution = replace(
+            execution,
+            states=replace(KEPT_18, zero=zero),
+            reduce_bytes=4,
+            accumulates_apart=True,
+            step_shard_bytes=0,
+        )
+    elif run.text("framework").lower().startswith("megatron-deepspeed") and zero == 0:
+        execution = replace(execution, step_shard_bytes=_UNSHARDED_STEP)
     if "async tp" in overlap or "tp userbuffers" in overlap or "tp comm" in overlap:
         execution = replace(execution, hidden_tp=0.5)
     if run.text("framework") == "nanotron" and zero == 0:

@@ -190,7 +190,7 @@ def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool) -> Profile:
 
 
 def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tuple[Strategy, Framework]:
-    zero = run.count("zero_stage") or 0
+    zero = framework.zero_stage(run)
     shards = run.count("dp_shard")
     execution = framework.execution
     levels = []
