@@ -22,6 +22,7 @@ def layer(**changes: int | bool) -> LayerMemory:
         "keeps_copy": True,
         "kept_gradients": 40,
         "made_gradients": 20,
+        "scratch": 0,
         "saved": 100,
         "input": 10,
         "forward": 30,
@@ -63,8 +64,8 @@ def layers(draw: st.DrawFn) -> LayerMemory:
 
 
 def test_one_layer_holds_its_states_its_copy_what_it_saved_and_what_it_works_with() -> None:
-    terms = stage_terms(stage(layer()), 0, setting())
-    reduction = 10 + 20 + 40 + 40  # input gradient, new gradients, the buffer and the result of the reduction
+    terms = stage_terms(stage(layer(backward=40)), 0, setting())
+    reduction = 10 + 20 + 40  # input gradient, new gradients, and the buffer that they are reduced in
     assert terms["parameters"], terms["optimizer"] == (40, 80)
     assert sum(terms.values()) == 40 + 80 + 20 + 100 + reduction
 
@@ -90,6 +91,20 @@ def test_a_sharded_layer_holds_its_reduction_buffer_until_the_next_reduces() -> 
         total(stage(small, replace(small, backward=5000)), setting(num_microbatches=count)) for count in (1, 2)
     )
     assert later - first_pass == small.reduced + 2 * small.kept_gradients
+
+
+def test_the_buffer_of_a_replicated_layer_is_its_gradients() -> None:
+    works = layer(backward=5000)
+    alone, after_another = (total(each, setting(num_microbatches=1)) for each in (stage(works), stage(works, layer())))
+    of_the_other = stage_terms(stage(layer()), 0, setting())
+    states = of_the_other["parameters"] + of_the_other["optimizer"]
+    assert after_another == alone + states + layer().kept_gradients
+
+
+def test_gloo_copies_what_it_scatters_once_more() -> None:
+    sharded = layer(shards=8, keeps_copy=False, input=500)
+    copied = replace(sharded, scratch=sharded.reduced)
+    assert total(stage(copied)) - total(stage(sharded)) == sharded.reduced - sharded.made_gradients
 
 
 def test_a_stage_has_buffers_for_what_it_receives_and_sends() -> None:

@@ -310,8 +310,8 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
-    Reduction: beside the gradients, a replicated layer copies them twice (FSDP2 with a shard group of one rank divides
-    them into a new tensor); a sharded layer holds less than in its backward pass.
+    Reduction: what a replicated layer holds beside the gradients it keeps (`_replicated_reduction_bytes`); a sharded
+    layer holds less than in its backward pass.
     """
     if setting.job.execution.states is not None:
         return _framework_transient_bytes(layer, strategy, samples)
@@ -323,7 +323,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
     forward = copy + buffer + held.forward_transient_bytes.at(samples)
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
-    reduction = 2 * MASTER_BYTES * params + input_bytes if strategy.fsdp == 1 else 0
+    reduction = input_bytes + _replicated_reduction_bytes(kind, layer, strategy, setting) if strategy.fsdp == 1 else 0
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 
@@ -341,6 +341,16 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> i
     job = setting.job
     blocks = {each.name for each in job.chain.kinds if each.role is LayerRole.BLOCK}
     return MASTER_BYTES * max(each.num_params for each in job.profile.layers if each.kind in blocks)
+
+
+def _replicated_reduction_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """The buffer that the gradients of a replicated layer are copied to, beside those kept between microbatches.
+
+    With one microbatch that buffer is what counts as kept, and beside it are the gradients that autograd made.
+    """
+    if setting.num_microbatches > 1:
+        return MASTER_BYTES * layer.num_params
+    return setting.job.compute_bytes * layer.num_params * gradient_copies(kind, strategy)
 
 
 def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:

@@ -49,6 +49,8 @@ class LayerMemory:
     """What is kept from one microbatch to the next."""
     made_gradients: int
     """What one backward pass makes beside the gradients that are kept."""
+    scratch: int
+    """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
     saved: int
     input: int
     forward: int
@@ -61,7 +63,7 @@ class LayerMemory:
 
     @property
     def reduced(self) -> int:
-        """The buffer that gradients are reduced from."""
+        """The buffer that gradients are reduced from, and that those of a replicated layer stay in."""
         return MASTER_BYTES * self.params
 
 
@@ -200,27 +202,33 @@ def _reducing_bytes(layers: tuple[LayerMemory, ...], first: int, moment: _Moment
     """The buffer of the last reduction before the layers from ``first`` on, which FSDP holds until the next one.
 
     Within a backward pass that is the nearest layer behind. Before the first layer that reduces it is the one that
-    reduced last in the backward pass before.
+    reduced last in the backward pass before. That of a replicated layer holds its gradients, which count by themselves.
     """
     for layer in layers[first:]:
-        if layer.shards > 1 or moment.is_last_backward:
+        if layer.shards > 1:
             return layer.reduced
+        if moment.is_last_backward:
+            return 0
     if moment.is_first:
         return 0
     return next((layer.reduced for layer in layers if layer.shards > 1), 0)
 
 
 def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
-    """As a layer's gradients are reduced: the new gradients, the buffer they are copied to, and the result.
+    """As a layer's gradients are reduced: the new ones, the buffer they are copied to, and of a sharded layer a result.
 
-    A replicated layer adds those of all microbatches up first, in fp32, and reduces them in the last backward pass.
+    A replicated layer adds those of all microbatches up first, in fp32, and reduces them in the last backward pass,
+    where the buffer becomes the result.
     """
     layer = layers[place]
-    accumulates = layer.shards == 1 and layer.copy < layer.reduced
     if layer.shards == 1 and not moment.is_last_backward:
+        accumulates = layer.copy < layer.reduced
         return layer.input + layer.made_gradients + (layer.reduced if accumulates and moment.is_first else 0)
-    made = 0 if accumulates and not moment.is_first else layer.made_gradients
-    total = layer.input + made + layer.reduced + layer.shard
+    total = layer.input + layer.reduced
+    if layer.shards > 1:
+        total += max(layer.made_gradients, layer.scratch) + layer.shard
+    elif moment.is_first:
+        total += layer.made_gradients
     if place and not layers[place - 1].keeps_copy:
         total += layers[place - 1].copy
     return total
@@ -240,6 +248,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         keeps_copy=keeps_copy(strategy),
         kept_gradients=kept_gradient_bytes(kind, layer, strategy, setting),
         made_gradients=_made_gradients(layer.num_params * gradient_copies(kind, strategy), strategy, setting),
+        scratch=0 if job.overlaps or strategy.fsdp == 1 else MASTER_BYTES * layer.num_params,
         saved=int(held.saved_bytes.at(samples)),
         input=int(layer.input_bytes.at(samples)),
         forward=int(held.forward_transient_bytes.at(samples)),

@@ -47,18 +47,32 @@ class SideInputs:
         return [self.position_ids, *rotary, *(mask for mask in self.masks.values() if mask is not None)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """What a forward pass of a microbatch carries along beside the hidden state."""
+    """What a forward pass of a microbatch carries along beside the hidden state.
 
-    side: SideInputs
-    config: PreTrainedConfig
-    labels_BS: Tensor | None = None  # noqa: N815
-    """The target at every place, or of every image; needed by the head alone."""
-    num_targets: int | Tensor = 1
-    """Targets of the whole global batch, over which the loss is the mean."""
-    decoder_ids: Tensor | None = None
-    """Token ids [B, S] that a decoder's embedding reads."""
+    Not a dataclass: FSDP searches those that enter a layer for tensors that need gradients, through every field of the
+    config, twice per layer and pass. None of these tensors does.
+    """
+
+    __slots__ = ("config", "decoder_ids", "labels_BS", "num_targets", "side")
+
+    def __init__(
+        self,
+        *,
+        side: SideInputs,
+        config: PreTrainedConfig,
+        labels_BS: Tensor | None = None,  # noqa: N803
+        num_targets: int | Tensor = 1,
+        decoder_ids: Tensor | None = None,
+    ) -> None:
+        self.side = side
+        self.config = config
+        self.labels_BS = labels_BS
+        """The target at every place, or of every image; needed by the head alone."""
+        self.num_targets = num_targets
+        """Targets of the whole global batch, over which the loss is the mean."""
+        self.decoder_ids = decoder_ids
+        """Token ids [B, S] that a decoder's embedding reads."""
 
 
 class ChainLayer(nn.Module):
