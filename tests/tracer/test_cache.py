@@ -4,12 +4,35 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from steelyard.tracer import cache
+from steelyard.model.chain import ModelChain
+from steelyard.profiles.profile import Profile
+from steelyard.tracer import cache, trace
 from steelyard.tracer.cache import cached_trace
 from tests.tracer.examples import SEQ_LEN, llama
+
+_whole_trace = trace.trace
+_kept: dict[str, Profile] = {}
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the tracer was asked for; equal questions get the trace of the first, under a later time."""
+    asked: list[str] = []
+
+    def counted(chain: ModelChain, **arguments: Any) -> Profile:
+        question = f"{chain.config_hash} {sorted(arguments.items())}"
+        asked.append(question)
+        if question not in _kept:
+            _kept[question] = _whole_trace(chain, **arguments)
+        identity = _kept[question].identity.model_copy(update={"created": f"call {len(asked)}"})
+        return _kept[question].model_copy(update={"identity": identity})
+
+    monkeypatch.setattr(trace, "trace", counted)
+    return asked
 
 
 def _trace(folder: Path, **changes):
@@ -31,12 +54,15 @@ def test_a_second_call_reads_the_file_without_importing_torch(tmp_path: Path) ->
     assert fresh.stdout.strip() == first.identity.created
 
 
-def test_a_cached_trace_equals_the_first(tmp_path: Path) -> None:
+def test_a_cached_trace_equals_the_first(tmp_path: Path, asked: list[str]) -> None:
     assert _trace(tmp_path) == _trace(tmp_path)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"version": 1}', '{"version": 99}'])
-def test_a_damaged_file_is_traced_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_traced_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture, asked: list[str]
+) -> None:
     first = _trace(tmp_path)
     (file,) = tmp_path.glob("*.json")
     file.write_text(damage)
@@ -45,6 +71,7 @@ def test_a_damaged_file_is_traced_again(tmp_path: Path, damage: str, caplog: pyt
     assert again.layers == first.layers
     assert "traced again" in caplog.text
     assert _trace(tmp_path) == again
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("change", [{"seq_len": 16}, {"precision": "fp32"}, {"tp_degrees": (1, 2)}])
@@ -54,11 +81,13 @@ def test_whatever_enters_a_trace_is_part_of_its_key(tmp_path: Path, change: dict
     assert len(list(tmp_path.glob("*.json"))) == 2
 
 
-def test_a_new_version_of_the_tracer_traces_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_version_of_the_tracer_traces_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
     _trace(tmp_path)
     monkeypatch.setattr(cache, "TRACER_VERSION", cache.TRACER_VERSION + 1)
     _trace(tmp_path)
-    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert len(list(tmp_path.glob("*.json"))) == len(asked) == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,19 +6,13 @@ import pytest
 
 from steelyard.model.chain import LayerRole
 from steelyard.modules.build import build_meta_model, layer_modules, prepare_model
-from steelyard.profiles.profile import Profile
 from steelyard.tracer.trace import trace
 from tests.runtime.family_chain import chain_of, length_of
 from tests.runtime.models import FAMILY_CONFIGS
+from tests.tracer.traces import DIVIDED
+from tests.tracer.traces import traced_family as traced
 
 families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
-DIVIDED = ["gpt2", "gemma2", "mixtral", "qwen3_moe", "bert", "t5"]
-
-
-@cache
-def traced(name: str, *degrees: int) -> Profile:
-    chain = chain_of(name)
-    return trace(chain, seq_len=length_of(chain), precision="bf16", tp_degrees=degrees or (1,))
 
 
 @cache
@@ -115,7 +109,7 @@ def test_fused_attention_counts_what_each_family_attends_to() -> None:
 def test_tp_divides_the_flop_of_blocks_exactly(name: str) -> None:
     chain = chain_of(name)
     for kind in chain.kinds:
-        whole, part = traced(name, 1, 2).layer(kind.name, 1, False), traced(name, 1, 2).layer(kind.name, 2, False)
+        whole, part = traced(name).layer(kind.name, 1, False), traced(name).layer(kind.name, 2, False)
         if part is None or whole is None or kind.role is not LayerRole.BLOCK:
             continue
         routed = sum(entries(shape) for path, shape in modules_of_kinds(name)[kind.name] if "gate.weight" in path)
@@ -125,7 +119,7 @@ def test_tp_divides_the_flop_of_blocks_exactly(name: str) -> None:
 
 
 def test_experts_are_divided_in_memory_too() -> None:
-    whole, part = (traced("mixtral", 1, 2).layer("block", tp, False) for tp in (1, 2))
+    whole, part = (traced("mixtral").layer("block", tp, False) for tp in (1, 2))
     assert whole is not None
     assert part is not None
     parameters = modules_of_kinds("mixtral")["block"]
@@ -134,7 +128,7 @@ def test_experts_are_divided_in_memory_too() -> None:
 
 
 def test_the_matrix_of_query_key_and_value_of_gpt2_stays_whole_on_every_rank() -> None:
-    part = traced("gpt2", 1, 2).layer("block", 2, False)
+    part = traced("gpt2").layer("block", 2, False)
     assert part is not None
     gathers = {each.kind: each.count for each in part.backward_collectives}
     assert gathers["all_gather"] == 2  # the gradients of matrix and bias

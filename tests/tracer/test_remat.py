@@ -1,31 +1,23 @@
 """What the remat choices keep and repeat: closed forms, and PyTorch's own checkpoints as the referee."""
 
-from functools import cache
-
 import pytest
 import torch
 
 from steelyard.modules.build import build_meta_model, build_model, build_rotary
 from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.strategy import Remat
-from steelyard.profiles.profile import LayerProfile, Profile, Recomputation
-from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world, observe, run_layer
-from steelyard.tracer.trace import trace
-from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, gpt_neox, llama
+from steelyard.profiles.profile import LayerProfile, Recomputation
+from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world, observe, run_layer, side_inputs
+from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN
+from tests.tracer.traces import FAMILIES, traced
 
-FAMILIES = {"llama": llama(), "gpt_neox": gpt_neox()}
 SETTINGS = [(family, tp, sp) for family in FAMILIES for tp, sp in ((1, False), (2, False), (2, True))]
 settings = pytest.mark.parametrize(("family", "tp", "sp"), SETTINGS)
 SAMPLES = 3
 
 
-@cache
-def traced(family: str) -> Profile:
-    return trace(FAMILIES[family], seq_len=SEQ_LEN, precision="bf16", tp_degrees=[1, 2])
-
-
 def layer(family: str, tp: int = 1, sp: bool = False, kind: str = "block") -> LayerProfile:
-    found = traced(family).layer(kind, tp, sp)
+    found = traced(family, "bf16").layer(kind, tp, sp)
     assert found is not None
     return found
 
@@ -110,9 +102,10 @@ def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: s
         where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model)
         derived = observe(where, (SAMPLES,))[0].recomputed[Remat.FULL]
         with fake_layer(where) as under_test:
-            plain = run_layer(where, under_test, SAMPLES)
+            side = side_inputs(where, under_test)
+            plain = run_layer(where, under_test, SAMPLES, side)
             under_test.remat = Remat.FULL
-            real = run_layer(where, under_test, SAMPLES)
+            real = run_layer(where, under_test, SAMPLES, side)
     assert real.backward.beyond(plain.backward) == derived.work
     assert real.saved_bytes == derived.saved_bytes
     assert real.forward_peak_bytes - real.saved_bytes <= derived.forward_transient_bytes

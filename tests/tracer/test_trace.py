@@ -15,24 +15,18 @@ from steelyard.modules.build import build_meta_model, build_model, build_rotary,
 from steelyard.modules.layers import BlockLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
-from steelyard.profiles.profile import LayerProfile, Profile
+from steelyard.profiles.profile import LayerProfile
 from steelyard.tracer.counting import OpCounter
 from steelyard.tracer.layer import LayerSetting, fake_world, observe
 from steelyard.tracer.trace import trace
-from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, VOCAB, gpt_neox, llama
+from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, VOCAB, llama
+from tests.tracer.traces import FAMILIES, traced
 
-FAMILIES = {"llama": llama(), "gpt_neox": gpt_neox()}
 families = pytest.mark.parametrize("family", FAMILIES)
 KINDS = ("embedding", "block", "head")
 kinds = pytest.mark.parametrize("kind", KINDS)
 degrees = pytest.mark.parametrize("tp", [2, 4])
 sequence_parallel = pytest.mark.parametrize("sp", [False, True])
-
-
-@cache
-def traced(family: str, precision: Precision = "bf16") -> Profile:
-    degrees = [1, 2, 4] if precision == "bf16" else [1]
-    return trace(FAMILIES[family], seq_len=SEQ_LEN, precision=precision, tp_degrees=degrees)
 
 
 def layer(family: str, kind: str, tp: int = 1, *, sp: bool = False, precision: Precision = "bf16") -> LayerProfile:
@@ -203,7 +197,7 @@ def test_tracing_inside_a_process_group_is_an_error() -> None:
 
 
 def test_a_trace_leaves_no_process_group_behind() -> None:
-    traced("llama")
+    traced("llama", "bf16")
     assert not dist.is_initialized()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from steelyard.errors import InvalidModelError
 from steelyard.profiles.profile import CollectiveKind
+from steelyard.tracer.seen import Look, SeenOperations, look
 
 aten = torch.ops.aten
 
@@ -63,6 +64,19 @@ class OpCounts:
         collectives = defaultdict(list, {kind: list(calls) for kind, calls in self.collectives.items()})
         return replace(self, collectives=collectives)
 
+    def add(self, effect: "_Effect") -> None:
+        """Adds what one operation does."""
+        if effect is _NOTHING:
+            return
+        self.matmul_flop += effect.matmul_flop
+        self.attention_flop += effect.attention_flop
+        self.matmul_bytes += effect.matmul_bytes
+        self.memory_bytes += effect.memory_bytes
+        self.num_kernels += effect.num_kernels
+        if effect.collective is not None:
+            kind, num_bytes = effect.collective
+            self.collectives[kind].append(num_bytes)
+
     def beyond(self, other: "OpCounts") -> "OpCounts":
         """What these totals have more than ``other``, of which they hold everything."""
         collectives: dict[CollectiveKind, list[float]] = defaultdict(list)
@@ -79,15 +93,33 @@ class OpCounts:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effect:
+    """What one operation adds to the counts."""
+
+    matmul_flop: float = 0.0
+    attention_flop: float = 0.0
+    matmul_bytes: float = 0.0
+    memory_bytes: float = 0.0
+    num_kernels: int = 0
+    collective: tuple[CollectiveKind, float] | None = None
+
+
+Operations = SeenOperations[_Effect]
+"""Operations seen by any number of `OpCounter`s."""
+_NOTHING = _Effect()
+
+
 class OpCounter(TorchDispatchMode):
     """Counts into ``counts`` (replace it between phases) and keeps a log of storages that appear and go.
 
     ``log`` holds (storage id, bytes) with bytes negative when the storage is freed. Storages named in ``watch`` before
-    the first operation are logged as present.
+    the first operation are logged as present. Operations in ``seen`` are not run again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seen: Operations | None = None) -> None:
         super().__init__()
+        self._seen = SeenOperations() if seen is None else seen
         self.counts = OpCounts()
         self.log: list[tuple[int, int]] = []
         self._ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -120,48 +152,30 @@ class OpCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        looks = look(func, args, kwargs)
+        seen = self._seen.find(looks[0]) if looks is not None else None
         if _is_bookkeeping(func):
-            return out
-        self._count(func, args, kwargs, out)
-        for leaf in tree_leaves(out):
+            return seen.again(looks[1]) if seen is not None else func(*args, **kwargs)
+        if seen is not None:
+            out, effect = seen.again(looks[1]), seen.note
+        else:
+            out, effect = self._run(func, args, kwargs, looks)
+        self.counts.add(effect)
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._register(leaf)
         return out
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if func.namespace == "_c10d_functional":
-            self._count_collective(func, args, out)
-            return
-        if func.is_view or func._overloadpacket in _FREE_OPERATIONS:
-            return
-        counts = self.counts
-        counts.num_kernels += 1
-        moved = sum(_touched_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
-        packet = func._overloadpacket
-        if packet in _ATTENTION_CAUSAL_ARGUMENT:
-            counts.attention_flop += _attention_flop(packet, args, kwargs, out)
-            counts.matmul_bytes += moved
-        elif packet in flop_registry:
-            counts.matmul_flop += flop_registry[packet](*args, **kwargs, out_val=out)
-            counts.matmul_bytes += moved
-        else:
-            counts.memory_bytes += moved
-
-    def _count_collective(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        name = func._overloadpacket.__name__
-        if name == "wait_tensor":
-            return
-        if name not in _COLLECTIVES:
-            raise InvalidModelError(
-                field="collective",
-                found=f"the layer calls {name}",
-                expected="one of " + ", ".join(sorted(_COLLECTIVES)),
-                hint="this collective has no cost yet: add it in steelyard/tracer/counting.py",
-            )
-        kind = _COLLECTIVES[name]
-        whole = out if kind == "all_gather" else args[0]
-        self.counts.collectives[kind].append(whole.numel() * whole.element_size())
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], looks: Look | None) -> tuple[Any, _Effect]:
+        """The result of an operation that was not seen before, and what it adds to the counts."""
+        if looks is None:
+            out = func(*args, **kwargs)
+            return out, _effect(func, args, kwargs, out)
+        with disable_fake_tensor_cache(looks[1][0].fake_mode):  # once remembered is enough
+            out = func(*args, **kwargs)
+        effect = _effect(func, args, kwargs, out)
+        self._seen.remember(looks, (func, args, kwargs), out, effect)
+        return out, effect
 
     def _register(self, tensor: Tensor) -> None:
         storage = _local(tensor).untyped_storage()
@@ -197,6 +211,38 @@ def _is_bookkeeping(func: Any) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Effect:
+    """What an operation adds to the counts."""
+    if func.namespace == "_c10d_functional":
+        return _effect_of_collective(func, args, out)
+    packet = func._overloadpacket
+    if func.is_view or packet in _FREE_OPERATIONS:
+        return _NOTHING
+    moved = sum(_touched_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+    if packet in _ATTENTION_CAUSAL_ARGUMENT:
+        return _Effect(num_kernels=1, matmul_bytes=moved, attention_flop=_attention_flop(packet, args, kwargs, out))
+    if packet in flop_registry:
+        flop = flop_registry[packet](*args, **kwargs, out_val=out)
+        return _Effect(num_kernels=1, matmul_bytes=moved, matmul_flop=flop)
+    return _Effect(num_kernels=1, memory_bytes=moved)
+
+
+def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> _Effect:
+    name = func._overloadpacket.__name__
+    if name == "wait_tensor":
+        return _NOTHING
+    if name not in _COLLECTIVES:
+        raise InvalidModelError(
+            field="collective",
+            found=f"the layer calls {name}",
+            expected="one of " + ", ".join(sorted(_COLLECTIVES)),
+            hint="this collective has no cost yet: add it in steelyard/tracer/counting.py",
+        )
+    kind = _COLLECTIVES[name]
+    whole = out if kind == "all_gather" else args[0]
+    return _Effect(collective=(kind, whole.numel() * whole.element_size()))
 
 
 _FREE_OPERATIONS = {

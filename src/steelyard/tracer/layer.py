@@ -8,7 +8,7 @@ is bounded by the larger of that part of the forward pass and of the backward pa
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.build import build_rotary
 from steelyard.modules.layers import (
@@ -28,6 +29,7 @@ from steelyard.modules.layers import (
     Flow,
     LayerContext,
     SideInputBuilder,
+    SideInputs,
     as_flow,
     build_layer,
     tensors_of,
@@ -35,7 +37,7 @@ from steelyard.modules.layers import (
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
-from steelyard.tracer.counting import OpCounter, OpCounts, live_bytes
+from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class LayerSetting:
     sp: bool
     model: PreTrainedModel
     """The whole model on the meta device, made ready by `steelyard.modules.build.prepare_model`; it is not changed."""
+    seen: Operations = field(default_factory=Operations, repr=False, compare=False)
+    """Operations that need not be run again: share one between settings."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,7 +103,8 @@ class LayerSetting:
 def observe(setting: LayerSetting, sizes: tuple[int, ...]) -> list[Observation]:
     """One observation of the layer per number of samples."""
     with fake_layer(setting) as layer:
-        return [_observe_size(setting, layer, samples) for samples in sizes]
+        side = side_inputs(setting, layer)
+        return [_observe_size(setting, layer, samples, side) for samples in sizes]
 
 
 @contextmanager
@@ -126,12 +131,12 @@ def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
             setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
 
 
-def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int) -> Observation:
-    plain = run_layer(setting, layer, samples)
+def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> Observation:
+    plain = run_layer(setting, layer, samples, side)
     selective = None
     if setting.role is LayerRole.BLOCK:
         layer.remat = Remat.SELECTIVE
-        selective = run_layer(setting, layer, samples)
+        selective = run_layer(setting, layer, samples, side)
         layer.remat = Remat.NONE
     return observation(layer, plain, selective)
 
@@ -189,16 +194,26 @@ class LayerRun:
     backward_peak_bytes: int
 
 
-def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int) -> LayerRun:
-    """Runs a `fake_layer` once forward and backward."""
-    context, flow = _inputs(setting, layer, samples)
+def side_inputs(setting: LayerSetting, layer: ChainLayer) -> SideInputs:
+    """What a `fake_layer` reads beside the hidden state; the same for any number of samples."""
+    model, chain, device = setting.model, setting.chain, torch.device("cpu")
+    is_block = isinstance(layer, BlockLayer)
+    rotary = build_rotary(model, chain, device) if is_block else None
+    builder = SideInputBuilder(model, chain, rotary, {layer.attention_type} if is_block else set())
+    return builder(setting.seq_len, setting.dtype, device)
+
+
+def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> LayerRun:
+    """Runs a `fake_layer` once forward and backward, with its `side_inputs`."""
+    context, flow = _inputs(setting, samples, side)
     reads_labels = setting.role is LayerRole.HEAD and context.labels_BS is not None
     return count_passes(
         layer,
         lambda: tensors_of(layer(flow, context)),
         inputs=tensors_of(flow),
-        constants=context.side.tensors(),
+        constants=side.tensors(),
         label_bytes=context.labels_BS.nbytes if reads_labels else 0,
+        seen=setting.seen,
     )
 
 
@@ -209,11 +224,12 @@ def count_passes(
     inputs: tuple[Tensor, ...],
     constants: Iterable[Tensor] = (),
     label_bytes: int = 0,
+    seen: Operations | None = None,
 ) -> LayerRun:
     """Counts one forward pass, which ``call`` runs, and its backward pass; ``constants`` are not counted as memory."""
     for parameter in module.parameters():
         parameter.grad = None
-    counter = OpCounter()
+    counter = OpCounter(seen)
     counter.ignore([*module.parameters(), *module.buffers(), *constants])
     counter.watch(inputs)
     input_ids = counter.storage_ids(inputs)
@@ -250,18 +266,16 @@ def count_passes(
     )
 
 
-def _inputs(setting: LayerSetting, layer: ChainLayer, samples: int) -> tuple[LayerContext, Flow]:
+def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[LayerContext, Flow]:
     """The context of a forward pass, and what flows into the layer."""
     chain, seq_len, model = setting.chain, setting.seq_len, setting.model
-    kinds = {layer.attention_type} if isinstance(layer, BlockLayer) else set()
-    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), kinds)
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
-        side=side(seq_len, setting.dtype, torch.device("cpu")),
+        side=side,
         config=model.config,
         labels_BS=labels,
         num_targets=labels.numel(),
-        decoder_ids=decoder_inputs(labels, model.config) if labels.dim() > 1 else None,
+        decoder_ids=decoder_inputs(labels, model.config) if chain.family.task is Task.SEQ2SEQ_LM else None,
     )
     if setting.layer == 0:
         return context, first.to(setting.dtype) if first.is_floating_point() else first

@@ -24,6 +24,7 @@ from steelyard.modules.structure import kinds_by_structure, signature
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
+from steelyard.tracer.counting import Operations
 from steelyard.tracer.layer import Observation, count_passes, make_fake, observation
 from steelyard.tracer.trace import SIZES, layer_profile
 
@@ -63,8 +64,9 @@ def trace_modules(blocks: Sequence[nn.Module], sample: Tensor, *, precision: Pre
         kinds.append(numbers[key])
         shape = _output_of(block, shape, place, dtype)
     layers = []
+    operations = Operations()
     for number, (block, given) in entering.items():
-        seen = [_observe(block, given, samples, dtype, reads_ids=number == 0) for samples in SIZES]
+        seen = [_observe(block, given, samples, dtype, operations, reads_ids=number == 0) for samples in SIZES]
         layers.append(layer_profile(f"kind {number}", 1, False, seen))
     identity = _identity(blocks, sample, precision)
     return ModuleTrace(
@@ -93,7 +95,9 @@ def _fake(given: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
     return torch.empty((samples, *given.shape), dtype=kind, device="cpu")
 
 
-def _observe(block: nn.Module, given: Tensor, samples: int, dtype: torch.dtype, *, reads_ids: bool) -> Observation:
+def _observe(
+    block: nn.Module, given: Tensor, samples: int, dtype: torch.dtype, operations: Operations, *, reads_ids: bool
+) -> Observation:
     module = copy.deepcopy(block)
     with FakeTensorMode(allow_non_fake_inputs=False):
         make_fake(module, dtype)
@@ -101,7 +105,9 @@ def _observe(block: nn.Module, given: Tensor, samples: int, dtype: torch.dtype, 
         for remat in (Remat.NONE, Remat.SELECTIVE):
             inputs = _fake(given, samples, dtype)
             inputs.requires_grad_(inputs.is_floating_point() and not reads_ids)
-            runs.append(count_passes(module, lambda x=inputs, r=remat: (_run(module, x, r),), inputs=(inputs,)))
+            runs.append(
+                count_passes(module, lambda x=inputs, r=remat: (_run(module, x, r),), inputs=(inputs,), seen=operations)
+            )
         return observation(module, *runs)
 
 

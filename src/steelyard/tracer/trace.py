@@ -30,7 +30,7 @@ from steelyard.profiles.profile import (
     Recomputation,
     Work,
 )
-from steelyard.tracer.counting import OpCounts
+from steelyard.tracer.counting import OpCounts, Operations
 from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observe
 
 SIZES = (2, 8)
@@ -74,6 +74,7 @@ def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, tp_degr
     model = build_meta_model(chain)
     prepare_model(model, chain)
     layers: list[LayerProfile] = []
+    seen = Operations()
     for tp in tp_degrees:
         with fake_world(tp) as mesh:
             for kind in range(len(chain.kinds)):
@@ -86,6 +87,7 @@ def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, tp_degr
                         mesh=mesh,
                         sp=sp,
                         model=model,
+                        seen=seen,
                     )
                     layers.append(layer_profile(chain.kinds[kind].name, tp, sp, observe(setting, SIZES)))
     return layers

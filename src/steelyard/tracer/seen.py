@@ -1,0 +1,187 @@
+"""Answers an operation on fake tensors that was seen before, without PyTorch working its shapes out again.
+
+What an operation returns on fake tensors follows from the operation, from how its tensors look (shape, strides, offset,
+type, size of the storage) and from its other arguments. Layers, remat choices and directions ask for the same few
+hundred operations again and again, and PyTorch's rules for their shapes are most of the time of a trace.
+
+A result is a new tensor, an argument itself, or a view of an argument; each is made again as `FakeTensorMode` makes
+the results that it remembers itself, with a key that costs less and the caller's count beside it.
+
+Not remembered: operations without a fake tensor among their arguments, those whose result depends on values, those that
+change how an argument looks, and results whose storage is neither plainly new nor plainly that of one argument.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+Note = TypeVar("Note")
+"""What the caller wants to know of an operation beside its result."""
+
+Look = tuple[Hashable, list[FakeTensor]]
+"""The key of a call, equal for calls that return alike, and the tensors among its arguments."""
+
+_PLAIN = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+)
+_UNTOLD = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
+"""Marks of operations whose result does not follow from how the arguments look."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """The result is the argument itself."""
+
+    argument: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The result is a tensor on a new storage, or on the storage of an argument."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    view_of: int | None
+
+
+_Result = _Same | _Made | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(Generic[Note]):
+    """What an operation returned, in a form to be made again, and the caller's note of it."""
+
+    results: tuple[_Result, ...]
+    container: type[list[Any]] | type[tuple[Any, ...]] | None
+    note: Note
+
+    def again(self, tensors: list[FakeTensor]) -> Any:
+        """The results for these tensors, which look as those of the first call."""
+        made = [_make(result, tensors) for result in self.results]
+        return made[0] if self.container is None else self.container(made)
+
+
+@dataclass(slots=True)
+class SeenOperations(Generic[Note]):
+    """The operations seen so far, under any number of fake modes."""
+
+    _found: dict[Hashable, Seen[Note]] = field(default_factory=dict)
+
+    def find(self, key: Hashable) -> Seen[Note] | None:
+        """What the call of this key returned, if there was one."""
+        return self._found.get(key)
+
+    def remember(self, looks: Look, call: tuple[Any, ...], out: Any, note: Note) -> None:
+        """Keeps what a call (operation, arguments, named arguments) returned, where that follows from its `look`."""
+        key, tensors = looks
+        after = look(*call)
+        if after is None or after[0] != key:
+            return
+        container = type(out) if type(out) in (list, tuple) else None
+        outs = (out,) if container is None else tuple(out)
+        try:
+            results = tuple(_describe(each, tensors) for each in outs)
+        except _NotPlainError:
+            return
+        is_new = [type(result) is _Made and result.view_of is None for result in results]
+        storages = {each.untyped_storage()._cdata for each, new in zip(outs, is_new, strict=True) if new}
+        if len(storages) == sum(is_new):
+            self._found[key] = Seen(results=results, container=container, note=note)
+
+
+def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | None:
+    """How a call looks; None where its result does not follow from that."""
+    if not _UNTOLD.isdisjoint(func.tags):
+        return None
+    key: list[Hashable] = [func, torch.get_default_dtype()]
+    tensors: list[FakeTensor] = []
+    known = _look_at(args, key, tensors)
+    if known and kwargs:
+        key.append(tuple(kwargs))
+        known = _look_at(kwargs.values(), key, tensors)
+    return (tuple(key), tensors) if known and tensors else None
+
+
+def _look_at(arguments: Iterable[Any], key: list[Hashable], tensors: list[FakeTensor]) -> bool:
+    """Whether how the arguments look says all that matters of them; it is added to ``key``."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind is FakeTensor:
+            if not _is_plain(argument):
+                return False
+            tensors.append(argument)
+            key += (
+                argument.shape,
+                argument.stride(),
+                argument.storage_offset(),
+                argument.dtype,
+                argument.untyped_storage().nbytes(),
+            )
+        elif kind in _PLAIN:
+            key += (kind, argument)
+        elif kind is list or kind is tuple:
+            key += (kind, len(argument))
+            if not _look_at(argument, key, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+class _NotPlainError(Exception):
+    """A result that cannot be made again from a description."""
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    return (
+        tensor.constant is None
+        and tensor.fake_device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _describe(out: Any, tensors: list[FakeTensor]) -> _Result:
+    """How a result is made again from the tensors among the arguments."""
+    if out is None:
+        return None
+    if type(out) is not FakeTensor or not _is_plain(out):
+        raise _NotPlainError
+    same = [place for place, tensor in enumerate(tensors) if tensor is out]
+    if len(same) == 1:
+        return _Same(same[0])
+    storage = out.untyped_storage()
+    sharing = [place for place, each in enumerate(tensors) if each.untyped_storage()._cdata == storage._cdata]
+    made = _Made(
+        shape=tuple(out.shape),
+        strides=out.stride(),
+        offset=out.storage_offset(),
+        dtype=out.dtype,
+        view_of=sharing[0] if sharing else None,
+    )
+    if len(same) > 1 or len(sharing) > 1 or out.requires_grad:
+        raise _NotPlainError
+    if not sharing and (out.storage_offset() or storage.nbytes() != _make(made, tensors).untyped_storage().nbytes()):
+        raise _NotPlainError
+    return made
+
+
+def _make(result: _Result, tensors: list[FakeTensor]) -> FakeTensor | None:
+    if result is None:
+        return None
+    if type(result) is _Same:
+        return tensors[result.argument]
+    mode = tensors[0].fake_mode
+    with in_kernel_invocation_manager(mode):
+        made = torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device="meta")
+        if result.view_of is not None:
+            storage = tensors[result.view_of].untyped_storage()
+            made.set_(storage, result.offset, result.shape, result.strides)
+    return FakeTensor(mode, made, _CPU)
