@@ -32,4 +32,4 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     printed = json.loads(finished.stdout)
     assert printed["profile"] == json.loads((tmp_path / "profile.json").read_text())
     assert printed["profile"]["identity"]["device"] == "cpu"
-    assert printed["record"] == json.loads((tmp_path / "record.json").read_text())
+    assert printed["record"] == record.model_dump(mode="json", exclude_none=True)
