@@ -1,4 +1,4 @@
-"""Settings of all tests: a busy machine may take its time, and every model is traced once."""
+"""Settings of all tests: a busy machine may take its time, two runs try the same, and every model is traced once."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+)
 settings.load_profile("steelyard")
 
 
