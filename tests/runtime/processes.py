@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 240
+PARITY_LIMIT_S = 1200
 
 
 def run_ranks(function: str, num_processes: int, folder: Path) -> Any:
@@ -30,6 +31,14 @@ def run_ranks(function: str, num_processes: int, folder: Path) -> Any:
     command = [sys.executable, "-m", "tests.runtime.processes", function, str(num_processes), str(result)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
     assert finished.returncode == 0, f"{finished.stderr[:4000]}\n…\n{finished.stderr[-4000:]}"
+    return json.loads(result.read_text())
+
+
+def run_parity(cases: str, result: Path) -> dict[str, dict[str, Any]]:
+    """What `tests.runtime.worker` finds for a module of cases, by the name of the case."""
+    command = [sys.executable, "-m", "tests.runtime.worker", str(result), cases]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PARITY_LIMIT_S, check=False)
+    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
     return json.loads(result.read_text())
 
 

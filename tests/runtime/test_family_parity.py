@@ -1,9 +1,5 @@
 """Every family trains under mixed plans as one process does: four processes against one."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,22 +8,17 @@ from steelyard.model.families import FAMILIES
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.cases import CASES as CASES_OF_EIGHT
 from tests.runtime.family_cases import CASES
+from tests.runtime.processes import run_parity
 
 pytestmark = pytest.mark.processes
 
-HANG_LIMIT_S = 1200
 EXACT = [name for name, case in CASES.items() if case.plan.precision == "fp32"]
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    result = tmp_path_factory.mktemp("families") / "result.json"
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.runtime.worker", str(result), "tests.runtime.family_cases"]
-    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
-    return json.loads(result.read_text())
+    return run_parity("tests.runtime.family_cases", tmp_path_factory.mktemp("families") / "result.json")
 
 
 def test_every_family_is_compared() -> None:

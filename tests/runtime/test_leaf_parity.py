@@ -1,28 +1,19 @@
 """Llama under every leaf of 8 devices, every pipeline degree and every schedule: eight processes against one."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.leaf_cases import CASES, leaves
+from tests.runtime.processes import run_parity
 
-HANG_LIMIT_S = 1200
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    result = tmp_path_factory.mktemp("leaves") / "result.json"
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.runtime.worker", str(result), "tests.runtime.leaf_cases"]
-    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
-    return json.loads(result.read_text())
+    return run_parity("tests.runtime.leaf_cases", tmp_path_factory.mktemp("leaves") / "result.json")
 
 
 def test_every_leaf_of_eight_devices_is_in_a_plan() -> None:

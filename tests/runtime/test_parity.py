@@ -1,33 +1,24 @@
 """Any plan trains as one process does: losses, gradients, norms and weights of eight processes against one."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.runtime.cases import CASES
+from tests.runtime.processes import run_parity
 from tests.runtime.worker import NUM_STEPS
 
 pytestmark = pytest.mark.processes
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-HANG_LIMIT_S = 1200
 PLANS = [name for name in CASES if not name.startswith("control") and name != "bf16"]
 FAULTS = [name for name, case in CASES.items() if case.fault is not None]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    result = tmp_path_factory.mktemp("parity") / "result.json"
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.runtime.worker", str(result)]
-    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
-    return json.loads(result.read_text())
+    return run_parity("tests.runtime.cases", tmp_path_factory.mktemp("parity") / "result.json")
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -33,7 +33,7 @@ def demo(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About three minutes."""
+    """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About four minutes."""
     from steelyard.profiler.launch import launch_profiler
     from steelyard.runtime.launch import launch
     from steelyard.runtime.options import TrainOptions
@@ -70,7 +70,7 @@ def demo(
 
     console.rule(f"3. Train {steps} steps on the source of Python's standard library", align="left")
     options = TrainOptions(steps=steps, record=folder / "record.json")
-    record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options, lines_to_stderr=as_json)
+    record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options, stdout_to_stderr=as_json)
 
     console.rule("4. Compare", align="left")
     first, last = record.steps[0].loss, record.steps[-1].loss

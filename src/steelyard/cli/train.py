@@ -97,7 +97,7 @@ def train(
         tensorboard=tensorboard,
         record=record,
     )
-    finished = launch(path, data, options, restarts=restarts, lines_to_stderr=as_json)
+    finished = launch(path, data, options, restarts=restarts, stdout_to_stderr=as_json)
     if as_json:
         print_json(finished.model_dump(mode="json", exclude_none=True))
     else:

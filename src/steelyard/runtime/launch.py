@@ -37,9 +37,10 @@ def launch(
     options: TrainOptions,
     *,
     restarts: int = 0,
-    lines_to_stderr: bool = False,
+    stdout_to_stderr: bool = False,
 ) -> RunRecord:
-    """Trains a plan on the devices of this host and returns the record; the first process prints a line per step.
+    """Trains a plan on the devices of this host and returns the record; the first process prints a line per step,
+    to stderr where ``stdout_to_stderr`` is set.
 
     When a process fails, torchrun starts all again, up to ``restarts`` times. Raises a `UserError` for a mistake in
     the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
@@ -55,7 +56,7 @@ def launch(
         path = Path(plan_path)
         while True:
             try:
-                return _run(path, plan, data, options, restarts, lines_to_stderr)
+                return _run(path, plan, data, options, restarts, stdout_to_stderr)
             except RankFailedError as error:
                 if error.failure is None or error.failure.kind != OUT_OF_MEMORY:
                     raise
@@ -67,7 +68,7 @@ def launch(
 
 
 def _run(
-    path: Path, plan: Plan, data: str | Path, options: TrainOptions, restarts: int, lines_to_stderr: bool
+    path: Path, plan: Plan, data: str | Path, options: TrainOptions, restarts: int, stdout_to_stderr: bool
 ) -> RunRecord:
     arguments = [str(path), "--data", str(data), *options.arguments()]
     run_processes(
@@ -75,7 +76,7 @@ def _run(
         arguments,
         num_processes=plan.num_devices,
         restarts=restarts,
-        stdout_to_stderr=lines_to_stderr,
+        stdout_to_stderr=stdout_to_stderr,
     )
     assert options.record is not None, "set by the caller"
     return parse_file(options.record, RunRecord, InvalidPlanError, what="record")
