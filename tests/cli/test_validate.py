@@ -13,6 +13,7 @@ def test_tables_and_targets_are_printed_and_predictions_written(run: Run, tmp_pa
     assert result.exit_code == 0, result.output
     for expected in ("time: predicted over measured", "memory: predicted over measured", "skipped", "targets"):
         assert expected in result.output
+    assert "…" not in result.output, "a file has room for every column"
     with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == len(sample())
 

@@ -8,7 +8,14 @@ import pytest
 
 from steelyard.cost.build import ALLOCATOR_SLACK
 from steelyard.cost.predict import predict_memory
-from steelyard.validation.forecast import COLUMNS, Forecast, counted_bytes, forecast, write_predictions
+from steelyard.validation.forecast import (
+    COLUMNS,
+    Forecast,
+    counted_bytes,
+    forecast,
+    forecast_case,
+    write_predictions,
+)
 from steelyard.validation.frameworks import framework_of
 from steelyard.validation.jobs import Case, case_of
 from steelyard.validation.shapes import ModelShape, layer_profiles
@@ -119,6 +126,23 @@ def test_full_remat_takes_longer_and_less_memory(source: str) -> None:
     kept, again = predicted(source, act_ckpt="none"), predicted(source, act_ckpt="full")
     assert again.step_time_s > kept.step_time_s
     assert again.peak_bytes < kept.peak_bytes
+
+
+def test_the_memory_of_the_first_rank_alone_is_that_of_its_stage() -> None:
+    """The last of two stages holds the logits of a large vocabulary."""
+    degrees = {"dp": "4", "tp": "1", "pp": "2", "gpus": "8", "mbs": "8", "gbs": "32", "grad_accum": "1"}
+    of_the_first = case("ultrascale_playbook", vocab="512000", **degrees)
+    assert of_the_first.reports_first_rank
+    of_the_fullest = replace(of_the_first, reports_first_rank=False)
+    assert forecast_case(of_the_first).peak_bytes < forecast_case(of_the_fullest).peak_bytes
+    assert forecast_case(of_the_first).fits == forecast_case(of_the_fullest).fits
+
+
+def test_with_one_microbatch_no_other_ones_logits_are_alive() -> None:
+    degrees = {"dp": "8", "tp": "1", "pp": "1", "gpus": "8", "mbs": "8"}
+    several = predicted("ultrascale_playbook", gbs="128", grad_accum="2", **degrees)
+    one = predicted("ultrascale_playbook", gbs="64", grad_accum="1", **degrees)
+    assert one.peak_bytes < several.peak_bytes
 
 
 def test_sharding_the_optimizer_saves_memory_and_costs_time() -> None:

@@ -15,6 +15,9 @@ from steelyard.validation.score import score_sources
 from steelyard.validation.table import counted, validation_json, validation_view
 from steelyard.validation.targets import is_dense, is_recommended_dense, summarise
 
+_FILE_WIDTH = 120
+"""Columns of the tables in a file or a pipe, where nothing says how wide it is: none of them is cut off."""
+
 
 def validate(
     path: Annotated[Path, typer.Argument(help="A folder that holds runs.csv, the table of published runs.")],
@@ -33,6 +36,8 @@ def validate(
         print_json(validation_json(timed, held, targets, outcomes))
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
     console.print(validation_view(timed, held, targets, outcomes))
     console.print(counted(outcomes) + ("" if predictions is None else f"; written to {predictions}"))
 

@@ -25,7 +25,7 @@ class Forecast:
     run: PublishedRun
     step_time_s: float
     peak_bytes: int
-    """Upper bound for the fullest rank of what the row's measurement counts (`counted_bytes`)."""
+    """Upper bound of what the row's measurement counts (`counted_bytes`) on the rank that it is of."""
     fits: bool
 
 
@@ -50,11 +50,12 @@ def forecast_case(case: Case) -> Forecast:
     """The prediction for a run that the cost model can price."""
     cost = predict(case.plan, case.job)
     kind, execution = case.run.text("mem_kind"), case.job.execution
-    degrees = [part.runs[0].strategy.data_degree for part in case.plan.stages]
-    peak = max(
-        counted_bytes(terms, kind, execution.step_bytes(terms["parameters"], degree))
-        for terms, degree in zip((stage.memory_bytes for stage in cost.stages), degrees, strict=False)
-    )
+    peaks = []
+    for index, stage in enumerate(cost.stages):
+        data_degree = case.plan.stages[index].runs[0].strategy.data_degree
+        step_bytes = execution.step_bytes(stage.memory_bytes["parameters"], data_degree)
+        peaks.append(counted_bytes(stage.memory_bytes, kind, step_bytes))
+    peak = peaks[0] if case.reports_first_rank else max(peaks)
     return Forecast(run=case.run, step_time_s=cost.step_time_s, peak_bytes=peak, fits=cost.fits)
 
 

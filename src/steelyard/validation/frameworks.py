@@ -38,6 +38,9 @@ class Framework:
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
     default_zero: int = 0
     """ZeRO stage where nothing is said."""
+    reports_first_rank: bool = False
+    """Whether the memory that it reports is that of the first rank, in the first stage, instead of the fullest one
+    (nanotron's benchmark file: helpers.py, log_throughput)."""
 
     def zero_stage(self, run: PublishedRun) -> int:
         """The ZeRO stage that a row states, or the framework's default."""
@@ -65,7 +68,7 @@ _NANOTRON_KERNELS = Kernels(
     attention="flash",
     copies=12,
     keeps_gathered=True,
-    loss_bytes=(16, 4),
+    loss_outlives=True,
 )
 """Of each block's launches 12 are copies of q, k and v and sums of the mask. The loss makes two fp32 copies of the
 logits while those of the microbatch before are still alive (models/llama.py, tensor_parallel/functional.py, 2025)."""
@@ -126,7 +129,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("torchtitan", Framework(kernels=_FSDP_EAGER, execution=Execution(), default_sp=True)),
     (
         "nanotron",
-        Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True),
+        Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True, reports_first_rank=True),
     ),
     ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
     ("internevo", Framework(kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True))),
@@ -161,6 +164,9 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         kernels = replace(kernels, attention="eager")
     elif attention == "fused" or attention.startswith("unfused"):
         kernels = replace(kernels, attention="fused softmax")
+    if kernels.loss_outlives and run.count("grad_accum") != 1:
+        peak, kept = kernels.loss_bytes
+        kernels = replace(kernels, loss_bytes=(peak + kept, kept))
     if run.text("compile") == "True":
         kernels = replace(kernels, norm=True, rotary=True, activation=True)
     if run.text("act_ckpt") == "selective":

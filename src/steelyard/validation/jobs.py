@@ -44,6 +44,8 @@ class Case:
     run: PublishedRun
     job: Job
     plan: Plan
+    reports_first_rank: bool
+    """Whether the row's memory is that of the first rank instead of the fullest one."""
 
 
 class _SkipError(Exception):
@@ -80,7 +82,8 @@ def _case(run: PublishedRun) -> Case:
         budget_bytes=cluster.device.known_memory_bytes(),
         execution=framework.execution,
     )
-    return Case(run=run, job=job, plan=_plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run)))
+    plan = _plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run))
+    return Case(run=run, job=job, plan=plan, reports_first_rank=framework.reports_first_rank)
 
 
 def _refuse_what_is_not_modelled(run: PublishedRun) -> None:

@@ -64,7 +64,7 @@ class Kernels:
     ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
     what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
     and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
-    ``gathers_logits``.
+    ``gathers_logits``; ``loss_outlives``: whether the latter is still there while the next microbatch's loss is made.
     """
 
     norm: bool
@@ -80,6 +80,7 @@ class Kernels:
     keeps_gathered: bool = False
     loss_bytes: tuple[int, int] = (12, 4)
     gathers_logits: bool = False
+    loss_outlives: bool = False
 
 
 def layer_profiles(shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool) -> tuple[LayerProfile, ...]:
