@@ -7,8 +7,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Two workers, each with whole files of tests: what a file sets up, it sets up once.
-WORKERS := -n 2 --dist loadfile
+# Two workers, each with whole files of tests: what a file sets up, it sets up once. Their order is that of
+# tests/conftest.py, long ones first; xdist's own puts files of few tests last, which are the long ones.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick clean
 

@@ -1,4 +1,8 @@
-"""Settings of all tests: a busy machine may take its time, two runs try the same, and every model is traced once."""
+"""Settings of all tests: a busy machine may take its time, two runs try the same, and every model is traced once.
+
+Files with tests of several processes come first, then those with slow ones, so that at the end no worker waits for one
+that began a long file last.
+"""
 
 import os
 from collections.abc import Iterator
@@ -11,6 +15,16 @@ settings.register_profile(
     "steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
 )
 settings.load_profile("steelyard")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts files by the slowest marker of their tests."""
+    ranks = {item.path: 2 for item in items}
+    for item in items:
+        for rank, marker in enumerate(("processes", "slow")):
+            if item.get_closest_marker(marker) is not None:
+                ranks[item.path] = min(rank, ranks[item.path])
+    items.sort(key=lambda item: ranks[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)

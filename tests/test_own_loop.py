@@ -1,5 +1,6 @@
 """The example of a user's own loop: it is short, trains under a plan, and goes on under another."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from steelyard.plan.file import write_plan
+from tests.processes.forking_agent import PRELOAD, ROOT
 from tests.runtime.models import CONFIGS, make_plan
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
+EXAMPLE = ROOT / "examples" / "own_loop.py"
 HANG_LIMIT_S = 240
 
 
@@ -18,9 +20,12 @@ def run_example(folder: Path, *stages: str) -> dict[int, float]:
     """The losses that two processes print, by their step."""
     plan = make_plan(CONFIGS["llama-tied"], *stages, num_devices=2, global_batch=16, num_microbatches=2)
     write_plan(plan, folder / "plan.json")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "tests.processes.forking_agent", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(EXAMPLE), str(folder / "plan.json"), str(folder / "checkpoint")]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
+    environment = {**os.environ, PRELOAD: "steelyard.runtime.train"}
+    finished = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False
+    )
     assert finished.returncode == 0, finished.stderr[-4000:]
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", finished.stdout)}
 

@@ -39,6 +39,7 @@ def by_hand(path: Path, plan: Plan, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_each_stage_is_run_once_and_shown_beside_its_prediction(run: Run, plan_file: Path) -> None:
     result = run("check", plan_file, "--processes", 1)
     assert result.exit_code == 0, result.output

@@ -10,13 +10,23 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.profiles.record import RunRecord
+from tests.processes.forking_agent import ROOT
+
+DEMO = """
+import pytest, sys
+from steelyard.cli import main
+from tests.processes.forking_agent import fork_ranks
+fork_ranks(pytest.MonkeyPatch(), "steelyard.profiler.measure", "steelyard.runtime.train")
+sys.argv.insert(1, "demo")
+main()
+"""
+"""The command, whose two launches fork their processes from one that has imported what they need."""
 
 
 @pytest.mark.processes
 def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from steelyard.cli import main; main()", "demo"]
-    command += ["--steps", "8", "--folder", str(tmp_path), "--json"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    command = [sys.executable, "-c", DEMO, "--steps", "5", "--folder", str(tmp_path), "--json"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "does not fit into" in finished.stderr
     assert "Predicted against measured" in finished.stderr

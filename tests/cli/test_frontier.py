@@ -33,6 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[TradeOffs, Path]:
     return TradeOffs.model_validate(json.loads(result.stdout)), svg
 
 
+@pytest.mark.slow
 def test_less_memory_takes_more_time(found: tuple[TradeOffs, Path]) -> None:
     points = found[0].points
     assert len(points) > 2

@@ -11,6 +11,7 @@ from steelyard.cli.app import app
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import write_plan
 from steelyard.runtime import parity_run
+from tests.processes.forking_agent import fork_ranks
 from tests.runtime.family_cases import CASES
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
@@ -47,7 +48,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 
 @pytest.mark.processes
-def test_a_plan_of_two_processes_equals_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_two_processes_equals_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch, "steelyard.runtime.parity")
     code, text = run(tmp_path, "--json", "--steps", "1")
     found = json.loads(text)
     assert code == 0

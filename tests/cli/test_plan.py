@@ -48,7 +48,7 @@ def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
 def test_any_known_family_is_planned_from_its_config_file(run: Run, tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.json"
     path.write_text((resources.files("steelyard.model") / "configs" / f"{name}.json").read_text())
-    result = run("plan", path, *JOB)
+    result = run("plan", path, "--cluster", "1x2xa100-80gb", "--seq-len", 2048, "--global-batch", 8)
     assert result.exit_code == 0, result.output
 
 
@@ -64,19 +64,19 @@ def test_a_whole_process_plans_without_gpu_and_without_torch_once_traced(run: Ru
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.slow
 def test_nothing_fits_exits_1_and_names_the_miss_in_bytes(run: Run) -> None:
-    result = run("plan", "llama3-8b", *JOB, "--memory", "6GiB")
+    result = run("plan", *SMALL, "--memory", "2GiB")
     assert result.exit_code == 1
     assert "nearest miss" in result.stderr
     assert "bytes) more" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: Run) -> None:
-    miss = json.loads(run("plan", "llama3-8b", *JOB, "--memory", "6GiB", "--json").output)
+    miss = json.loads(run("plan", *SMALL, "--memory", "2GiB", "--json").output)
     needed = miss["budget_bytes"] + int(miss["nearest_miss"].split("(")[1].split(" bytes")[0])
-    assert run("plan", "llama3-8b", *JOB, "--memory", f"{needed + 2}B").exit_code == 0
-    assert run("plan", "llama3-8b", *JOB, "--memory", f"{needed - 1024}B").exit_code == 1
+    assert run("plan", *SMALL, "--memory", f"{needed + 2}B").exit_code == 0
+    assert run("plan", *SMALL, "--memory", f"{needed - 1024}B").exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: R
         (("lama3-8b", *JOB), "model", "llama3-8b"),
         (("llama3-8b", "--cluster", "1x8xa10080", "--seq-len", 8, "--global-batch", 8), "device", "a100"),
         (("llama3-8b", "--cluster", "8a100", "--seq-len", 8, "--global-batch", 8), "cluster", "1x8x"),
-        (("llama3-8b", *JOB, "--memory", "lots"), "memory", "20GiB"),
-        (("llama3-8b", *JOB, "--precision", "fp8"), "--precision", "bf16"),
-        (("llama3-8b", *JOB, "--profile", "no-such.json"), "profile", "path"),
-        (("llama3-8b", *JOB, "--stages", 3), "num_stages", "1, 2, 4, 8"),
-        (("llama3-8b", *JOB, "--microbatches", 5), "num_microbatches", "1, 2, 4"),
+        ((*SMALL, "--memory", "lots"), "memory", "20GiB"),
+        ((*SMALL, "--precision", "fp8"), "--precision", "bf16"),
+        ((*SMALL, "--profile", "no-such.json"), "profile", "path"),
+        ((*SMALL, "--stages", 3), "num_stages", "1, 2, 4, 8"),
+        ((*SMALL, "--microbatches", 5), "num_microbatches", "1, 2, 4"),
     ],
 )
 def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[object, ...], field: str, suggestion: str) -> None:
@@ -139,6 +139,7 @@ def test_explain_prices_a_plan_written_by_hand(run: Run, tmp_path: Path) -> None
     assert prediction.certificate == "priced as given, not searched"
 
 
+@pytest.mark.slow
 def test_a_searched_plan_is_no_slower_than_one_by_hand_for_the_same_job(run: Run, tmp_path: Path) -> None:
     run("plan", *SMALL, "-o", tmp_path / "best.json")
     best = read_plan(tmp_path / "best.json")
@@ -178,6 +179,7 @@ def test_an_unsolvable_problem_exits_1_with_the_missing_bytes(run: Run, tmp_path
     assert "bytes) short" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["bmw", "memory-balanced", "even"])
 def test_exact_is_no_slower_than_another_partition(run: Run, tmp_path: Path, partition: str) -> None:
     times = {}

@@ -1,30 +1,44 @@
 """Predicted bytes against what `steelyard check` finds: an upper bound, and close, whatever a plan is made of."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan, Precision, Schedule
 from steelyard.profiles.profile import Profile
 from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.trace import trace
-from tests.cost.examples import chain, plan
+from tests.cost.examples import CONFIG, plan
+from tests.runtime.models import FAMILY_CONFIGS
+
+Traces = dict[tuple[str, Precision, int, int], Profile]
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256, "num_key_value_heads": 4}
 SEQ_LEN = 128
 GIB = 2**30
 
+MODELS = {
+    "llama": CONFIG | SIZES,
+    "swin": FAMILY_CONFIGS["swin"] | {"embed_dim": 32, "image_size": 32},
+    "t5": FAMILY_CONFIGS["t5"] | {"d_model": 128, "d_kv": 32, "d_ff": 352, "vocab_size": 512},
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Strategies of the six layers, stage after stage (interleaved: chunk after chunk)."""
+    """Strategies of the layers, stage after stage (interleaved: chunk after chunk)."""
 
     stages: tuple[str, ...]
     devices: int
+    model: str = "llama"
+    seq_len: int = SEQ_LEN
     precision: Precision = "bf16"
     microbatches: int = 4
     schedule: Schedule = "1f1b"
@@ -61,26 +75,43 @@ CASES = {
     "interleaved": Case(
         stages=("tp2+sp, tp2+sp", "fsdp2", "fsdp2", "fsdp2, fsdp2"), devices=4, schedule="interleaved-1f1b", chunks=2
     ),
+    "whole activations for sharded layers": Case(stages=("tp2, tp2, tp2", "fsdp2, fsdp2, fsdp2"), devices=4),
+    "an embedding alone, sharded, few tokens": Case(
+        stages=("fsdp2", "fsdp2, fsdp2, fsdp2, fsdp2, fsdp2"), devices=4, microbatches=2, seq_len=8
+    ),
+    "swin, two stages": Case(model="swin", stages=("single, single, single", ", ".join(["single"] * 4)), devices=2),
+    "t5, two stages of full remat, fp32": Case(
+        model="t5",
+        stages=(", ".join(["single remat=full"] * 3), ", ".join(["single remat=full"] * 4)),
+        devices=2,
+        precision="fp32",
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def traces() -> dict[tuple[Precision, int], Profile]:
-    """Traced profiles by precision and vocabulary, which the cases share."""
+def traces() -> Traces:
+    """Traced profiles by model, precision, vocabulary and length, which the cases share."""
     return {}
 
 
-def _job(case: Case, traces: dict[tuple[Precision, int], Profile]) -> Job:
-    key = case.precision, case.vocab
+def _chain(case: Case, **changes: Any) -> ModelChain:
+    own = {"vocab_size": case.vocab} if case.model == "llama" else {}
+    return chain_from_config(MODELS[case.model] | own | changes, name=case.model)
+
+
+def _job(case: Case, traces: Traces) -> Job:
+    plain = _chain(case)
+    seq_len = case.seq_len if plain.family.task.reads_text else plain.max_seq_len
+    key = case.model, case.precision, case.vocab, case.seq_len
     if key not in traces:
-        traces[key] = trace(
-            chain(**SIZES, vocab_size=case.vocab), seq_len=SEQ_LEN, precision=case.precision, tp_degrees=(1, 2)
-        )
+        degrees = (1, 2) if case.model == "llama" else (1,)
+        traces[key] = trace(plain, seq_len=seq_len, precision=case.precision, tp_degrees=degrees)
     return Job(
-        chain=chain(**SIZES, vocab_size=case.vocab, tie_word_embeddings=case.tied),
+        chain=_chain(case, tie_word_embeddings=case.tied) if case.tied else plain,
         profile=traces[key],
         cluster=parse_cluster(f"1x{case.devices}xcpu").with_memory(GIB),
-        seq_len=SEQ_LEN,
+        seq_len=seq_len,
         global_batch=4 * case.microbatches * case.devices // case.num_stages,
         precision=case.precision,
         budget_bytes=GIB,
@@ -93,9 +124,7 @@ def _plan(case: Case, of: Job) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_predicted_bytes_are_at_least_those_found_and_at_most_a_tenth_more(
-    name: str, traces: dict[tuple[Precision, int], Profile]
-) -> None:
+def test_predicted_bytes_are_at_least_those_found_and_at_most_a_tenth_more(name: str, traces: Traces) -> None:
     of = _job(CASES[name], traces)
     candidate = _plan(CASES[name], of)
     for stage, terms in enumerate(predict_memory(candidate, of)):

@@ -19,9 +19,10 @@ from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
 from steelyard.cost.execution import Execution, StateBytes
-from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, level_group
+from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, level_group, pipeline_buffer_bytes
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
+from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Parallelism, parse_strategy
 from tests.cost.examples import PARAMS, SEQ_LEN, cluster, job, setting, unprofiled_job
 
@@ -57,6 +58,12 @@ def test_zero_2_keeps_a_copy_of_the_whole_layer_between_forward_and_backward() -
     assert extra == 2 * BLOCK
 
 
+@pytest.mark.parametrize(("text", "copies"), [("dp8", 0), ("fsdp8", 0), ("fsdp8 zero2", 4)])
+def test_a_replicated_layer_computes_on_its_own_parameters_in_fp32(text: str, copies: int) -> None:
+    found = block(text, setting(job(precision="fp32"))).static_bytes
+    assert found.get("gathered parameters", 0) == copies * BLOCK
+
+
 def test_bytes_of_the_precisions() -> None:
     assert (COMPUTE_BYTES["bf16"], COMPUTE_BYTES["fp32"], MASTER_BYTES) == (2, 4, 4)
 
@@ -82,7 +89,7 @@ def test_the_optimizer_reads_16_and_writes_12_bytes_of_a_parameter() -> None:
 
 def test_processes_of_one_host_have_no_context_and_no_slack() -> None:
     unprofiled = unprofiled_job()
-    assert overhead_bytes(setting(unprofiled)) == 0
+    assert context_bytes(setting(unprofiled)) == 0
     assert usable_bytes(unprofiled) == unprofiled.budget_bytes
 
 
@@ -259,19 +266,27 @@ def test_the_working_set_of_dp_holds_new_gradients_and_a_reduction_buffer_at_lea
 
 def test_tensor_parallel_ranks_without_sp_have_copies_of_the_pipelines_buffers() -> None:
     where = setting(num_stages=2, num_microbatches=4)
-    buffers = overhead_bytes(where) - context_bytes(where)
+    buffers = pipeline_buffer_bytes(where)
     single = setting(job(cluster(1, 4), global_batch=64), num_microbatches=4)
     assert block("tp4", where).transient_bytes - block("tp4", single).transient_bytes == 3 * buffers
 
 
 def test_two_stages_have_a_buffer_per_microbatch_and_the_outputs_in_flight() -> None:
     where = setting(num_stages=2, num_microbatches=4)
-    assert overhead_bytes(where) - context_bytes(where) == (4 + 2) * where.activation_bytes // 4
+    assert pipeline_buffer_bytes(where) == (4 + 2) * where.activation_bytes // 4
 
 
 def test_more_stages_have_two_buffers_per_microbatch() -> None:
     where = setting(num_stages=4, num_microbatches=4)
-    assert overhead_bytes(where) - context_bytes(where) == 8 * where.activation_bytes // 2
+    assert pipeline_buffer_bytes(where) == 8 * where.activation_bytes // 2
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 8)])
+def test_every_microbatch_in_flight_has_positions_and_rotary_embeddings(schedule: Schedule, in_flight: int) -> None:
+    where = setting(num_stages=4, num_microbatches=8, schedule=schedule)
+    shared = overhead_bytes(where) - context_bytes(where) - pipeline_buffer_bytes(where)
+    rotary = 2 * 8 * 2  # cosines and sines of a head of 8, in bf16
+    assert shared == in_flight * SEQ_LEN * (8 + rotary)
 
 
 @given(texts, st.sampled_from([1, 2, 4, 8]), st.sampled_from(["fp32", "bf16"]))

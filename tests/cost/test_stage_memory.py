@@ -93,6 +93,16 @@ def test_a_sharded_layer_holds_its_reduction_buffer_until_the_next_reduces() -> 
     assert later - first_pass == small.reduced + 2 * small.kept_gradients
 
 
+@pytest.mark.parametrize(("num_microbatches", "held"), [(1, 0), (3, 300)])
+def test_the_copy_of_a_replicated_layer_lives_until_the_last_backward_pass(num_microbatches: int, held: int) -> None:
+    """Found where the layer before works: the copy has gone by then in the last pass, and not in one before."""
+    with_copy, without = (
+        total(stage(layer(backward=5000), layer(copy=copy)), setting(num_microbatches=num_microbatches))
+        for copy in (300, 0)
+    )
+    assert with_copy - without == held
+
+
 def test_the_buffer_of_a_replicated_layer_is_its_gradients() -> None:
     works = layer(backward=5000)
     alone, after_another = (total(each, setting(num_microbatches=1)) for each in (stage(works), stage(works, layer())))

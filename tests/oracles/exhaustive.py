@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+
 from steelyard.cost.tables import CostTables
 
 
@@ -12,23 +14,30 @@ def all_boundaries(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]
         yield (0, *cuts, num_layers)
 
 
+def all_choices(tables: CostTables) -> np.ndarray:
+    """Every choice of one legal strategy per layer, as rows (choice, layer)."""
+    legal = [np.flatnonzero(tables.legal[kind]) for kind in tables.layers]
+    return np.stack(np.meshgrid(*legal, indexing="ij"), axis=-1).reshape(-1, len(legal))
+
+
 def stage_seconds_and_bytes(
-    tables: CostTables, stage: int, layers: range, strategies: tuple[int, ...]
-) -> tuple[float, int]:
-    """Time of one microbatch and peak bytes of a stage, by the formulas of the docstring."""
-    seconds = tables.transfer_s if stage > 0 else 0.0
-    num_bytes, transient = tables.overhead_bytes, 0
+    tables: CostTables, stage: int, layers: range, choices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Time of one microbatch and peak bytes of a stage for every choice, by the formulas of the docstring."""
+    seconds = np.full(len(choices), tables.transfer_s if stage > 0 else 0.0)
+    num_bytes = np.full(len(choices), tables.overhead_bytes, dtype=np.int64)
+    transient = np.zeros(len(choices), dtype=np.int64)
     for layer in layers:
-        kind, strategy = tables.layers[layer], strategies[layer]
-        seconds += float(tables.time_s[kind, strategy])
+        kind, strategy = tables.layers[layer], choices[:, layer]
+        seconds += tables.time_s[kind, strategy]
         if layer > 0:
-            seconds += float(tables.switch_s[kind, strategies[layer - 1], strategy])
+            seconds += tables.switch_s[kind, choices[:, layer - 1], strategy]
         for side in tables.side_inputs:
             if layer in side.readers:
-                seconds += float(side.seconds[strategies[side.source], strategy])
-        num_bytes += int(tables.static_bytes[kind, strategy])
-        num_bytes += tables.in_flight(stage) * int(tables.activation_bytes[kind, strategy])
-        transient = max(transient, int(tables.transient_bytes[kind, strategy]))
+                seconds += side.seconds[choices[:, side.source], strategy]
+        num_bytes += tables.static_bytes[kind, strategy]
+        num_bytes += tables.in_flight(stage) * tables.activation_bytes[kind, strategy]
+        transient = np.maximum(transient, tables.transient_bytes[kind, strategy])
     return seconds, num_bytes + transient
 
 
@@ -41,14 +50,14 @@ def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:
 
 def plans_with(tables: CostTables, boundaries: tuple[int, ...]) -> Iterator[tuple[float, int]]:
     """Step time and peak bytes of every plan with these cuts."""
-    choices = [[s for s in range(len(tables.strategies)) if tables.legal[kind, s]] for kind in tables.layers]
-    for strategies in itertools.product(*choices):
-        stages = [
-            stage_seconds_and_bytes(tables, stage, range(a, b), strategies)
-            for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
-        ]
-        times = [seconds for seconds, _ in stages]
-        yield sum(times) + (tables.num_passes - 1) * max(times), max(num_bytes for _, num_bytes in stages)
+    choices = all_choices(tables)
+    stages = [
+        stage_seconds_and_bytes(tables, stage, range(a, b), choices)
+        for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
+    ]
+    times, sizes = (np.stack(values) for values in zip(*stages, strict=True))
+    steps = times.sum(axis=0) + (tables.num_passes - 1) * times.max(axis=0)
+    yield from zip(steps.tolist(), sizes.max(axis=0).tolist(), strict=True)
 
 
 def fastest(plans: list[tuple[float, int]], budget_bytes: int) -> float | None:

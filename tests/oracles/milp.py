@@ -47,7 +47,7 @@ def nodes_of(tables: CostTables) -> list[list[Node]]:
     ]
 
 
-def solve(tables: CostTables, budget_bytes: int, time_limit_s: float = 6.0) -> tuple[float, float]:
+def solve(tables: CostTables, budget_bytes: int, time_limit_s: float = 120.0) -> tuple[float, float]:
     """Lower and upper bound of the least step time; both infinite if nothing fits, equal when HiGHS has its proof."""
     nodes = nodes_of(tables)
     flat = [node for layer in nodes for node in layer]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.processes.start import RankFailedError, RankUserError, run_processes
+from tests.processes.forking_agent import fork_ranks
 from tests.runtime.test_launch import ROOT, assert_gone
 
 pytestmark = pytest.mark.processes
@@ -22,7 +23,8 @@ def test_a_killed_rank_is_started_again_as_often_as_asked(tmp_path: Path) -> Non
     assert_gone(tmp_path)
 
 
-def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
     with pytest.raises(RankUserError, match="--option: found this"):
         run_processes("tests.runtime.faulty", ["mistake", str(tmp_path)], num_processes=2, restarts=1)
     assert len(list(tmp_path.glob("*.pid"))) == 2

@@ -1,7 +1,8 @@
-"""For Llama every leaf of the decision tree over 8 devices, every pipeline degree and every schedule.
+"""For Llama every leaf of the decision tree over 4 and 8 devices, every pipeline degree and every schedule.
 
-The leaves of 8 devices take turns on the layers of one-stage plans, so that each strategy meets others before and after
-it; every pipeline degree runs under every schedule, with the leaves of its stages in turn.
+The leaves take turns on the layers of one-stage plans, so that each strategy meets others before and after it. Over 4
+devices each comes with every kind of remat; over 8, which divide layers no further in kind, with one of them in turn.
+Every pipeline degree runs under every schedule, with the leaves of its stages in turn.
 """
 
 from collections.abc import Iterator
@@ -39,12 +40,18 @@ def _edge(strategy: Strategy) -> Strategy:
     return Strategy(levels=strategy.levels, sp=strategy.sp, zero=strategy.zero, remat=remat)
 
 
+def one_remat_each(strategies: list[Strategy]) -> list[Strategy]:
+    """The strategies that `leaves` lists with three kinds of remat, each with one of them in turn."""
+    return [strategy for index, strategy in enumerate(strategies) if index % 3 == index // 3 % 3]
+
+
 def _cases_of_leaves() -> Iterator[tuple[str, Case]]:
-    every = leaves(_NUM_DEVICES)
-    for first in range(0, len(every), _LAYERS):
-        blocks = every[first : first + _LAYERS]
-        chosen = [_edge(blocks[-1]), *blocks, _edge(blocks[0])]
-        yield f"leaves {first} to {first + len(blocks) - 1}", _case(", ".join(map(str, chosen)))
+    for num_devices, every in ((4, leaves(4)), (_NUM_DEVICES, one_remat_each(leaves(_NUM_DEVICES)))):
+        for first in range(0, len(every), _LAYERS):
+            blocks = every[first : first + _LAYERS]
+            chosen = [_edge(blocks[-1]), *blocks, _edge(blocks[0])]
+            name = f"leaves {first} to {first + len(blocks) - 1} of {num_devices} devices"
+            yield name, _case(", ".join(map(str, chosen)), num_devices=num_devices)
 
 
 def _cases_of_schedules() -> Iterator[tuple[str, Case]]:
@@ -60,7 +67,7 @@ def _cases_of_schedules() -> Iterator[tuple[str, Case]]:
             yield f"{degree} stages, {schedule}", _case(*stages, schedule=schedule, num_chunks=chunks)
 
 
-def _case(*stages: str, schedule: str = "1f1b", num_chunks: int = 1) -> Case:
+def _case(*stages: str, schedule: str = "1f1b", num_chunks: int = 1, num_devices: int = _NUM_DEVICES) -> Case:
     num_blocks = sum(len(stage.split(",")) for stage in stages) - 2
     microbatches = max(2, len(stages))
     plan = make_plan(
@@ -70,7 +77,7 @@ def _case(*stages: str, schedule: str = "1f1b", num_chunks: int = 1) -> Case:
         global_batch=8 * microbatches,
         seq_len=16,
         schedule=schedule,
-        num_devices=_NUM_DEVICES,
+        num_devices=num_devices,
         num_chunks=num_chunks,
     )
     return Case(plan=plan, num_steps=1)

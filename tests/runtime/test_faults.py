@@ -18,6 +18,7 @@ from steelyard.profiles.record import RunRecord
 from steelyard.runtime import launch as launching
 from steelyard.runtime.checkpoint_folder import newest_intact
 from steelyard.runtime.options import TrainOptions
+from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.test_launch import ROOT, assert_gone
 
@@ -57,6 +58,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     However it ends, it does in time, and no process is left.
     """
     monkeypatch.chdir(ROOT)
+    fork_ranks(monkeypatch, "steelyard.runtime.train")
     monkeypatch.setenv("PIDS", str(tmp_path))
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
 

@@ -19,6 +19,7 @@ from steelyard.processes.start import RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.launch import launch
 from steelyard.runtime.options import TrainOptions
+from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import CONFIGS, make_plan
 
 pytestmark = pytest.mark.processes
@@ -87,7 +88,8 @@ def test_a_run_on_two_processes_learns_and_writes_its_record(tmp_path: Path, cap
     assert printed.err == ""
 
 
-def test_a_diverging_run_says_so_and_fails(tmp_path: Path) -> None:
+def test_a_diverging_run_says_so_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch, "steelyard.runtime.train")
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 1000)
     with pytest.raises(RankFailedError, match=r"the (loss|gradient norm) is (nan|inf)") as raised:
@@ -97,7 +99,10 @@ def test_a_diverging_run_says_so_and_fails(tmp_path: Path) -> None:
     assert raised.value.failure.kind == "DivergedError"
 
 
-def test_data_that_one_rank_alone_finds_wrong_ends_the_run_with_its_message(tmp_path: Path) -> None:
+def test_data_that_one_rank_alone_finds_wrong_ends_the_run_with_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch, "steelyard.runtime.train")
     tokens = np.zeros(16 * 64 + 1, dtype=np.uint16)
     tokens[1::64] = 300
     tokens[1] = 0
@@ -113,7 +118,10 @@ def test_missing_data_is_found_before_any_process_starts(tmp_path: Path) -> None
         launch(plan_file(tmp_path, small_plan()), tmp_path / "missing", TrainOptions(steps=1))
 
 
-def test_a_wrong_world_size_is_one_message_and_exit_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_world_size_is_one_message_and_exit_code_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch, "steelyard.runtime.process")
     arguments = [str(plan_file(tmp_path, small_plan(4))), "--data", str(ROOT / "src")]
     with pytest.raises(UserError) as raised:
         run_processes("steelyard.train", arguments, num_processes=2)

@@ -1,11 +1,14 @@
-"""Llama under every leaf of 8 devices, every pipeline degree and every schedule: eight processes against one."""
+"""Llama under every leaf of 4 and 8 devices, pipeline degree and schedule: four or eight processes against one."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from steelyard.plan.parity import TOLERANCES
-from tests.runtime.leaf_cases import CASES, leaves
+from steelyard.plan.strategy import Remat
+from tests.runtime.leaf_cases import CASES, leaves, one_remat_each
 from tests.runtime.processes import run_parity
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
@@ -16,9 +19,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return run_parity("tests.runtime.leaf_cases", tmp_path_factory.mktemp("leaves") / "result.json")
 
 
-def test_every_leaf_of_eight_devices_is_in_a_plan() -> None:
-    used = {str(strategy) for case in CASES.values() for strategy in case.plan.strategies}
-    assert {str(strategy) for strategy in leaves(8)} <= used
+def strategies_used(num_devices: int) -> set[str]:
+    plans = [case.plan for case in CASES.values() if case.plan.num_devices == num_devices]
+    return {str(strategy) for plan in plans for strategy in plan.strategies}
+
+
+def test_every_leaf_of_four_devices_is_in_a_plan() -> None:
+    assert {str(strategy) for strategy in leaves(4)} <= strategies_used(4)
+
+
+def test_every_leaf_of_eight_devices_is_in_a_plan_with_some_remat_and_every_remat_comes_as_often() -> None:
+    some = one_remat_each(leaves(8))
+    assert {str(strategy) for strategy in some} <= strategies_used(8)
+    assert {str(replace(strategy, remat=Remat.NONE)) for strategy in some} == {
+        str(strategy) for strategy in leaves(8) if strategy.remat is Remat.NONE
+    }
+    counts = Counter(strategy.remat for strategy in some)
+    assert len(counts) == 3
+    assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_every_pipeline_degree_meets_every_schedule() -> None:

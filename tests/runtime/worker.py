@@ -6,6 +6,7 @@ forks. One process trains the unmodified model without a plan first; the others 
 
 import datetime
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steelyard.modules import data_parallel
+from steelyard.modules import data_parallel, replicated
+from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
 from steelyard.processes.parent import end_with_parent
@@ -32,7 +35,7 @@ from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case
 
 SEED = 1
-NUM_STEPS = 5
+NUM_STEPS = 3
 CASES_OF_A_PROCESS = 4
 
 Cases = Mapping[str, Case]
@@ -66,19 +69,18 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    right = data_parallel.replicate
+    right = data_parallel.Replica
 
-    def replicate_alone(layer: nn.Module, *, mesh: Any, mp_policy: Any) -> nn.Module:
+    def replicate_alone(layer: nn.Module, _mesh: Any, dtype: torch.dtype) -> Any:
         world = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))
-        return right(layer, mesh=world["one"], mp_policy=mp_policy)
+        return right(layer, world["one"], dtype)
+
+    def mean(tensor: torch.Tensor, **arguments: Any) -> Any:
+        return dist.all_reduce(tensor.div_(8), **arguments)
 
     patches = {
-        "no dp sum": lambda: mock.patch.object(data_parallel, "replicate", replicate_alone),
-        "mean": lambda: mock.patch.object(
-            torch.distributed.fsdp.FSDPModule,
-            "set_gradient_divide_factor",
-            lambda layer, _factor: layer._get_fsdp_state()._fsdp_param_group.__setattr__("gradient_divide_factor", 8.0),
-        ),
+        "no dp sum": lambda: mock.patch.object(data_parallel, "Replica", replicate_alone),
+        "mean": lambda: mock.patch.object(replicated, "dist", SimpleNamespace(all_reduce=mean, Work=dist.Work)),
         "same samples": lambda: mock.patch.object(parallel_model, "data_index", return_value=0),
         "untied": lambda: mock.patch.object(parallel_model, "find_tied_embedding", return_value=None),
     }
@@ -131,6 +133,7 @@ def main(result: Path, module: str = "tests.runtime.cases") -> None:
     cases: Cases = importlib.import_module(module).CASES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        import_models(cases)
         if os.waitpid(fork(write_references, folder, cases), 0)[1]:
             sys.exit("the single process failed")
         for number, batch in enumerate(_batches(cases)):
@@ -138,11 +141,18 @@ def main(result: Path, module: str = "tests.runtime.cases") -> None:
         result.write_text(json.dumps({name: json.loads((folder / f"{name}.json").read_text()) for name in cases}))
 
 
+def import_models(cases: Cases) -> None:
+    """Builds every model once, so that the forks find imported what that takes."""
+    for chain in {case.plan.chain().config_hash: case.plan.chain() for case in cases.values()}.values():
+        build_model(chain, seed=0)
+
+
 def _batches(cases: Cases) -> Iterator[Cases]:
     """A few cases at a time: process groups pile up in a process, each with its threads, and slow the later cases."""
-    items = list(cases.items())
-    for first in range(0, len(items), CASES_OF_A_PROCESS):
-        yield dict(items[first : first + CASES_OF_A_PROCESS])
+    for _, alike in itertools.groupby(cases.items(), key=lambda item: item[1].plan.num_devices):
+        items = list(alike)
+        for first in range(0, len(items), CASES_OF_A_PROCESS):
+            yield dict(items[first : first + CASES_OF_A_PROCESS])
 
 
 def run_processes(folder: Path, store: Path, cases: Cases) -> None:

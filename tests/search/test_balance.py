@@ -18,6 +18,7 @@ from tests.problems.random_tables import random_budget, random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bmw", "even", "memory-balanced"])
 def test_exact_is_never_worse(method: Partition) -> None:
     for seed in range(60):

@@ -1,4 +1,4 @@
-"""Medium problems against HiGHS: 24 layers and 12 strategies."""
+"""Medium problems against HiGHS, which proves its answer: 8 to 16 layers and 6 to 8 strategies."""
 
 from dataclasses import replace
 
@@ -13,23 +13,26 @@ from tests.problems.random_tables import random_budget, random_tables
 GIB = 1024**3
 
 
-def medium_tables(seed: int, *, num_stages: int) -> tuple[CostTables, int]:
-    """24 layers of 24 unlike kinds, where faster strategies take more memory, and a budget that binds."""
+def medium_tables(seed: int, *, num_stages: int, num_layers: int, num_strategies: int) -> tuple[CostTables, int]:
+    """Layers of unlike kinds, where faster strategies take more memory, and a budget that binds."""
     rng = np.random.default_rng(seed)
-    tables = random_tables(rng, num_layers=24, num_kinds=24, num_strategies=12, num_stages=num_stages)
-    pace = rng.uniform(0.5, 2.0, (24, 12))
-    size = rng.uniform(0.5, 1.5, (24, 1))
-    groups = rng.integers(0, 4, 12)
+    pair = (num_layers, num_strategies)
+    tables = random_tables(
+        rng, num_layers=num_layers, num_kinds=num_layers, num_strategies=num_strategies, num_stages=num_stages
+    )
+    pace = rng.uniform(0.5, 2.0, pair)
+    size = rng.uniform(0.5, 1.5, (num_layers, 1))
+    groups = rng.integers(0, 4, num_strategies)
     tables = replace(
         tables,
         num_microbatches=int(rng.integers(1, 9)),
-        layers=tuple(range(24)),
-        legal=rng.random((24, 12)) < 0.9,
+        layers=tuple(range(num_layers)),
+        legal=rng.random(pair) < 0.9,
         time_s=size * pace,
         static_bytes=(GIB * size / pace**1.5).astype(np.int64),
-        activation_bytes=(0.2 * GIB * size * rng.random((24, 12))).astype(np.int64),
-        transient_bytes=(GIB * rng.random((24, 12))).astype(np.int64),
-        switch_s=0.2 * rng.random((24, 12, 12)) * (groups[:, None] != groups[None, :]),
+        activation_bytes=(0.2 * GIB * size * rng.random(pair)).astype(np.int64),
+        transient_bytes=(GIB * rng.random(pair)).astype(np.int64),
+        switch_s=0.2 * rng.random((*pair, num_strategies)) * (groups[:, None] != groups[None, :]),
         transfer_s=0.1,
         overhead_bytes=GIB,
     )
@@ -38,15 +41,26 @@ def medium_tables(seed: int, *, num_stages: int) -> tuple[CostTables, int]:
     return tables, int(least.needed_bytes * rng.uniform(1.0, 1.6))
 
 
+def chain_tables(seed: int) -> tuple[CostTables, int]:
+    """One stage: more than 10^14 plans."""
+    return medium_tables(seed, num_stages=1, num_layers=16, num_strategies=8)
+
+
+def pipeline_tables(seed: int) -> tuple[CostTables, int]:
+    """Two or three stages: some 10^7 plans, as many as HiGHS can prove in a second or two."""
+    return medium_tables(seed, num_stages=2 + seed % 2, num_layers=8, num_strategies=6)
+
+
 def agrees(tables: CostTables, budget: int) -> None:
     result = partition_exact(tables, budget)
     low, high = milp.solve(tables, budget)
+    assert low == pytest.approx(high, rel=1e-6), "HiGHS has no proof"
     if result.solution is None:
-        assert low == high == np.inf
+        assert high == np.inf
         return
     assert result.status == "optimal"
     assert result.solution.peak_bytes <= budget
-    assert low * (1 - 1e-6) <= result.solution.step_s <= high * (1 + 1e-6)
+    assert result.solution.step_s == pytest.approx(high, rel=1e-6)
 
 
 def test_the_referee_agrees_with_exhaustive_search() -> None:
@@ -69,16 +83,16 @@ def test_the_referee_agrees_with_exhaustive_search() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_agrees_with_highs_on_one_stage(seed: int) -> None:
-    agrees(*medium_tables(seed, num_stages=1))
+    agrees(*chain_tables(seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 44))
+@pytest.mark.parametrize("seed", range(4, 24))
 def test_agrees_with_highs_on_more_chains(seed: int) -> None:
-    agrees(*medium_tables(seed, num_stages=1))
+    agrees(*chain_tables(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_agrees_with_highs_on_pipelines(seed: int) -> None:
-    agrees(*medium_tables(seed, num_stages=2 + seed % 2))
+    agrees(*pipeline_tables(seed))

@@ -1,5 +1,7 @@
 """The exact partition against exhaustive search."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,12 @@ from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
 
-@pytest.mark.parametrize("block", range(10))
+def blocks(num_quick: int, num_all: int) -> list[Any]:
+    """Numbers of blocks, of which all but the first are slow."""
+    return [pytest.param(block, marks=[pytest.mark.slow] * (block >= num_quick)) for block in range(num_all)]
+
+
+@pytest.mark.parametrize("block", blocks(3, 10))
 def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
     for seed in range(block * 60, block * 60 + 60):
         rng = np.random.default_rng(seed)
@@ -28,7 +35,7 @@ def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
             assert result.solution.step_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", blocks(1, 4))
 def test_agrees_with_exhaustive_search_where_chunks_are_interleaved(block: int) -> None:
     for seed in range(block * 60, block * 60 + 60):
         rng = np.random.default_rng(seed)

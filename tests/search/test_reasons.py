@@ -24,6 +24,7 @@ def without_dominated(tables: CostTables) -> CostTables:
     return replace(tables, legal=tables.legal & (dominators(tables) < 0))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
 def test_leaving_dominated_strategies_out_never_changes_the_optimum(seed: int) -> None:

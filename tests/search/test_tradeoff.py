@@ -10,6 +10,7 @@ from tests.problems.random_tables import random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_settings
 
 
+@pytest.mark.slow
 def test_the_memory_frontier_has_every_step_of_the_exhaustive_one() -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)

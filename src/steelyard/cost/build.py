@@ -5,11 +5,13 @@ import numpy as np
 from steelyard.cost.communication import send_recv_s
 from steelyard.cost.execution import OURS
 from steelyard.cost.fold import folded
+from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import LayerCost, layer_cost, pipeline_buffer_bytes
+from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
-from steelyard.model.chain import LayerRole
+from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.units import MIB
@@ -107,8 +109,18 @@ def transfer_s(setting: Setting, stages_apart: int = 1) -> float:
 
 
 def overhead_bytes(setting: Setting) -> int:
-    """Bytes of a device that no layer accounts for: process context, and what the pipeline keeps beside activations."""
-    return context_bytes(setting) + pipeline_buffer_bytes(setting)
+    """Bytes of a device that no layer accounts for: process context, what the pipeline keeps beside activations, and
+    what the layers of the microbatches in flight share.
+    """
+    return context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
+
+
+def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] | None = None) -> int:
+    """Positions, rotary embeddings and masks of all microbatches in flight on a stage of layers of these kinds."""
+    if setting.job.execution.states is not None:
+        return 0
+    order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
+    return order.peak_bytes([side_bytes(kinds or set(setting.job.chain.kinds), setting)] * setting.num_chunks)
 
 
 def context_bytes(setting: Setting) -> int:

@@ -9,15 +9,15 @@ and once a step: gradient all-reduce of replicated layers behind one backward pa
 communication has no stream of its own (CPU processes), exposed is $d$.
 
 Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of a parameter in compute. They describe
-FSDP2 as `steelyard.runtime` uses it, with `fully_shard` for fsdp and `replicate` where $f = 1$ (dp, tp
-alone, one device), all layers of a stage sharing one communication context:
+`steelyard.runtime`: FSDP2's `fully_shard` for fsdp, all such layers of a stage sharing one communication context, and a
+`steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone, one device):
 
 | term         | bytes        | lives                                                      |
 |--------------|--------------|------------------------------------------------------------|
 | parameters   | 4 N / f      | always (fp32 master)                                       |
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
-| optimizer    | 8 N / f      | always (two AdamW moments)                                 |
-| gathered     | q N          | f = 1 and ZeRO-2: the copy that computes, from forward to backward |
+| optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
+| gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward |
 | activations  | traced       | per microbatch in flight; what the remat choice keeps of them |
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import compute_time, launch_s, optimizer_s, work_s
 from steelyard.cost.execution import kept_state_bytes
+from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
@@ -273,21 +274,29 @@ def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, sett
     sharded = -(-layer.num_params // strategy.fsdp)
     static = {
         "parameters": MASTER_BYTES * sharded,
-        "gradients": kept_gradient_bytes(kind, layer, strategy, setting),
-        "optimizer": 2 * MASTER_BYTES * sharded,
+        "gradients": kept_gradient_bytes(layer, strategy),
+        "optimizer": 2 * MASTER_BYTES * sharded + layer.buffer_bytes,
     }
+    working = sample_bytes(kind, strategy, setting)
     if kind.role is LayerRole.EMBEDDING and strategy.fsdp > 1 and setting.num_microbatches > 1:
-        static["working set"] = MASTER_BYTES * layer.num_params
-    if keeps_copy(strategy):
-        static["gathered parameters"] = setting.job.compute_bytes * layer.num_params
+        working += MASTER_BYTES * layer.num_params
+    if working:
+        static["working set"] = working
+    if keeps_copy(strategy) and copy_bytes(layer, strategy, setting):
+        static["gathered parameters"] = copy_bytes(layer, strategy, setting)
     return static
 
 
-def kept_gradient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
-    """Gradients that a rank keeps from one microbatch to the next; a layer that is not sharded keeps them as made."""
-    if strategy.fsdp == 1 and setting.num_microbatches > 1:
-        return MASTER_BYTES * layer.num_params * gradient_copies(kind, strategy)
+def kept_gradient_bytes(layer: LayerProfile, strategy: Strategy) -> int:
+    """Gradients that a rank keeps from one microbatch to the next, and that the optimizer reads."""
     return MASTER_BYTES * -(-layer.num_params // strategy.fsdp)
+
+
+def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """All parameters as a layer computes on them, where it does not compute on those that are trained themselves."""
+    if strategy.fsdp == 1 and setting.job.compute_bytes == MASTER_BYTES:
+        return 0
+    return setting.job.compute_bytes * layer.num_params
 
 
 def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: int) -> int:
@@ -310,20 +319,25 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
-    Reduction: what a replicated layer holds beside the gradients it keeps (`_replicated_reduction_bytes`); a sharded
-    layer holds less than in its backward pass.
+    Reduction: a replicated layer holds what autograd has made beside the buffer that it goes to, which counts as kept;
+    a sharded layer holds less than in its backward pass, but for an embedding: FSDP reduces its gradients when autograd
+    has ended, which still holds them (and gloo copies what it scatters).
     """
     if setting.job.execution.states is not None:
         return _framework_transient_bytes(layer, strategy, samples)
     compute, params = setting.job.compute_bytes, layer.num_params
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
     working = held.backward_transient_bytes.at(samples)
-    copy = 0 if keeps_copy(strategy) else compute * params
+    copy = 0 if keeps_copy(strategy) else copy_bytes(layer, strategy, setting)
     buffer = compute * params if strategy.fsdp > 1 else 0
+    made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
     forward = copy + buffer + held.forward_transient_bytes.at(samples)
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
-    reduction = input_bytes + _replicated_reduction_bytes(kind, layer, strategy, setting) if strategy.fsdp == 1 else 0
+    reduction = input_bytes + made if strategy.fsdp == 1 else 0
+    if strategy.fsdp > 1 and kind.role is LayerRole.EMBEDDING:
+        scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
+        reduction = input_bytes + gradients + MASTER_BYTES * params + scratch
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 
@@ -343,16 +357,6 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> i
     return MASTER_BYTES * max(each.num_params for each in job.profile.layers if each.kind in blocks)
 
 
-def _replicated_reduction_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
-    """The buffer that the gradients of a replicated layer are copied to, beside those kept between microbatches.
-
-    With one microbatch that buffer is what counts as kept, and beside it are the gradients that autograd made.
-    """
-    if setting.num_microbatches > 1:
-        return MASTER_BYTES * layer.num_params
-    return setting.job.compute_bytes * layer.num_params * gradient_copies(kind, strategy)
-
-
 def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
     """How many times its part of the gradient a rank makes: DTensor makes that of a tp embedding whole everywhere."""
     return strategy.tp if kind.role is LayerRole.EMBEDDING else 1
@@ -367,18 +371,13 @@ def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, samples:
 def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """Gradients that one backward pass makes beside those that are kept between microbatches.
 
-    A sharded layer reduces them to a shard that is then added to the kept one. A replicated layer in fp32 keeps the
-    very gradients that autograd makes; from the second microbatch on they are added to the first, which autograd does
-    out of place for the DTensors of tp.
+    A sharded layer reduces them to a shard that is then added to the kept one. The buffer of a replicated layer, which
+    counts as kept, is made only when the first backward pass has made all gradients: in fp32 it stands for them.
     """
     made = setting.job.compute_bytes * layer.num_params
     if strategy.fsdp > 1:
         return made + (0 if setting.num_microbatches == 1 else MASTER_BYTES * layer.num_params // strategy.fsdp)
-    if setting.job.compute_bytes < MASTER_BYTES:
-        return made
-    if setting.num_microbatches == 1:
-        return 0
-    return 2 * made if strategy.tp > 1 else made
+    return 0 if setting.num_microbatches == 1 and setting.job.compute_bytes == MASTER_BYTES else made
 
 
 def _replicated_buffer_bytes(strategy: Strategy, setting: Setting) -> int:

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from steelyard.cost.build import context_bytes, slack_fraction, transfer_s
+from steelyard.cost.build import context_bytes, shared_input_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, layer_profile, pipeline_buffer_bytes
 from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.cost.stage_memory import stage_layers, stage_terms
+from steelyard.cost.stage_memory import hidden_bytes, stage_layers, stage_terms
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
-from steelyard.plan.plan import Plan, StagePrediction
+from steelyard.plan.plan import Plan, StagePlan, StagePrediction
 from steelyard.plan.strategy import Strategy
 
 
@@ -191,19 +191,20 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     """The bound of the search: what all layers hold at most, and the largest short-lived memory on top."""
     order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
     chain, strategies = setting.job.chain, plan.strategies
-    chunks = [
-        [
-            layer_bytes(chain.kind_of(layer), strategies[layer], setting)
-            for layer in range(part.first_layer, part.last_layer + 1)
-        ]
-        for part in plan.stages[stage :: plan.num_stages]
-    ]
+    parts = [_layers(part) for part in plan.chunks(stage)]
+    layers = [layer for part in parts for layer in part]
+    chunks = [[layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part] for part in parts]
     costs = [cost for chunk in chunks for cost in chunk]
     terms: Counter[str] = Counter()
     for cost in costs:
         terms.update(cost.static_bytes)
-    terms["activations"] = order.peak_bytes([sum(cost.activation_bytes for cost in chunk) for chunk in chunks])
-    terms["pipeline buffers"] = pipeline_buffer_bytes(setting) - _absent_buffer_bytes(order, stage, setting)
+    saved = [sum(cost.activation_bytes for cost in chunk) for chunk in chunks]
+    terms["activations"] = order.peak_bytes(saved)
+    terms["activations"] += shared_input_bytes(setting, stage, {chain.kind_of(layer) for layer in layers})
+    terms["pipeline buffers"] = pipeline_buffer_bytes(setting)
+    if setting.num_chunks > 1 and terms["pipeline buffers"]:
+        terms["pipeline buffers"] = _chunk_buffer_bytes(order, saved, plan, stage, setting)
+    terms["pipeline buffers"] += received_copies_bytes(plan, stage, setting)
     waiting = _waiting_reduction_bytes(plan, stage, setting)
     terms["working set"] += max(
         max(cost.transient_bytes for cost in chunk) + sum(waiting) - mine
@@ -212,6 +213,29 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     if setting.job.execution.states is not None:
         terms.update(_framework_terms(terms, costs, order.peak_bytes([1] * setting.num_chunks), plan, stage, setting))
     return dict(terms)
+
+
+def received_copies_bytes(plan: Plan, stage: int, setting: Setting) -> int:
+    """What a stage receives beyond its share where the ranks of the stage before all have a copy, and its own do not.
+
+    The working set counts such copies of the stage's own layers (`steelyard.cost.layer`), at both ends of the stage.
+    The tables of the search know no neighbours: there these bytes are missing.
+    """
+    if setting.num_stages == 1 or setting.job.execution.states is not None:
+        return 0
+    own = max(_copies_kept(plan.strategies[layer]) for part in plan.chunks(stage) for layer in _layers(part))
+    share = setting.num_microbatches * setting.activation_bytes // setting.devices_per_stage
+    before = [_copies_kept(plan.strategies[part.first_layer - 1]) for part in plan.chunks(stage) if part.first_layer]
+    return sum(max(0, copies - own) * share for copies in before)
+
+
+def _copies_kept(strategy: Strategy) -> int:
+    """How many ranks hold the same part of the activation behind a layer."""
+    return 1 if strategy.sp else strategy.tp
+
+
+def _layers(part: StagePlan) -> range:
+    return range(part.first_layer, part.last_layer + 1)
 
 
 def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[int]:
@@ -259,17 +283,30 @@ def _step_excess_bytes(terms: Mapping[str, int], plan: Plan, stage: int, setting
     return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 
 
-def _absent_buffer_bytes(order: PassOrder, stage: int, setting: Setting) -> int:
-    """What an interleaved stage has less than `pipeline_buffer_bytes` counts.
+def _chunk_buffer_bytes(order: PassOrder, activation_bytes: list[int], plan: Plan, stage: int, setting: Setting) -> int:
+    """What the pipeline keeps on an interleaved stage beside the most activations that it holds.
 
-    The first part of the model receives no activations and sends no gradients, the last one the other way round. And
-    while the most microbatches are in flight, their gradients have not been sent.
+    A buffer for every activation and gradient that arrives, and what was sent so far: torch waits for the sends only
+    when the step ends. The first part of the model receives no activations and sends no gradients, the last one the
+    other way round. What arrived for a microbatch in flight may be what the first layer saved of it.
     """
-    if setting.num_chunks == 1 or not pipeline_buffer_bytes(setting):
+    unit = setting.activation_bytes // setting.devices_per_stage
+    before = [unit * (stage > 0 or chunk > 0) for chunk in range(setting.num_chunks)]
+    behind = [unit * (stage < setting.num_stages - 1 or chunk < setting.num_chunks - 1) for chunk in range(len(before))]
+    own = [
+        num_bytes - _saved_as_received(plan, part, setting)
+        for num_bytes, part in zip(activation_bytes, plan.chunks(stage), strict=True)
+    ]
+    together = order.peak_bytes_with_kept(own, by_forward=behind, by_backward=before)
+    return setting.num_microbatches * (sum(before) + sum(behind)) + together - order.peak_bytes(activation_bytes)
+
+
+def _saved_as_received(plan: Plan, part: StagePlan, setting: Setting) -> int:
+    """Bytes of a microbatch that a part's first layer saves and that lie in the buffer in which they arrived."""
+    if part.first_layer == 0:
         return 0
-    absent = order.peak_bytes([1] * setting.num_chunks)
-    absent += 2 * setting.num_microbatches * ((stage == 0) + (stage == setting.num_stages - 1))
-    return absent * setting.activation_bytes // setting.devices_per_stage
+    before, first = plan.strategies[part.first_layer - 1], plan.strategies[part.first_layer]
+    return hidden_bytes(part.first_layer - 1, before, setting) if before.layout == first.layout else 0
 
 
 def _stage_times(part: _PartCost) -> StageTimes:

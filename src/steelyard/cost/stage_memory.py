@@ -14,25 +14,23 @@ and the bound is the largest $M$ over all passes and layers.
 | $p, o$ | 4 N / f, 8 N / f | parameters and optimizer states                                                       |
 | $g$    | 4 N / f          | gradients, of the layers $G$ that have worked backwards before                        |
 | $b$    | traced           | saved by one microbatch                                                               |
-| $k$    | q N              | the copy that computes, of layers that keep it                                        |
+| $k$    | q N              | the copy that computes, of layers that keep one                                       |
 | $u$    | see `_forward_bytes`, `_backward_bytes`, `_reduction_bytes` | what the layer needs while it works           |
 
 Not modelled: what a redistribution between two layouts takes beyond its result.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from steelyard.cost.layer import gradient_copies, held_bytes, keeps_copy, kept_gradient_bytes, layer_profile
+from steelyard.cost.inputs import sample_bytes, side_bytes
+from steelyard.cost.layer import copy_bytes, gradient_copies, held_bytes, keeps_copy, kept_gradient_bytes, layer_profile
 from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Strategy
-
-_TOKEN_BYTES = 8
+from steelyard.plan.strategy import Remat, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class LayerMemory:
     """Entries on a rank after tp, before data sharding."""
     shards: int
     copy: int
-    """All parameters in compute precision."""
+    """All parameters as the layer computes on them; 0 where those are the ones that are trained."""
     keeps_copy: bool
     kept_gradients: int
     """What is kept from one microbatch to the next."""
@@ -51,6 +49,10 @@ class LayerMemory:
     """What one backward pass makes beside the gradients that are kept."""
     scratch: int
     """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
+    reduces_last: bool = False
+    """Whether FSDP reduces the gradients when autograd has ended, which still holds the new ones: of an embedding."""
+    buffers: int = 0
+    """Tensors that are kept and not trained, and AdamW's counts of steps."""
     saved: int
     input: int
     forward: int
@@ -63,7 +65,7 @@ class LayerMemory:
 
     @property
     def reduced(self) -> int:
-        """The buffer that gradients are reduced from, and that those of a replicated layer stay in."""
+        """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
         return MASTER_BYTES * self.params
 
 
@@ -79,7 +81,7 @@ class StageLayers:
     received_is_saved: bool
     """Whether the first layer works on the very tensor that arrived."""
     token_bytes: int
-    """Token ids and labels of one microbatch."""
+    """Token ids or images, and labels, of the whole step."""
     side_bytes: int
     """What all layers read beside the hidden state."""
 
@@ -101,17 +103,16 @@ def stage_terms(stage: StageLayers, index: int, setting: Setting) -> dict[str, i
     always = Counter(
         {
             "parameters": sum(layer.shard for layer in stage.layers),
-            "optimizer": 2 * sum(layer.shard for layer in stage.layers),
+            "optimizer": sum(2 * layer.shard + layer.buffers for layer in stage.layers),
             "pipeline buffers": setting.num_microbatches * (stage.received + stage.sent),
         }
     )
-    tokens = setting.num_microbatches * stage.token_bytes
     best: Counter[str] = Counter()
     for moment in _moments(index, setting):
         for terms in _pass_terms(stage, moment):
             if terms.total() > best.total():
                 best = terms
-    always["working set"] += tokens
+    always["working set"] += stage.token_bytes
     return dict(always + best)
 
 
@@ -146,12 +147,9 @@ def _pass_terms(stage: StageLayers, moment: _Moment) -> Iterator[Counter[str]]:
     others = moment.in_flight * _in_flight_bytes(stage)
     saved_before = -stage.received if stage.received_is_saved else 0
     saved_before += stage.side_bytes
-    copies_all = sum(layer.copy for layer in layers if layer.keeps_copy)
-    copies_before = 0
+    copies = sum(layer.copy for layer in layers if layer.keeps_copy and _stays(layer, moment))
     for place, layer in enumerate(layers):
-        copies = copies_before + (layer.copy if layer.keeps_copy else 0)
-        if not moment.is_backward and moment.in_flight and moment.follows_forward:
-            copies = copies_all
+        copies += layer.copy if layer.keeps_copy and not _stays(layer, moment) else 0
         later = range(place + 1, len(layers))
         has_gradients = later if moment.is_first and moment.is_backward else range(len(layers))
         if moment.is_first and not moment.is_backward:
@@ -169,7 +167,19 @@ def _pass_terms(stage: StageLayers, moment: _Moment) -> Iterator[Counter[str]]:
             terms["working set"] = _forward_bytes(layer) + _reducing_bytes(layers, len(layers), moment)
         yield terms
         saved_before += layer.saved
-        copies_before += layer.copy if layer.keeps_copy else 0
+
+
+def _stays(layer: LayerMemory, moment: _Moment) -> bool:
+    """Whether the copy that computes lives throughout the pass, and not only once the layer has worked, or until then.
+
+    That of a sharded layer lives from its forward pass to the next backward pass, that of a replicated layer from the
+    first forward pass of a step to the last backward pass.
+    """
+    if layer.shards > 1:
+        return not moment.is_backward and moment.in_flight > 0 and moment.follows_forward
+    if moment.is_backward:
+        return not moment.is_last_backward
+    return moment.in_flight > 0 or not moment.is_first
 
 
 def _in_flight_bytes(stage: StageLayers) -> int:
@@ -201,34 +211,28 @@ def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment
 def _reducing_bytes(layers: tuple[LayerMemory, ...], first: int, moment: _Moment) -> int:
     """The buffer of the last reduction before the layers from ``first`` on, which FSDP holds until the next one.
 
-    Within a backward pass that is the nearest layer behind. Before the first layer that reduces it is the one that
-    reduced last in the backward pass before. That of a replicated layer holds its gradients, which count by themselves.
+    Within a backward pass that is the nearest sharded layer behind. Before the first layer that reduces it is the one
+    that reduced last in the backward pass before.
     """
-    for layer in layers[first:]:
-        if layer.shards > 1:
-            return layer.reduced
-        if moment.is_last_backward:
-            return 0
-    if moment.is_first:
-        return 0
+    behind = next((layer.reduced for layer in layers[first:] if layer.shards > 1), 0)
+    if behind or moment.is_first:
+        return behind
     return next((layer.reduced for layer in layers if layer.shards > 1), 0)
 
 
 def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
     """As a layer's gradients are reduced: the new ones, the buffer they are copied to, and of a sharded layer a result.
 
-    A replicated layer adds those of all microbatches up first, in fp32, and reduces them in the last backward pass,
-    where the buffer becomes the result.
+    The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
     layer = layers[place]
-    if layer.shards == 1 and not moment.is_last_backward:
-        accumulates = layer.copy < layer.reduced
-        return layer.input + layer.made_gradients + (layer.reduced if accumulates and moment.is_first else 0)
-    total = layer.input + layer.reduced
+    total = layer.input
     if layer.shards > 1:
-        total += max(layer.made_gradients, layer.scratch) + layer.shard
-    elif moment.is_first:
-        total += layer.made_gradients
+        made, scratch = layer.made_gradients, layer.scratch
+        total += layer.reduced + (made + scratch if layer.reduces_last else max(made, scratch)) + layer.shard
+    else:
+        total += layer.made_gradients + (layer.reduced if moment.is_first else 0)
+        total += _reducing_bytes(layers, place + 1, moment)
     if place and not layers[place - 1].keeps_copy:
         total += layers[place - 1].copy
     return total
@@ -244,11 +248,13 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
     return LayerMemory(
         params=layer.num_params,
         shards=strategy.fsdp,
-        copy=job.compute_bytes * layer.num_params,
+        copy=copy_bytes(layer, strategy, setting),
         keeps_copy=keeps_copy(strategy),
-        kept_gradients=kept_gradient_bytes(kind, layer, strategy, setting),
-        made_gradients=_made_gradients(layer.num_params * gradient_copies(kind, strategy), strategy, setting),
+        kept_gradients=kept_gradient_bytes(layer, strategy),
+        made_gradients=job.compute_bytes * layer.num_params * gradient_copies(kind, strategy),
         scratch=0 if job.overlaps or strategy.fsdp == 1 else MASTER_BYTES * layer.num_params,
+        reduces_last=kind.role is LayerRole.EMBEDDING,
+        buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),
         input=int(layer.input_bytes.at(samples)),
         forward=int(held.forward_transient_bytes.at(samples)),
@@ -256,54 +262,43 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
     )
 
 
-def hidden_bytes(strategy: Strategy, setting: Setting) -> int:
-    """A rank's hidden state of one microbatch after a layer of this strategy."""
-    divided = strategy.data_degree * (strategy.tp if strategy.sp else 1)
-    return setting.activation_bytes // divided
+def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
+    """A rank's share of what flows out of a layer of this strategy, for one microbatch: all streams."""
+    chain = setting.job.chain
+    sequence, width = chain.hidden_shape(layer, setting.job.seq_len)
+    samples = setting.microbatch_samples // strategy.data_degree
+    whole = samples * sequence * width * chain.kind_of(layer).num_streams * setting.job.compute_bytes
+    return whole // (strategy.tp if strategy.sp else 1)
 
 
 def stage_layers(plan: Plan, index: int, setting: Setting) -> StageLayers:
     """What stage ``index`` of a plan of single chunks consists of."""
     part, strategies, chain = plan.stages[index], plan.strategies, setting.job.chain
     places = range(part.first_layer, part.last_layer + 1)
-    is_first, is_last = index == 0, index == len(plan.stages) - 1
-    before = strategies[part.first_layer - 1] if not is_first else None
-    samples = [strategies[0].data_degree] * is_first + [strategies[-1].data_degree] * is_last
+    is_last = index == len(plan.stages) - 1
+    before = strategies[part.first_layer - 1] if index else None
     known: dict[tuple[int, Strategy], LayerMemory] = {}
     for place in places:
         key = chain.layers[place], strategies[place]
         if key not in known:
             known[key] = layer_memory(*key, setting)
+    layers = [known[chain.layers[place], strategies[place]] for place in places]
+    sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
+    layers[-1] = _without_sent(layers[-1], strategies[part.last_layer], sent)
     return StageLayers(
-        layers=tuple(known[chain.layers[place], strategies[place]] for place in places),
-        received=0 if before is None else hidden_bytes(before, setting),
-        sent=0 if is_last else hidden_bytes(strategies[part.last_layer], setting),
+        layers=tuple(layers),
+        received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
+        sent=sent,
         received_is_saved=before is not None and before.layout == strategies[part.first_layer].layout,
-        token_bytes=sum(setting.microbatch_samples // degree for degree in samples) * _sample_bytes(setting),
-        side_bytes=_side_bytes(setting),
+        token_bytes=sum(sample_bytes(chain.kind_of(place), strategies[place], setting) for place in places),
+        side_bytes=side_bytes({chain.kind_of(place) for place in places}, setting),
     )
 
 
-def _side_bytes(setting: Setting) -> int:
-    """Positions, rotary embedding and masks, which every forward pass makes for all layers."""
-    job, chain = setting.job, setting.job.chain
-    attention = {kind.attention for kind in chain.kinds if kind.role is LayerRole.BLOCK}
-    rotary = 2 * chain.layout.rotary_size * job.compute_bytes
-    total = job.seq_len * (_TOKEN_BYTES + rotary * (len(attention) if chain.family.rotary_by_attention else 1))
-    window = int(chain.config.get("sliding_window") or 0)
-    slides = "sliding_attention" in attention and 0 < window < job.seq_len
-    num_masks = int(slides) if chain.family.fused_attention else len(attention)
-    return total + num_masks * job.seq_len**2 * job.compute_bytes
+def _without_sent(layer: LayerMemory, strategy: Strategy, sent: int) -> LayerMemory:
+    """The last layer of a stage without its output and the gradient of that, which the pipeline's buffers hold.
 
-
-def _sample_bytes(setting: Setting) -> int:
-    """What one sample takes as it is read: token ids and labels, or an image."""
-    image = setting.job.chain.layout.image
-    return _TOKEN_BYTES * (setting.job.seq_len + 1) if image is None else 4 * math.prod(image) + _TOKEN_BYTES
-
-
-def _made_gradients(num_params: int, strategy: Strategy, setting: Setting) -> int:
-    """Gradients in compute precision; under tp in fp32 autograd adds the DTensors of two microbatches out of place."""
-    made = setting.job.compute_bytes * num_params
-    adds_apart = strategy.fsdp == 1 and strategy.tp > 1 and setting.num_microbatches > 1
-    return 2 * made if adds_apart and setting.job.compute_bytes == MASTER_BYTES else made
+    While full remat computes the layer again, what it works with has the gradient alone.
+    """
+    copies = 1 if strategy.remat is Remat.FULL else 2
+    return replace(layer, backward=max(0, layer.backward - copies * sent))

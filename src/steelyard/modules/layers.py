@@ -9,7 +9,7 @@ by the model's family; what all blocks share (positions, mask) is computed once 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +90,8 @@ class ChainLayer(nn.Module):
         run = family.of_kind(family.run, kind)
         assert run is not None, f"the family {family.model_type} does not say how its {kind.name} runs"
         self.run_by_family: Run = run
+        self.compute: Callable[[Flow, LayerContext], Flow] = self.run
+        """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
 
     @abstractmethod
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
@@ -98,8 +100,8 @@ class ChainLayer(nn.Module):
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's output; recomputed in backward where the strategy says so."""
         if self.remat is Remat.NONE:
-            return self.run(inputs, context)
-        return checkpoint(self.run, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
+            return self.compute(inputs, context)
+        return checkpoint(self.compute, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
 
 
 class EmbeddingLayer(ChainLayer):

@@ -16,6 +16,7 @@ from steelyard.errors import UserError
 from steelyard.processes.failure import FAILURES_VARIABLE, Failure, read_exit_codes, read_failures
 from steelyard.processes.parent import PARENT_VARIABLE
 
+_AGENT = "steelyard.processes.agent"
 _END_S = 10.0
 """Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
@@ -62,7 +63,7 @@ def run_processes(
         command = [
             sys.executable,
             "-m",
-            "steelyard.processes.agent",
+            _AGENT,
             "--standalone",
             f"--nproc-per-node={num_processes}",
         ]

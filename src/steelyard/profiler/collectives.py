@@ -1,11 +1,11 @@
 """Measures each collective over message sizes and group shapes, with the calls that the runtime's libraries make.
 
-FSDP2 issues ``all_reduce``, and ``all_gather_single`` and ``reduce_scatter_single`` on fresh buffers with copies around
-them, which are measured along (those around ``all_reduce`` count with the optimizer). A change of layout from one
-sharded dim to another is a DTensor redistribution (over gloo PyTorch gathers and cuts, which is why the redistribution
-itself is measured and not ``all_to_all_single``). The pipeline sends and receives in a batch. All groups of a shape run
-at the same time, as they do inside a stage. Calls follow each other without a barrier: a collective synchronises
-itself, and the delay of leaving a barrier would be larger than a small message.
+A replicated layer issues ``all_reduce``; FSDP2 issues ``all_gather_single`` and ``reduce_scatter_single`` on fresh
+buffers with copies around them, which are measured along. A change of layout from one sharded dim to another is a
+DTensor redistribution (over gloo PyTorch gathers and cuts, which is why the redistribution itself is measured and not
+``all_to_all_single``). The pipeline sends and receives in a batch. All groups of a shape run at the same time, as they
+do inside a stage. Calls follow each other without a barrier: a collective synchronises itself, and the delay of leaving
+a barrier would be larger than a small message.
 
 Not modelled: tensor types other than fp32 (reductions in bf16), congestion between groups of different shapes.
 """

@@ -2,10 +2,10 @@
 
 All processes run a short chain (embedding, two blocks, head) at the same time, cut at the borders of its layers: each
 layer meets the caches that its neighbours leave, and processors that are shared between processes are shared in the
-measurement. Tensor-parallel groups are real and take neighbouring ranks. Every layer is wrapped in ``replicate`` over
-a group of one rank, so that the hooks of the runtime's wrapper are in the seconds and its collectives are not.
-Gradients accumulate, as they do over the microbatches of a step. What a remat choice adds is measured with all layers
-that may take it under it at once.
+measurement. Tensor-parallel groups are real and take neighbouring ranks. Every layer is a replica over a group of one
+rank, so that what the runtime does around it is in the seconds and its collectives are not. Gradients accumulate, as
+they do over the microbatches of a step. What a remat choice adds is measured with all layers that may take it under it
+at once.
 
 The seconds of a layer are the mean over the faster half of the repetitions and over the ranks, stretched so that the
 chain takes as long as on its slowest rank, since a step waits for that one: where processes share processors, some
@@ -271,6 +271,5 @@ def _build(
     layer = build_layer(model, chain, index, Remat.NONE)
     if tp > 1:
         apply_tensor_parallel(layer, model, chain, mesh["tp"], sp=sp)
-    wrapped = replicate_over(layer, mesh["one"], precision)
-    wrapped.set_requires_gradient_sync(False)
+    replicate_over(layer, mesh["one"], precision)
     return layer

@@ -8,34 +8,29 @@ $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c -
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from steelyard.profiler.clock import fast_half_mean, over_ranks, typical_seconds
-from steelyard.profiler.layers import ShortChain, repetition_laps
+from steelyard.profiler.clock import typical_seconds
+from steelyard.profiler.layers import ShortChain
 from steelyard.units import MIB
 
 _OVERLAP_ELEMENTS = 4 * MIB
 _MATMUL_SIZE = 256
 _MOST_MATMULS = 5000
-_NUM_REDUCTIONS = 10
-_SHORT_SEQUENCE = 8
 
 
 def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     """Seconds of the end of a step per parameter of a rank, all processes at once; a collective call.
 
-    That is: the copies that the runtime's wrapper makes around the gradient reduction, clipping, AdamW, and clearing
-    the gradients. The parameters are those of a short chain, with its many small tensors.
+    That is: clipping, AdamW, and clearing the gradients. The parameters are those of a short chain, with its many small
+    tensors.
     """
     num_params = sum(_local(parameter).numel() for parameter in short.parameters())
-    return (_reduction_copy_seconds(short) + _update_seconds(short, budget_s=budget_s)) / num_params
+    return _update_seconds(short, budget_s=budget_s) / num_params
 
 
 def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:
@@ -80,24 +75,6 @@ def slowdown(compute_s: float, communication_s: float, both_s: float) -> float:
     """
     alone_s = abs(compute_s - communication_s)
     return min(max((both_s - alone_s) / min(compute_s, communication_s), 1.0), 2.0)
-
-
-def _reduction_copy_seconds(short: ShortChain) -> float:
-    """Seconds that a microbatch takes longer when the wrapper reduces gradients (over one rank: copies alone).
-
-    Taken on very short samples, where little else takes time.
-    """
-    tiny = replace(short, seq_len=_SHORT_SEQUENCE * short.tp)
-
-    def microbatch_s(*, reduce: bool) -> float:
-        for layer in tiny.layers:
-            if isinstance(layer, FSDPModule):
-                layer.set_requires_gradient_sync(reduce)
-        return sum(repetition_laps(tiny, samples=1))
-
-    pairs = [(microbatch_s(reduce=True), microbatch_s(reduce=False)) for _ in range(_NUM_REDUCTIONS)]
-    both = over_ranks([seconds for pair in pairs for seconds in pair], short.device, dist.ReduceOp.MAX)
-    return max(fast_half_mean(both[::2]) - fast_half_mean(both[1::2]), 0.0)
 
 
 def _update_seconds(short: ShortChain, *, budget_s: float) -> float:

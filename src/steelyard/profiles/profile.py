@@ -97,7 +97,8 @@ class LayerProfile(ProfilePart):
     ``num_params`` on one rank after tp, before any data sharding; ``saved_bytes`` kept for backward without remat (its
     input included); ``input_bytes`` of the activation that enters; ``forward_transient_bytes`` and
     ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved activations, parameters and their
-    gradients; ``recomputations`` has one entry per remat choice that the layer may take.
+    gradients; ``recomputations`` has one entry per remat choice that the layer may take; ``buffer_bytes`` of tensors
+    that are kept and not trained, and of the steps that AdamW counts for each parameter.
     """
 
     kind: str
@@ -113,6 +114,7 @@ class LayerProfile(ProfilePart):
     forward_transient_bytes: Affine
     backward_transient_bytes: Affine
     recomputations: tuple[Recomputation, ...]
+    buffer_bytes: int = 0
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
 

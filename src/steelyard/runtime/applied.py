@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -84,11 +83,11 @@ def applied_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: in
 def _data_parallelism(layer: ChainLayer) -> tuple[str, int, bool, bool]:
     """Mesh axis and degree of data parallelism, whether it shards, and whether it frees parameters after forward."""
     if not isinstance(layer, FSDPModule):
-        return "", 1, False, False
+        mesh = next(layer.parameters()).device_mesh
+        return mesh.mesh_dim_names[0], mesh.size(0), False, False
     group = layer._get_fsdp_state()._fsdp_param_group
     mesh = group.mesh_info.mesh
-    is_sharded = not isinstance(layer, ReplicateModule) and mesh.size() > 1
-    return mesh.mesh_dim_names[0], mesh.size(), is_sharded, group.post_forward_mesh_info is not None
+    return mesh.mesh_dim_names[0], mesh.size(), mesh.size() > 1, group.post_forward_mesh_info is not None
 
 
 def _tensor_parallelism(layer: ChainLayer, data_name: str) -> tuple[str, int]:

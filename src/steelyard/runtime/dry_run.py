@@ -186,6 +186,7 @@ def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
         storages.assign("gradients", _unsharded_gradients(model))
 
     def forward_ends(_module: nn.Module, _inputs: Any, _output: Flow) -> None:
+        storages.assign("gathered parameters", _copies(model))
         storages.assign_born_since(born, "activations")
 
     for chunk in model.chunks:
@@ -216,22 +217,30 @@ def _gradients(model: ParallelModel) -> Iterator[Tensor]:
 
 
 def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
-    """Gradients of replicated layers that earlier microbatches left, not reduced yet, and sharded ones."""
+    """Gradients of replicated layers that earlier microbatches left, not reduced yet, and those of sharded ones."""
     yield from _gradients(model)
+    for chunk in model.chunks:
+        for replica in chunk.replicas:
+            yield from replica.kept_gradients()
     for _, parameters in _fsdp_parameters(model):
         for parameter in parameters:
             unsharded = getattr(parameter, "_unsharded_param", None)
-            for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
-                if gradient is not None:
-                    yield gradient
+            if unsharded is not None and unsharded.grad is not None:
+                yield unsharded.grad
+
+
+def _copies(model: ParallelModel) -> Iterator[Tensor]:
+    """The parameters that replicated layers compute on, where they are copies."""
+    for chunk in model.chunks:
+        for replica in chunk.replicas:
+            yield from replica.copies()
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
-    """The whole parameters of each layer, with the term under which they count."""
+    """The whole parameters of each sharded layer, with the term under which they count."""
     for strategy, parameters in _fsdp_parameters(model):
-        kept = strategy.fsdp == 1 or strategy.zero == 2
         tensors = [tensor for parameter in parameters for tensor in _whole(parameter)]
-        yield "gathered parameters" if kept else "working set", tensors
+        yield "gathered parameters" if strategy.zero == 2 else "working set", tensors
 
 
 def _whole(parameter: Any) -> list[Tensor]:
@@ -240,7 +249,7 @@ def _whole(parameter: Any) -> list[Tensor]:
 
 
 def _fsdp_parameters(model: ParallelModel) -> Iterator[tuple[Strategy, list[Any]]]:
-    """FSDP's own view of the parameters of each layer of this rank."""
+    """FSDP's own view of the parameters of each sharded layer of this rank."""
     for name, layer in model.layers.items():
         if isinstance(layer, FSDPModule):
             yield model.plan.strategies[int(name)], layer._get_fsdp_state()._fsdp_param_group.fsdp_params
@@ -278,12 +287,18 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _without_modes(DeviceMesh.__init__)))
+        stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _left_as_it_is))
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
         if backend == "gloo":
             reduce_scatter = _with_scratch(dist.reduce_scatter_single)
             stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", reduce_scatter))
         yield
+
+
+def _left_as_it_is(tensor: Tensor, *_arguments: Any, **_keywords: Any) -> Tensor:
+    """The tensor, in the place of a function that fills it and looks at the numbers (those of truncated normals)."""
+    return tensor
 
 
 def _without_modes(function: Callable[..., None]) -> Callable[..., None]:

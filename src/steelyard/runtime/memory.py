@@ -75,11 +75,14 @@ class LiveStorages(TorchDispatchMode):
         """Runs the operation and follows what it returns; a DTensor's operation is seen as its local operations."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        result = self._run(func, args, kwargs or {})
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
         return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _follow(self, tensor: Tensor) -> None:
         tensor = held_tensor(tensor)

@@ -105,6 +105,9 @@ class ParallelModel:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
         with self._vocabulary_parallel_loss(), self._own_generators():
             losses = self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
+        with self.clock.working():
+            for chunk in self.chunks:
+                chunk.end_step()
         self.num_steps += 1
         if self._tied is not None:
             self._tied.sum_gradients()

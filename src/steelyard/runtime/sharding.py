@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import ModelChain
 from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.layers import ChainLayer
+from steelyard.modules.replicated import Replica
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy
@@ -19,8 +20,8 @@ def shard_layer(
     strategy: Strategy,
     mesh: PlanMesh,
     precision: Precision,
-) -> FSDPModule:
-    """The layer with its parameters sharded as ``strategy`` says, in place."""
+) -> FSDPModule | Replica:
+    """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded."""
     if strategy.tp > 1:
         apply_tensor_parallel(layer, model, chain, mesh.tensor(strategy), sp=strategy.sp)
     if strategy.fsdp > 1:

@@ -26,6 +26,7 @@ from steelyard.modules.layers import (
     build_layer,
     tensors_of,
 )
+from steelyard.modules.replicated import Replica, Replicas
 from steelyard.plan.plan import Plan, StagePlan
 from steelyard.runtime.mesh import PlanMesh, data_index
 from steelyard.runtime.sharding import shard_layer
@@ -34,9 +35,9 @@ from steelyard.runtime.sharding import shard_layer
 class LayerLoop(nn.Module):
     """The layers of a part in order, each fed in the placement that it wants.
 
-    FSDP's root: its layers then share streams, so that the parameters of the next layer are gathered while one
-    computes. It is a module of its own because `torch.distributed.pipelining` would otherwise take over when the
-    gradients of the stage are reduced.
+    FSDP's root where layers are sharded: they then share streams, so that the parameters of the next layer are gathered
+    while one computes. It is a module of its own because `torch.distributed.pipelining` would otherwise take over when
+    the gradients of the stage are reduced.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class StageModule(nn.Module):
         self,
         loop: LayerLoop,
         *,
-        reduce_late: list[FSDPModule],
+        replicas: Replicas,
         side: SideInputBuilder,
         seq_len: int,
         dtype: torch.dtype,
@@ -99,7 +100,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.loop = loop
         self.side = side
-        self._reduce_late = reduce_late
+        self.replicas = replicas
         self._seq_len = seq_len
         self.dtype = dtype
         self.num_targets: int | Tensor = num_tokens
@@ -117,8 +118,14 @@ class StageModule(nn.Module):
         """Prepares for the passes of one step; ``dropout_seed`` is a seed and the number of the step."""
         self._dropout_seed = dropout_seed
         self._forwards_done = 0
-        self._backwards_to_go = num_microbatches
-        self._set_last_backward(num_microbatches == 1)
+        self.replicas.begin_step(num_microbatches)
+        if isinstance(self.loop, FSDPModule):
+            self._backwards_to_go = num_microbatches
+            self.loop.set_is_last_backward(num_microbatches == 1)
+
+    def end_step(self) -> None:
+        """Waits for the gradients of the step, when its passes have ended."""
+        self.replicas.end_step()
 
     def forward(
         self,
@@ -137,19 +144,14 @@ class StageModule(nn.Module):
         output = self.loop(as_flow(inputs), context, (*self._dropout_seed, self._forwards_done))
         self._forwards_done += 1
         last = tensors_of(output)[0]
-        if last.requires_grad:
+        if last.requires_grad and isinstance(self.loop, FSDPModule):
             last.register_hook(self._backward_begins)
         return output
 
     def _backward_begins(self, _grad: Tensor) -> None:
         self._backwards_to_go -= 1
         if self._backwards_to_go == 0:
-            self._set_last_backward(True)
-
-    def _set_last_backward(self, is_last: bool) -> None:
-        for layer in self._reduce_late:
-            layer.set_requires_gradient_sync(is_last)
-        self.loop.set_is_last_backward(is_last)
+            self.loop.set_is_last_backward(True)
 
 
 def redistribute(
@@ -183,13 +185,13 @@ def _build_chunk(
 ) -> StageModule:
     strategies = stage_plan.strategies
     layers: dict[str, ChainLayer] = {}
-    reduce_late: list[FSDPModule] = []
+    replicas: list[Replica] = []
     for index, strategy in enumerate(strategies, start=stage_plan.first_layer):
         materialize_layer(model, chain, index, seed=seed, device=device)
         layer = build_layer(model, chain, index, strategy.remat)
         sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision)
-        if strategy.fsdp == 1:
-            reduce_late.append(sharded)
+        if isinstance(sharded, Replica):
+            replicas.append(sharded)
         layers[str(index)] = layer
     before = plan.strategies[stage_plan.first_layer - 1] if stage_plan.first_layer else strategies[0]
     loop = LayerLoop(
@@ -199,11 +201,13 @@ def _build_chunk(
         mesh=mesh.stage,
         shares=[data_index(mesh, strategy) for strategy in strategies],
     )
-    fully_shard(loop, mesh=mesh.data(strategies[0]), reshard_after_forward=True)
+    if len(replicas) < len(layers):
+        not_sharded = {parameter for each in replicas for parameter in each.parameters()}
+        fully_shard(loop, mesh=mesh.data(strategies[0]), reshard_after_forward=True, ignored_params=not_sharded)
     attention_types = {layer.attention_type for layer in layers.values() if isinstance(layer, BlockLayer)}
     return StageModule(
         loop,
-        reduce_late=reduce_late,
+        replicas=Replicas(replicas),
         side=SideInputBuilder(model, chain, build_rotary(model, chain, device), attention_types),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),

@@ -16,19 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from steelyard.errors import InvalidModelError
+from steelyard.modules.seen import Look, SeenOperations, asks_device, look
 from steelyard.profiles.profile import CollectiveKind
-from steelyard.tracer.seen import Look, SeenOperations, look
 
 aten = torch.ops.aten
 
-_DEVICE_QUERY = torch.ops.prim.device.default
 _COLLECTIVES: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -147,8 +146,8 @@ class OpCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and counts it; DTensor operations are left to unfold into local ones first."""
-        if func is _DEVICE_QUERY and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # what the fake mode would say: half of all calls ask this
+        if asks_device(func, args):
+            return args[0].fake_device  # what the fake mode would say
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}

@@ -39,12 +39,16 @@ from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
+STEP_COUNT_BYTES = 4
+"""AdamW's count of steps, which it keeps for each parameter."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What one rank does and holds for one layer at one number of samples; bytes as in `LayerProfile`."""
 
     num_params: int
+    buffer_bytes: int
     forward: OpCounts
     backward: OpCounts
     saved_bytes: int
@@ -153,6 +157,8 @@ def observation(module: nn.Module, plain: "LayerRun", selective: "LayerRun | Non
         )
     return Observation(
         num_params=sum(_local_size(parameter) for parameter in module.parameters()),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers())
+        + STEP_COUNT_BYTES * sum(1 for _ in module.parameters()),
         forward=plain.forward,
         backward=plain.backward,
         saved_bytes=plain.saved_bytes,

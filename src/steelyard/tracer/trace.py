@@ -134,6 +134,7 @@ def layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation])
         tp=tp,
         sp=sp,
         num_params=observations[0].num_params,
+        buffer_bytes=observations[0].buffer_bytes,
         forward=_work(lambda o: o.forward, observations, line),
         backward=_work(lambda o: o.backward, observations, line),
         forward_collectives=_collectives(lambda o: o.forward, observations, line),

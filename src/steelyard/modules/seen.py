@@ -30,6 +30,7 @@ _PLAIN = frozenset(
 _UNTOLD = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
 """Marks of operations whose result does not follow from how the arguments look."""
 _CPU = torch.device("cpu")
+_DEVICE_QUERY = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,11 @@ class SeenOperations(Generic[Note]):
         storages = {each.untyped_storage()._cdata for each, new in zip(outs, is_new, strict=True) if new}
         if len(storages) == sum(is_new):
             self._found[key] = Seen(results=results, container=container, note=note)
+
+
+def asks_device(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call asks a fake tensor for its ``fake_device``, as half of all calls do."""
+    return func is _DEVICE_QUERY and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation
 
 
 def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | None:

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.modules.build import build_meta_model, prepare_model
+from steelyard.modules.seen import SeenOperations, look
 from steelyard.tracer.counting import OpCounter, Operations
 from steelyard.tracer.layer import LayerSetting, fake_world, observe
-from steelyard.tracer.seen import SeenOperations, look
 from tests.runtime.family_chain import chain_of, length_of
 
 aten = torch.ops.aten

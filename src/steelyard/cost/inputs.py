@@ -1,0 +1,46 @@
+"""Bytes of what a rank reads beside the hidden state: its samples for a whole step, and what every layer shares.
+
+| bytes          | of                                                                     | lives                    |
+|----------------|------------------------------------------------------------------------|--------------------------|
+| `sample_bytes` | token ids or images on an embedding, labels on the head                | the whole step           |
+| `side_bytes`   | positions, rotary embeddings and masks, which every forward pass makes | per microbatch in flight |
+"""
+
+import math
+
+from steelyard.cost.setting import Setting
+from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.plan.strategy import Strategy
+
+_TOKEN_BYTES = 8
+_IMAGE_ENTRY_BYTES = 4
+
+
+def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int:
+    """What a rank reads for a layer of this kind in one step: ids, images or labels of all its microbatches.
+
+    Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
+    """
+    if kind.role is LayerRole.BLOCK:
+        return 0
+    samples = setting.num_microbatches * (setting.microbatch_samples // strategy.data_degree)
+    image = setting.job.chain.layout.image
+    if image is None:
+        return samples * _TOKEN_BYTES * (setting.job.seq_len + 1)
+    return samples * (_IMAGE_ENTRY_BYTES * math.prod(image) if kind.role is LayerRole.EMBEDDING else _TOKEN_BYTES)
+
+
+def side_bytes(kinds: set[LayerKind], setting: Setting) -> int:
+    """What one forward pass through layers of these kinds makes for all of them: positions, rotary, masks.
+
+    A fused kernel takes a mask of one byte an entry, and only where a window slides; step by step every kind of
+    attention takes one that is added to the scores.
+    """
+    job, chain = setting.job, setting.job.chain
+    attention = {kind.attention for kind in kinds if kind.role is LayerRole.BLOCK and chain.layout.rotary_size}
+    num_rotary = len(attention) if chain.family.rotary_by_attention else bool(attention)
+    rotary = 2 * num_rotary * chain.layout.rotary_size * job.compute_bytes
+    window = int(chain.config.get("sliding_window") or 0)
+    slides = "sliding_attention" in attention and 0 < window < job.seq_len
+    mask = int(slides) if chain.family.fused_attention else len(attention) * job.compute_bytes
+    return job.seq_len * (_TOKEN_BYTES + rotary + mask * job.seq_len)

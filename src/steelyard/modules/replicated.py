@@ -1,0 +1,250 @@
+"""Replicated data parallelism: layers whose gradients are summed over ranks once a step.
+
+FSDP2's `replicate` takes a layer for one with a shard group of one rank: it copies all parameters before each forward
+pass and runs hooks around every pass. Here a layer computes on its parameters as they are, or in bf16 on a copy that
+lives from the first forward pass of a step to the last backward pass.
+
+The optimizer sees what FSDP2 would show it: parameters and gradients in fp32, DTensors over the axis of data and, where
+there is one, that of tensors. When a backward pass has made all gradients of a layer, they are added to one buffer and
+freed. After the last pass of a step the ranks sum the buffer, while layers before it still work backwards, and its
+parts are the gradients. A rank's loss is already divided by the global number of tokens, so nothing is averaged.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, tensors_of
+
+
+class Replica:
+    """This rank's replica of a layer, made in place: while the layer computes, its parameters are the replica's own."""
+
+    def __init__(self, layer: ChainLayer, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._group = mesh.get_group() if mesh.size() > 1 else None
+        made = {id(parameter): _Parameter(parameter, mesh) for parameter in layer.parameters()}
+        self._parameters = list(made.values())
+        self._trained = [each for each in self._parameters if each.seen.requires_grad]
+        self._places = [
+            (module._parameters, name, made[id(parameter)])
+            for module in layer.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        for parameters, name, each in self._places:
+            parameters[name] = each.seen
+        self._compute, layer.compute = layer.compute, self._compute_on_own
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called when the last gradient of a step is made."""
+        self._sum: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._num_made = self._num_awaited = 0
+
+    def begin_step(self, num_backwards: int) -> None:
+        """Prepares for a step of so many backward passes."""
+        self._free_own()
+        self._num_made, self._num_awaited = 0, num_backwards * len(self._trained)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return bool(self._trained)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all gradients of the step are made."""
+        return self._num_made == self._num_awaited
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Begins to sum the gradients that were made over the ranks; those that were not count as zero."""
+        total = self._collect()
+        for each, part in zip(self._trained, self._parts(total), strict=True):
+            each.add_late(part)
+        self._free_own()
+        if self._group is not None:
+            self._work = dist.all_reduce(total, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Waits for the sums and adds them to the gradients that the optimizer sees."""
+        if self._work is not None:
+            self._work.wait()
+        assert self._sum is not None, "what is finished was reduced"
+        for each, part in zip(self._trained, self._parts(self._sum), strict=True):
+            each.add_gradient(part)
+        self._sum = self._work = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer sees."""
+        return [each.seen for each in self._parameters]
+
+    def copies(self) -> list[Tensor]:
+        """The parameters in compute precision, where the layer computes on a copy and has one now."""
+        own = [each.own.detach() for each in self._parameters if each.own is not None]
+        return own if self._dtype is not torch.float32 else []
+
+    def kept_gradients(self) -> list[Tensor]:
+        """What earlier backward passes of the step have left."""
+        late = [each.late for each in self._trained if each.late is not None]
+        return late if self._sum is None else [self._sum, *late]
+
+    def _compute_on_own(self, inputs: Flow, context: LayerContext) -> Flow:
+        cast = tuple(each.to(self._dtype) if each.is_floating_point() else each for each in tensors_of(inputs))
+        with self._own_parameters():
+            return self._compute(as_flow(cast), context)
+
+    @contextmanager
+    def _own_parameters(self) -> Iterator[None]:
+        for parameters, name, each in self._places:
+            parameters[name] = each.make_own(self._dtype, self._gradient_is_made) if each.own is None else each.own
+        try:
+            yield
+        finally:
+            for parameters, name, each in self._places:
+                parameters[name] = each.seen
+
+    def _free_own(self) -> None:
+        for each in self._parameters:
+            each.free_own()
+
+    def _gradient_is_made(self, _own: Tensor) -> None:
+        self._num_made += 1
+        if self.is_ready:
+            self.on_ready()
+        elif self._num_made % len(self._trained) == 0:
+            self._collect()
+
+    @torch.no_grad()
+    def _collect(self) -> Tensor:
+        """The buffer, with what autograd has made since the last time."""
+        found = [each.take_gradient() for each in self._trained]
+        write = torch._foreach_add_
+        if self._sum is None:
+            write = torch._foreach_copy_
+            self._sum = self._trained[0].local.new_empty(sum(each.local.numel() for each in self._trained))
+            for part, gradient in zip(self._parts(self._sum), found, strict=True):
+                if gradient is None:
+                    part.zero_()
+        parts = [part for part, gradient in zip(self._parts(self._sum), found, strict=True) if gradient is not None]
+        if parts:
+            write(parts, [gradient for gradient in found if gradient is not None])
+        return self._sum
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        parts = buffer.split([each.local.numel() for each in self._trained])
+        return [part.view_as(each.local) for part, each in zip(parts, self._trained, strict=True)]
+
+
+class Replicas:
+    """The replicas of a part of the pipeline, in the order of the chain.
+
+    All ranks reduce them in one order, from the last layer to the first, whatever order their gradients are made in.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = tuple(replica for replica in reversed(replicas) if replica.has_trained)
+        self._num_reduced = 0
+        for replica in self._replicas:
+            replica.on_ready = self._reduce_ready
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas)
+
+    def begin_step(self, num_backwards: int) -> None:
+        """Prepares for a step of so many backward passes."""
+        self._num_reduced = 0
+        for replica in self._replicas:
+            replica.begin_step(num_backwards)
+
+    def end_step(self) -> None:
+        """Gives all parameters their gradients, when the backward passes have ended."""
+        for replica in self._replicas[self._num_reduced :]:
+            replica.reduce()
+        for replica in self._replicas:
+            replica.finish()
+
+    def _reduce_ready(self) -> None:
+        while self._num_reduced < len(self._replicas) and self._replicas[self._num_reduced].is_ready:
+            self._replicas[self._num_reduced].reduce()
+            self._num_reduced += 1
+
+
+class _Parameter:
+    """A parameter as the optimizer sees it, and as the layer computes on it."""
+
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        self._size = {"shape": parameter.shape, "stride": parameter.stride()}
+        self._mesh, self._placements = mesh, (Replicate(),)
+        self._tensor_mesh: DeviceMesh | None = None
+        """The axis over which tensors are divided, if there is one."""
+        self._tensor_placements: tuple[Placement, ...] = ()
+        local = parameter.detach()
+        if isinstance(local, DTensor):
+            self._tensor_mesh, self._tensor_placements = local.device_mesh, local.placements
+            self._mesh = DeviceMesh._concatenate([mesh, local.device_mesh])
+            self._placements = (Replicate(), *local.placements)
+            local = local.to_local()
+        self.local = local.clone(memory_format=torch.contiguous_format)
+        """This rank's part, which `seen` and, in fp32, `own` show; a copy, since layers may share a parameter."""
+        self.seen = nn.Parameter(self._shown(self.local), requires_grad=parameter.requires_grad)
+        self.own: nn.Parameter | None = None
+        self.late: DTensor | None = None
+        """A gradient that the ranks that divide tensors have yet to sum, which they do once a step."""
+
+    @torch.no_grad()
+    def make_own(self, dtype: torch.dtype, on_gradient: Callable[[Tensor], None]) -> nn.Parameter:
+        """What the layer computes on."""
+        own = self.local.to(dtype)
+        if self._tensor_mesh is not None:
+            own = DTensor.from_local(own, self._tensor_mesh, self._tensor_placements, run_check=False, **self._size)
+        self.own = nn.Parameter(own, requires_grad=self.seen.requires_grad)
+        if self.seen.requires_grad:
+            self.own.register_post_accumulate_grad_hook(on_gradient)
+        return self.own
+
+    def free_own(self) -> None:
+        """Lets go of what the layer computed on.
+
+        Where that is a copy, its memory goes at once: autograd's graph would hold it until the pass has ended. Without
+        a gradient of its own a parameter may still be needed by what comes before it.
+        """
+        if self.own is not None and self.own.requires_grad and self.own.dtype != self.local.dtype:
+            own = self.own.detach()
+            (own.to_local() if isinstance(own, DTensor) else own).untyped_storage().resize_(0)
+        self.own = None
+
+    def take_gradient(self) -> Tensor | None:
+        """This rank's part of what autograd has made since the last time, if it has."""
+        if self.own is None or self.own.grad is None:
+            return None
+        gradient, self.own.grad = self.own.grad, None
+        if self._tensor_mesh is None:
+            return gradient
+        if any(placement.is_partial() for placement in gradient.placements):
+            gradient = gradient.to(self.local.dtype)
+            self.late = gradient if self.late is None else self.late + gradient
+            return None
+        return gradient.redistribute(placements=self._tensor_placements).to_local()
+
+    def add_late(self, part: Tensor) -> None:
+        """Adds what the ranks that divide tensors have yet to sum to the buffer's part."""
+        if self.late is not None:
+            part += self.late.redistribute(placements=self._tensor_placements).to_local()
+            self.late = None
+
+    @torch.no_grad()
+    def add_gradient(self, part: Tensor) -> None:
+        """Makes a part of the buffer the gradient that the optimizer sees, or adds it to one that is there."""
+        if self.seen.grad is None:
+            self.seen.grad = self._shown(part)
+        else:
+            self.seen.grad.to_local().add_(part)
+
+    def _shown(self, local: Tensor) -> DTensor:
+        return DTensor.from_local(local, self._mesh, self._placements, run_check=False, **self._size)

@@ -1,0 +1,109 @@
+"""torchrun as `steelyard.processes.agent` runs it, but its processes are forks, so that imports happen once.
+
+They take seconds of every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments, and from
+$PRELOAD the modules to import first. A fork is a process like others: it has its session, environment, output and exit
+code, and can be killed.
+"""
+
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from steelyard.processes import agent, start
+
+ROOT = Path(__file__).parents[2]
+PRELOAD = "PRELOAD"
+"""Environment variable with the names of modules."""
+
+
+def fork_ranks(patch: pytest.MonkeyPatch, *preload: str) -> None:
+    """Has `run_processes` fork its processes from one that has imported these modules."""
+    patch.chdir(ROOT)
+    patch.setattr(start, "_AGENT", __name__)
+    patch.setenv(PRELOAD, " ".join(preload))
+
+
+class Fork:
+    """What torchrun asks of a `subprocess.Popen`, for a fork that runs ``python -u SCRIPT …`` or ``-u -m MODULE …``."""
+
+    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], stdout: Any, stderr: Any) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            _become(arguments, environment, stdout, stderr)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        limit_s = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > limit_s:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+
+def _become(arguments: tuple[str, ...], environment: dict[str, str], stdout: Any, stderr: Any) -> NoReturn:
+    exit_code: Any = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        for file, descriptor in ((stdout, 1), (stderr, 2)):
+            if file is not None:
+                os.dup2(file.fileno(), descriptor)
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        os.environ.clear()
+        os.environ.update(environment)
+        _run(list(arguments[2:]))
+        exit_code = 0
+    except SystemExit as end:
+        exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _run(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def main() -> None:
+    """Runs torchrun, which forks; Python warns of torchrun's threads, whose locks no fork takes."""
+    warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+    for name in os.environ.get(PRELOAD, "").split():
+        importlib.import_module(name)
+    handler: Any = SubprocessHandler
+    handler._popen = lambda own, arguments, environment: Fork(arguments, environment, own._stdout, own._stderr)
+    agent.main()
+
+
+if __name__ == "__main__":
+    main()
