@@ -109,11 +109,11 @@ def test_a_pinned_search_finds_the_best_of_all_plans_that_obey_the_pin() -> None
 
 def _cost(tables, boundaries, strategies):  # type: ignore[no-untyped-def]
     stages = [
-        exhaustive.stage_seconds_and_bytes(tables, stage, range(a, b), strategies)
+        exhaustive.stage_seconds_and_bytes(tables, stage, range(a, b), np.array([strategies]))
         for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
     ]
-    times = [seconds for seconds, _ in stages]
-    return sum(times) + (tables.num_microbatches - 1) * max(times), max(size for _, size in stages)
+    times = [seconds.item() for seconds, _ in stages]
+    return sum(times) + (tables.num_microbatches - 1) * max(times), max(size.item() for _, size in stages)
 
 
 def test_no_pins_leave_the_tables_as_they_are() -> None:

@@ -89,32 +89,52 @@ def plan_job(
 
     Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
+
+    A plan may take more than the tables say where one stage follows another whose ranks all send a copy
+    (`steelyard.cost.predict.received_copies_bytes`). If no candidate fits for that, the search goes on within less.
     """
     settings = pipeline_settings(job, options)
-    shares_cores = bool(job.profile.busy_speeds)
-    num_rescored = len(settings) if shares_cores else max(top, NUM_RESCORED)
-    found = search(
-        (problem or make_problem(job, options)).settings,
-        usable_bytes(job),
-        num_exact=num_rescored if shares_cores else 1,
-        num_alternatives=num_rescored - 1,
-        partition=options.partition,
-        time_limit_s=options.time_limit_s,
-    )
-    if found.best is None:
-        miss = found.nearest_miss
-        return PlanningResult(
-            job=job, search=found, plan=None, cost=None, miss=miss, miss_text=_miss_text(job, found, settings)
+    num_rescored = len(settings) if job.profile.busy_speeds else max(top, NUM_RESCORED)
+    tables = (problem or make_problem(job, options)).settings
+    within_bytes, less_bytes = usable_bytes(job), 0
+    while True:
+        found = search(
+            tables,
+            within_bytes,
+            num_exact=num_rescored if job.profile.busy_speeds else 1,
+            num_alternatives=num_rescored - 1,
+            partition=options.partition,
+            time_limit_s=options.time_limit_s,
         )
-    candidates = [bare_plan(job, outcome) for outcome in found.ranked[:num_rescored]]
-    costs = [predict(plan, job) for plan in candidates]
-    best = min(range(len(costs)), key=lambda index: (not costs[index].fits, costs[index].step_time_s, index))
-    prediction = _prediction(job, found, candidates, costs, best)
+        if found.best is None:
+            miss, text = found.nearest_miss, _miss_text(job, found, settings)
+            return PlanningResult(job=job, search=found, plan=None, cost=None, miss=miss, miss_text=text)
+        candidates = [bare_plan(job, outcome) for outcome in found.ranked[:num_rescored]]
+        costs = [predict(plan, job) for plan in candidates]
+        best = min(range(len(costs)), key=lambda index: (not costs[index].fits, costs[index].step_time_s, index))
+        if costs[best].fits:
+            break
+        less_bytes = max(_excess_bytes(costs[best], job), 2 * less_bytes)
+        within_bytes = _table_bytes(found.ranked[best]) - less_bytes
+    prediction = _prediction(job, found, candidates, costs, best, spared_bytes=usable_bytes(job) - within_bytes)
     plan = candidates[best].model_copy(update={"prediction": prediction})
     return PlanningResult(job=job, search=found, plan=plan, cost=costs[best], miss=None, miss_text="")
 
 
-def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int) -> Prediction:
+def _excess_bytes(cost: PlanCost, job: Job) -> int:
+    """By how much a plan misses the budget."""
+    return max(stage.total_bytes for stage in cost.stages) - job.budget_bytes
+
+
+def _table_bytes(outcome: SettingOutcome) -> int:
+    """What a plan takes by the tables of the search."""
+    assert outcome.result.solution is not None, "ranked settings are solved"
+    return outcome.result.solution.peak_bytes
+
+
+def _prediction(
+    job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int, *, spared_bytes: int
+) -> Prediction:
     cost = costs[best]
     steps_s = [each.step_time_s for each in costs]
     alternatives = [
@@ -133,6 +153,8 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
     status = "optimal for the cost tables" if found.status == "optimal" else f"best so far, gap {found.gap:.2%}"
     if best > 0:
         status = f"fastest in simulation among the search's best {len(candidates)}; in its closed form another is"
+    if spared_bytes:
+        status += f", searched within {format_bytes(spared_bytes)} less than there is"
     return Prediction(
         step_time_s=steps_s[best],
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
