@@ -1,12 +1,12 @@
 """Is the searched plan the fastest? Measured against all uniform plans that fit, on 4 CPU processes.
 
 For two models and two memory budgets each: profile the machine once, search, and train the searched plan and every
-uniform one (same strategy for all layers, layers cut evenly) that is predicted to fit, in the same processes, step
-about. The fastest of them and the searched plan then run again, more often: the least of many noisy medians is too low.
-Regret is the searched plan's median step time in this second round over the least one, its own included; gain is that
-of the fastest uniform plan over the searched one.
+uniform one (same strategy for all layers, layers cut evenly) that is predicted to fit, each in new processes: process
+groups that earlier plans leave behind would slow it down. The fastest of them and the searched plan then run again,
+more often: the least of many noisy medians is too low. Regret is the searched plan's median step time in this second
+round over the least one, its own included; gain is that of the fastest uniform plan over the searched one.
 
-Run: python benchmarks/regret.py [--repeats N] [--models wide deep] [--profiles FOLDER]
+Run: python benchmarks/regret.py [--rounds N] [--models wide deep] [--profiles FOLDER]
 """
 
 import argparse
@@ -15,6 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.ranks import Step, on_ranks, training_step
+from benchmarks.ranks import on_ranks, training_step
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.model.chain import ModelChain
@@ -38,14 +40,16 @@ from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes
 
-PROCESSES, SEQ_LEN, GLOBAL_BATCH, VOCABULARY, WARM_UP = 4, 128, 16, 512, 1
+PROCESSES, SEQ_LEN, GLOBAL_BATCH, VOCABULARY = 4, 128, 16, 512
+WARM_UP, STEPS = 1, 4
+"""Steps of a run that are not timed, and that are."""
 SIZES = {
     "wide": {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 768},
     "deep": {"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 384},
 }
 SAMPLES, PROFILE_S = (1, 2, 4, 8, 16), 25.0
 """Samples of one rank that are timed, and about how long the profiler takes once its processes run."""
-NUM_FINALISTS, FINAL_REPEATS = 4, 4
+NUM_FINALISTS, FINAL_ROUNDS = 4, 3
 """Uniform plans that run again with the searched one, and how much more often than in the first round."""
 BUDGET_SHARES = (2.0, 0.6)
 """Budgets, as shares of what plain replication takes."""
@@ -168,19 +172,36 @@ Medians = dict[str, float]
 """Median seconds of a step, by the name of the plan."""
 
 
-def measure(steps: dict[str, Step], repeats: int) -> Medians:
-    """The median seconds that the slowest process took for a step of each plan, the repeats in turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(WARM_UP + repeats):
+def measure(plans: Mapping[str, Plan], rounds: int) -> Medians:
+    """The median seconds of a step of each plan, over rounds in which each runs in new processes."""
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds):
+        for name, plan in plans.items():
+            times[name] += step_times(plan)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def step_times(plan: Plan) -> list[float]:
+    """The seconds that the slowest of new processes took for each of a few steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "times.json"
+        on_ranks(PROCESSES, partial(time_steps, plan, path))
+        return json.loads(path.read_text())
+
+
+def time_steps(plan: Plan, path: Path) -> None:
+    """What every process does; the first one writes the seconds."""
+    step, times = training_step(plan), []
+    for repeat in range(WARM_UP + STEPS):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(repeat))
-        for name, step in steps.items():
-            dist.barrier()
-            started_s = time.perf_counter()
-            step(tokens)
-            slowest = torch.tensor(time.perf_counter() - started_s)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times[name].append(slowest.item())
-    return {name: statistics.median(each[WARM_UP:]) for name, each in times.items()}
+        dist.barrier()
+        started_s = time.perf_counter()
+        step(tokens)
+        slowest = torch.tensor(time.perf_counter() - started_s)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        times.append(slowest.item())
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(times[WARM_UP:]))
 
 
 def fastest(medians: Medians) -> list[str]:
@@ -206,27 +227,24 @@ def show(title: str, plans: dict[str, Plan], first: Medians, final: Medians) -> 
     print(f"  searched over best: {regret:.3f}; best uniform over searched: {gain:.3f}", flush=True)
 
 
-def measure_all(cases: dict[str, dict[str, Plan]], repeats: int) -> None:
-    """All cases of one model on one rank; the first prints."""
-    for title, plans in cases.items():
-        steps = {name: training_step(plan) for name, plan in plans.items()}
-        first = measure(steps, repeats)
-        finalists = [name for name in fastest(first) if name != "searched"][:NUM_FINALISTS]
-        final = measure({name: steps[name] for name in ("searched", *finalists)}, FINAL_REPEATS * repeats)
-        if dist.get_rank() == 0:
-            show(title, plans, first, final)
+def compare(title: str, plans: dict[str, Plan], rounds: int) -> None:
+    """Measures all plans of a case, then the fastest again, and prints what came out."""
+    first = measure(plans, rounds)
+    finalists = [name for name in fastest(first) if name != "searched"][:NUM_FINALISTS]
+    final = measure({name: plans[name] for name in ("searched", *finalists)}, FINAL_ROUNDS * rounds)
+    show(title, plans, first, final)
 
 
 def main() -> None:
     """Prints a block per model and budget."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1, help="how often all plans are run")
     parser.add_argument("--models", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--profiles", type=Path, help="folder to keep the machine's profiles in, and to read them from")
     arguments = parser.parse_args()
     for name in arguments.models:
-        cases = plans_of(name, arguments.profiles)
-        on_ranks(PROCESSES, lambda cases=cases: measure_all(cases, arguments.repeats))
+        for title, plans in plans_of(name, arguments.profiles).items():
+            compare(title, plans, arguments.rounds)
 
 
 if __name__ == "__main__":
