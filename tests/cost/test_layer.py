@@ -327,3 +327,12 @@ class TestFrameworks:
     def test_a_reduction_beside_compute_never_costs_more_than_one_after_it(self) -> None:
         beside, after = (Execution(states=self.STATES, overlaps_data=overlaps) for overlaps in (True, False))
         assert self.once_s(beside) <= self.once_s(after)
+
+
+def test_what_sharding_takes_beside_its_collectives_is_paid_by_sharded_layers_alone() -> None:
+    plain = job()
+    hooked = replace(plain, profile=plain.profile.model_copy(update={"sharding_s": 1.0}))
+    for text, expected in (("fsdp8", 1.0), ("fsdp8 zero2", 1.0), ("fsdp4-tp2", 1.0), ("dp8", 0.0), ("tp8", 0.0)):
+        costs = [block(text, setting(each)) for each in (plain, hooked)]
+        before_s, after_s = (sum((*cost.forward_s.values(), *cost.backward_s.values())) for cost in costs)
+        assert after_s - before_s == pytest.approx(expected), text

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_rotary, materialize_layer, prepare_model
-from steelyard.modules.data_parallel import activation_dtype, replicate_over
+from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -109,12 +109,22 @@ def build_short_chain(
     precision: Precision,
     device: torch.device,
     mesh: DeviceMesh,
+    sharded: bool = False,
 ) -> ShortChain:
-    """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``tp`` and ``sp``."""
+    """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``tp`` and ``sp``.
+
+    ``sharded`` over a group of one rank, so that FSDP2 does all but communicate, or a replica.
+    """
     picked = [layer for layer in _layers_of_each_kind(chain) if chain.kind_of(layer).name in kinds]
     model = build_meta_model(chain)
     prepare_model(model, chain)
-    layers = tuple(_build(model, chain, layer, tp, sp, precision, device, mesh) for layer in picked)
+    layers = tuple(_build(model, chain, layer, tp, sp, device, mesh) for layer in picked)
+    for layer in layers:
+        if sharded:
+            module = shard_over(layer, mesh["one"], precision, reshard_after_forward=True)
+            module.set_requires_gradient_sync(False)
+        else:
+            replicate_over(layer, mesh["one"], precision)
     attention_types = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
     return ShortChain(
         kinds=tuple(chain.kind_of(layer).name for layer in picked),
@@ -262,14 +272,12 @@ def _build(
     index: int,
     tp: int,
     sp: bool,
-    precision: Precision,
     device: torch.device,
     mesh: DeviceMesh,
 ) -> ChainLayer:
-    """One layer as the runtime builds it, replicated over a group of one rank and without gradient reduction."""
+    """One layer as the runtime builds it, before data parallelism."""
     materialize_layer(model, chain, index, seed=0, device=device)
     layer = build_layer(model, chain, index, Remat.NONE)
     if tp > 1:
         apply_tensor_parallel(layer, model, chain, mesh["tp"], sp=sp)
-    replicate_over(layer, mesh["one"], precision)
     return layer

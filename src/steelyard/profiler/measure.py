@@ -7,6 +7,7 @@ import datetime
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,12 @@ from steelyard.plan.plan import Precision
 from steelyard.profiler.clock import barrier
 from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives, num_collectives
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_layers
-from steelyard.profiler.overheads import measure_optimizer, measure_overlap_slowdown, measure_step_overhead
+from steelyard.profiler.overheads import (
+    measure_optimizer,
+    measure_overlap_slowdown,
+    measure_sharding,
+    measure_step_overhead,
+)
 from steelyard.profiler.sharing import measure_busy_speeds
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
 
@@ -89,6 +95,7 @@ def measure(
             "layers": computed.layers,
             "collectives": collectives,
             "optimizer_s_per_param": computed.optimizer_s_per_param,
+            "sharding_s": computed.sharding_s,
             "step_overhead_s": step_overhead_s,
             "busy_speeds": computed.busy_speeds,
             "reserved_over_allocated": reserved_over_allocated(device),
@@ -162,6 +169,7 @@ class _Computed:
 
     layers: tuple[LayerProfile, ...]
     optimizer_s_per_param: float
+    sharding_s: float
     busy_speeds: tuple[float, ...]
 
 
@@ -181,11 +189,13 @@ class _Run:
         settings = sorted({(layer.tp, layer.sp) for layer in layers})
         times: dict[tuple[str, int, bool], tuple[MeasuredTime, ...]] = {}
         optimizer_s_per_param: float | None = None
+        sharding_s = 0.0
         busy_speeds: tuple[float, ...] = ()
         for index, (tp, sp) in enumerate(settings):
             done = index / len(settings) * self.budget.layers_share
             self.progress(f"layers, tp {tp}{' with sp' if sp else ''} ({index + 1} of {len(settings)})", done)
-            short = build_short_chain(
+            build = partial(
+                build_short_chain,
                 self.chain,
                 [layer.kind for layer in layers if (layer.tp, layer.sp) == (tp, sp)],
                 tp=tp,
@@ -195,16 +205,23 @@ class _Run:
                 device=self.device,
                 mesh=layer_meshes(tp, self.device.type),
             )
+            short = build()
             measured = measure_layers(short, samples, budget_s=self.budget.layers_s / len(settings))
             times.update({(kind, tp, sp): found for kind, found in measured.items()})
             if optimizer_s_per_param is None:
                 optimizer_s_per_param = measure_optimizer(short, budget_s=self.budget.overheads_s / 4)
+                sharding_s = measure_sharding(short, build(sharded=True))
                 if tp == 1:
                     middle = sorted(samples)[len(samples) // 2]
                     busy_speeds = measure_busy_speeds(short, samples=middle, budget_s=self.budget.overheads_s)
         assert optimizer_s_per_param is not None
         timed = tuple(layer.model_copy(update={"times": times[layer.kind, layer.tp, layer.sp]}) for layer in layers)
-        return _Computed(layers=timed, optimizer_s_per_param=optimizer_s_per_param, busy_speeds=busy_speeds)
+        return _Computed(
+            layers=timed,
+            optimizer_s_per_param=optimizer_s_per_param,
+            sharding_s=sharding_s,
+            busy_speeds=busy_speeds,
+        )
 
     def collectives(self, sizes_bytes: Sequence[int]) -> tuple[CollectiveProfile, ...]:
         """All collectives, with a line of progress for each."""

@@ -8,19 +8,23 @@ $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c -
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from steelyard.profiler.clock import typical_seconds
-from steelyard.profiler.layers import ShortChain
+from steelyard.profiler.clock import fast_half_mean, over_ranks, typical_seconds
+from steelyard.profiler.layers import ShortChain, repetition_laps
 from steelyard.units import MIB
 
 _OVERLAP_ELEMENTS = 4 * MIB
 _MATMUL_SIZE = 256
 _MOST_MATMULS = 5000
+_NUM_PAIRS = 10
+_SHORT_SEQUENCE = 8
 
 
 def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
@@ -31,6 +35,21 @@ def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     """
     num_params = sum(_local(parameter).numel() for parameter in short.parameters())
     return _update_seconds(short, budget_s=budget_s) / num_params
+
+
+def measure_sharding(replicated: ShortChain, sharded: ShortChain) -> float:
+    """Seconds that FSDP2 takes for a layer and microbatch beside its compute and its collectives; a collective call.
+
+    The two chains have the same layers. Taken on very short samples, where little else takes time; 0 on a GPU, where
+    the host is ahead of the device.
+    """
+    if replicated.device.type == "cuda":
+        return 0.0
+    chains = [replace(chain, seq_len=_SHORT_SEQUENCE * chain.tp) for chain in (sharded, replicated)]
+    pairs = [[sum(repetition_laps(chain, samples=1)) for chain in chains] for _ in range(_NUM_PAIRS)]
+    slowest_s = over_ranks([seconds for pair in pairs for seconds in pair], replicated.device, dist.ReduceOp.MAX)
+    longer_s = fast_half_mean(slowest_s[::2]) - fast_half_mean(slowest_s[1::2])
+    return max(longer_s, 0.0) / len(replicated.layers)
 
 
 def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:

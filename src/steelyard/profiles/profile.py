@@ -250,6 +250,9 @@ class Profile(ProfilePart):
     """Measured seconds of an optimizer step per parameter of a rank; absent in a traced profile."""
     step_overhead_s: float = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
+    sharding_s: float = Field(default=0.0, ge=0)
+    """Measured seconds that FSDP2 takes for a layer and microbatch beside its compute and its collectives: hooks and
+    copies, on a CPU. On a GPU, and in a traced profile, 0: the host is ahead of the device."""
     overlap_slowdown: float = Field(default=1.3, ge=1.0)
     """How much longer compute and communication take side by side; 1.3 as in Galvatron (Miao et al. 2022)."""
     busy_speeds: tuple[float, ...] = ()
