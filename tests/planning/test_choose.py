@@ -53,4 +53,6 @@ def test_the_certificate_says_that_the_search_had_less(monkeypatch: pytest.Monke
 
 def test_if_nothing_fits_as_reported_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     report_more(monkeypatch, 2**50)
-    assert plan_job(job(), PlanOptions()).plan is None
+    found = plan_job(job(), PlanOptions())
+    assert found.plan is None
+    assert "per device, -" not in found.miss_text, "what is missing is never less than nothing"

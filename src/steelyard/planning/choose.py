@@ -107,7 +107,8 @@ def plan_job(
             time_limit_s=options.time_limit_s,
         )
         if found.best is None:
-            miss, text = found.nearest_miss, _miss_text(job, found, settings)
+            spared_bytes = usable_bytes(job) - within_bytes
+            miss, text = found.nearest_miss, _miss_text(job, found, settings, spared_bytes)
             return PlanningResult(job=job, search=found, plan=None, cost=None, miss=miss, miss_text=text)
         candidates = [bare_plan(job, outcome) for outcome in found.ranked[:num_rescored]]
         costs = [predict(plan, job) for plan in candidates]
@@ -184,11 +185,11 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
     return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
 
 
-def _miss_text(job: Job, found: SearchResult, settings: list[Setting]) -> str:
+def _miss_text(job: Job, found: SearchResult, settings: list[Setting], spared_bytes: int) -> str:
     miss, index = found.nearest_miss, found.nearest_index
     if miss is None or index is None:
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
-    needed = device_bytes(job, miss.needed_bytes)
+    needed = device_bytes(job, miss.needed_bytes + spared_bytes)
     setting = settings[index]
     stages = format_plural(setting.num_stages, "stage")
     microbatches = format_plural(setting.num_microbatches, "microbatch", "microbatches")
