@@ -1,14 +1,16 @@
 """Predicted against measured: step time and memory of plans of 2 and 4 CPU processes, and how well plans are ranked.
 
-For each number of processes the model is profiled once, every plan is priced from that profile, and all plans are then
-run one after another, each in processes of its own: process groups that earlier plans leave behind slow later ones down
-(their threads wake up all the time), by a factor of up to two after a dozen plans. The searched plan for the same job,
-without a budget that binds, is among them: its measured time over the best measured time is the regret.
+For each number of processes and in each round the model is profiled, every plan is priced from that profile, and all
+plans are then run one after another, each in processes of its own: process groups that earlier plans leave behind slow
+later ones down (their threads wake up all the time), by a factor of up to two after a dozen plans. The searched plan
+for the same job, without a budget that binds, is among them: its measured time over the best is the regret.
 
 Measured seconds of a step are the mean of the faster half of the timed steps, as the profiler takes its seconds: what
-disturbs from outside only makes a step longer. Memory is what the tensors of a process hold at most.
+disturbs from outside only makes a step longer. The machine also drifts by tens of per cent within minutes, which says
+nothing about the model of costs: predicted and measured seconds are means over the rounds, and the errors of each
+round alone stand beside. Memory is what the tensors of a process hold at most.
 
-Run: python benchmarks/prediction_accuracy.py [--steps N] [--processes 2 4] [--seq-len S] [--json OUT]
+Run: python benchmarks/prediction_accuracy.py [--rounds N] [--steps N] [--processes 2 4] [--seq-len S] [--json OUT]
 """
 
 import argparse
@@ -20,7 +22,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -177,40 +179,55 @@ def undisturbed_s(record: RunRecord) -> float:
     return sum(kept) / len(kept)
 
 
-def measure_rows(processes: int, *, seq_len: int, steps: int, budget_s: float) -> list[Row]:
-    """Profile, predict and run everything on this many processes."""
-    profile = measure_profile(processes, seq_len, budget_s)
-    cluster = f"1x{processes}xcpu"
-    job = make_job(
-        MODEL,
-        cluster,
-        global_batch=GLOBAL_BATCH,
-        seq_len=seq_len,
-        precision="fp32",
-        memory=MEMORY,
-        profile=profile,
-    )
-    named = [(name, price_plan(plan, memory=MEMORY, profile=profile)) for name, plan in named_plans(job)]
-    records = run_plans([plan for _, plan in named], processes, steps)
-    rows = []
-    for (name, plan), record in zip(named, records, strict=True):
-        assert plan.prediction is not None, f"{name} was priced"
-        peaks = [
-            (prediction.total_bytes, max(rank.peak_bytes for rank in record.ranks if rank.stage == stage))
-            for stage, prediction in enumerate(plan.prediction.stages)
-        ]
-        expected, found = min(peaks, key=lambda pair: pair[0] / pair[1])
-        rows.append(
-            Row(
-                name=name,
-                processes=processes,
-                predicted_s=plan.prediction.step_time_s,
-                measured_s=undisturbed_s(record),
-                predicted_bytes=expected,
-                measured_bytes=found,
+def measure_rounds(processes: int, options: argparse.Namespace) -> list[list[Row]]:
+    """The rows of each round on this many processes: profile, predict, run everything. The search is of the first."""
+    rounds: list[list[Row]] = []
+    plans: list[tuple[str, Plan]] = []
+    for _ in range(options.rounds):
+        profile = measure_profile(processes, options.seq_len, options.budget)
+        if not plans:
+            job = make_job(
+                MODEL,
+                f"1x{processes}xcpu",
+                global_batch=GLOBAL_BATCH,
+                seq_len=options.seq_len,
+                precision="fp32",
+                memory=MEMORY,
+                profile=profile,
             )
-        )
-    return rows
+            plans = named_plans(job)
+        named = [(name, price_plan(plan, memory=MEMORY, profile=profile)) for name, plan in plans]
+        records = run_plans([plan for _, plan in named], processes, options.steps)
+        rounds.append([row_of(name, plan, record) for (name, plan), record in zip(named, records, strict=True)])
+    return rounds
+
+
+def row_of(name: str, plan: Plan, record: RunRecord) -> Row:
+    """What was predicted of a plan beside what was found as it ran; memory is that of the tightest stage."""
+    assert plan.prediction is not None, f"{name} was priced"
+    peaks = [
+        (prediction.total_bytes, max(rank.peak_bytes for rank in record.ranks if rank.stage == stage))
+        for stage, prediction in enumerate(plan.prediction.stages)
+    ]
+    expected, found = min(peaks, key=lambda pair: pair[0] / pair[1])
+    return Row(
+        name=name,
+        processes=len(record.ranks),
+        predicted_s=plan.prediction.step_time_s,
+        measured_s=undisturbed_s(record),
+        predicted_bytes=expected,
+        measured_bytes=found,
+    )
+
+
+def mean_row(rows: Sequence[Row]) -> Row:
+    """One plan over all rounds: mean seconds, and the bytes of the round with the tightest."""
+    tightest = min(rows, key=lambda row: row.predicted_bytes / row.measured_bytes)
+    return replace(
+        tightest,
+        predicted_s=statistics.mean(row.predicted_s for row in rows),
+        measured_s=statistics.mean(row.measured_s for row in rows),
+    )
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -242,6 +259,7 @@ def show(rows: Sequence[Row]) -> None:
 def main() -> None:
     """Prints a row for each plan and the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2, help="how often all is profiled, priced and run")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], choices=sorted(CASES))
     parser.add_argument("--seq-len", type=int, default=256)
@@ -250,7 +268,12 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[Row] = []
     for processes in options.processes:
-        rows += measure_rows(processes, seq_len=options.seq_len, steps=options.steps, budget_s=options.budget)
+        rounds = measure_rounds(processes, options)
+        for number, own in enumerate(rounds, start=1):
+            errors = [abs(row.predicted_s / row.measured_s - 1) for row in own]
+            median, worst = statistics.median(errors), max(errors)
+            print(f"{processes} processes, round {number} alone: median error {median:.1%}, worst {worst:.1%}")
+        rows += [mean_row(same) for same in zip(*rounds, strict=True)]
         if options.json is not None:
             options.json.write_text(json.dumps([{name: getattr(row, name) for name in Row.__slots__} for row in rows]))
     show(rows)

@@ -41,8 +41,8 @@ from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes
 
 PROCESSES, SEQ_LEN, GLOBAL_BATCH, VOCABULARY = 4, 128, 16, 512
-WARM_UP, STEPS = 1, 4
-"""Steps of a run that are not timed, and that are."""
+WARM_UP, STEPS, FINAL_STEPS = 1, 4, 16
+"""Steps of a run that are not timed, that are in the first round, and that are in the second."""
 SIZES = {
     "wide": {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 768},
     "deep": {"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 384},
@@ -172,27 +172,27 @@ Medians = dict[str, float]
 """Median seconds of a step, by the name of the plan."""
 
 
-def measure(plans: Mapping[str, Plan], rounds: int) -> Medians:
+def measure(plans: Mapping[str, Plan], *, rounds: int, steps: int) -> Medians:
     """The median seconds of a step of each plan, over rounds in which each runs in new processes."""
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(rounds):
         for name, plan in plans.items():
-            times[name] += step_times(plan)
+            times[name] += step_times(plan, steps)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def step_times(plan: Plan) -> list[float]:
-    """The seconds that the slowest of new processes took for each of a few steps."""
+def step_times(plan: Plan, steps: int) -> list[float]:
+    """The seconds that the slowest of new processes took for each of so many steps."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
-        on_ranks(PROCESSES, partial(time_steps, plan, path))
+        on_ranks(PROCESSES, partial(time_steps, plan, steps, path))
         return json.loads(path.read_text())
 
 
-def time_steps(plan: Plan, path: Path) -> None:
+def time_steps(plan: Plan, steps: int, path: Path) -> None:
     """What every process does; the first one writes the seconds."""
     step, times = training_step(plan), []
-    for repeat in range(WARM_UP + STEPS):
+    for repeat in range(WARM_UP + steps):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(repeat))
         dist.barrier()
         started_s = time.perf_counter()
@@ -229,9 +229,10 @@ def show(title: str, plans: dict[str, Plan], first: Medians, final: Medians) -> 
 
 def compare(title: str, plans: dict[str, Plan], rounds: int) -> None:
     """Measures all plans of a case, then the fastest again, and prints what came out."""
-    first = measure(plans, rounds)
+    first = measure(plans, rounds=rounds, steps=STEPS)
     finalists = [name for name in fastest(first) if name != "searched"][:NUM_FINALISTS]
-    final = measure({name: plans[name] for name in ("searched", *finalists)}, FINAL_ROUNDS * rounds)
+    again = {name: plans[name] for name in ("searched", *finalists)}
+    final = measure(again, rounds=FINAL_ROUNDS * rounds, steps=FINAL_STEPS)
     show(title, plans, first, final)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.setting import Setting
-from steelyard.cost.stage_memory import LayerMemory, StageLayers, stage_terms
+from steelyard.cost.stage_memory import LayerMemory, PartLayers, stage_terms
 from tests.cost.examples import job, setting
 
 sizes = st.integers(0, 1000)
@@ -31,7 +31,7 @@ def layer(**changes: int | bool) -> LayerMemory:
     return LayerMemory(**(of | changes))  # type: ignore[arg-type]
 
 
-def stage(*layers: LayerMemory, **changes: int | bool) -> StageLayers:
+def stage(*layers: LayerMemory, **changes: int | bool) -> PartLayers:
     of: dict[str, int | bool] = {
         "received": 0,
         "sent": 0,
@@ -39,11 +39,11 @@ def stage(*layers: LayerMemory, **changes: int | bool) -> StageLayers:
         "token_bytes": 0,
         "side_bytes": 0,
     }
-    return StageLayers(layers=layers, **(of | changes))  # type: ignore[arg-type]
+    return PartLayers(layers=layers, **(of | changes))  # type: ignore[arg-type]
 
 
-def total(of: StageLayers, where: Setting | None = None, index: int = 0) -> int:
-    return sum(stage_terms(of, index, where or setting()).values())
+def total(of: PartLayers, where: Setting | None = None, index: int = 0) -> int:
+    return sum(stage_terms([of], index, where or setting()).values())
 
 
 @st.composite
@@ -64,9 +64,9 @@ def layers(draw: st.DrawFn) -> LayerMemory:
 
 
 def test_one_layer_holds_its_states_its_copy_what_it_saved_and_what_it_works_with() -> None:
-    terms = stage_terms(stage(layer(backward=40)), 0, setting())
+    terms = stage_terms([stage(layer(backward=40))], 0, setting())
     reduction = 10 + 20 + 40  # input gradient, new gradients, and the buffer that they are reduced in
-    assert terms["parameters"], terms["optimizer"] == (40, 80)
+    assert (terms["parameters"], terms["optimizer"]) == (40, 80)
     assert sum(terms.values()) == 40 + 80 + 20 + 100 + reduction
 
 
@@ -106,7 +106,7 @@ def test_the_copy_of_a_replicated_layer_lives_until_the_last_backward_pass(num_m
 def test_the_buffer_of_a_replicated_layer_is_its_gradients() -> None:
     works = layer(backward=5000)
     alone, after_another = (total(each, setting(num_microbatches=1)) for each in (stage(works), stage(works, layer())))
-    of_the_other = stage_terms(stage(layer()), 0, setting())
+    of_the_other = stage_terms([stage(layer())], 0, setting())
     states = of_the_other["parameters"] + of_the_other["optimizer"]
     assert after_another == alone + states + layer().kept_gradients
 
@@ -119,8 +119,8 @@ def test_gloo_copies_what_it_scatters_once_more() -> None:
 
 def test_a_stage_has_buffers_for_what_it_receives_and_sends() -> None:
     where = setting(num_stages=2, num_microbatches=4)
-    assert stage_terms(stage(layer(), sent=7), 0, where)["pipeline buffers"] == 4 * 7
-    assert stage_terms(stage(layer(), received=5), 1, where)["pipeline buffers"] == 4 * 5
+    assert stage_terms([stage(layer(), sent=7)], 0, where)["pipeline buffers"] == 4 * 7
+    assert stage_terms([stage(layer(), received=5)], 1, where)["pipeline buffers"] == 4 * 5
 
 
 def test_what_arrived_is_not_counted_again_as_saved() -> None:
@@ -132,7 +132,7 @@ def test_what_arrived_is_not_counted_again_as_saved() -> None:
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 3), ("gpipe", 8)])
 def test_microbatches_in_flight_hold_what_they_saved(schedule: str, in_flight: int) -> None:
     where = setting(num_stages=4, num_microbatches=8, schedule=schedule)  # type: ignore[arg-type]
-    terms = stage_terms(stage(layer(saved=10**6)), 1, where)
+    terms = stage_terms([stage(layer(saved=10**6))], 1, where)
     assert terms["activations"] == in_flight * 10**6
 
 
@@ -160,3 +160,46 @@ def test_a_later_stage_never_holds_more_activations(chosen: list[LayerMemory]) -
     where = setting(job(), num_stages=4, num_microbatches=8)
     held = [total(stage(*chosen), where, index) for index in range(4)]
     assert held == sorted(held, reverse=True)
+
+
+def interleaved() -> Setting:
+    return replace(setting(num_stages=2, num_microbatches=2, schedule="interleaved-1f1b"), num_chunks=2)
+
+
+def chunks(first: PartLayers, second: PartLayers) -> dict[str, int]:
+    return stage_terms([first, second], 0, interleaved())
+
+
+def test_a_chunk_that_pauses_keeps_its_microbatches_in_flight_its_copies_and_its_reduction_buffer() -> None:
+    """Stage 0 goes forward with both microbatches in chunk 0, then in chunk 1, and back in chunk 1, then in chunk 0."""
+    works = layer(forward=5000)
+    assert chunks(stage(layer(saved=700)), stage(works))["activations"] == 2 * 700 + 2 * 100
+    copies = [sum(chunks(stage(layer(copy=copy)), stage(works)).values()) for copy in (0, 300)]
+    assert copies[1] == copies[0] + 300
+    reducing = [stage(replace(layer(shards=8, keeps_copy=False), params=params)) for params in (10, 80)]
+    totals = [chunks(stage(layer(backward=5000)), each) for each in reducing]
+    assert (
+        totals[1]["working set"] - totals[0]["working set"]
+        == reducing[1].layers[0].reduced - reducing[0].layers[0].reduced
+    )
+
+
+def test_a_chunk_has_gradients_from_its_first_backward_pass_on() -> None:
+    """Found in the first backward pass of the chunk that works with much; the later one goes back before the other."""
+    works, rests = stage(layer(backward=5000)), stage(layer())
+    assert "gradients" not in chunks(rests, works)
+    assert chunks(works, rests)["gradients"] == layer().kept_gradients
+
+
+def test_what_an_interleaved_stage_sent_stays_until_the_step_ends() -> None:
+    """Found in the last backward pass: before it four activations and three gradients have been sent."""
+    terms = chunks(stage(layer(), sent=1000, received=0), stage(layer(), sent=1000, received=1000))
+    assert terms["pipeline buffers"] == 2 * 3000 + 4 * 1000 + 2 * 1000
+
+
+@given(st.lists(layers(), min_size=1, max_size=3), st.lists(layers(), min_size=1, max_size=3))
+def test_two_chunks_hold_at_least_what_each_holds_alone(first: list[LayerMemory], second: list[LayerMemory]) -> None:
+    both = sum(chunks(stage(*first), stage(*second)).values())
+    empty = stage(layer(params=0, copy=0, kept_gradients=0, made_gradients=0, saved=0, input=0, forward=0, backward=0))
+    assert both >= sum(chunks(stage(*first), empty).values())
+    assert both >= sum(chunks(empty, stage(*second)).values())

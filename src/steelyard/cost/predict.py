@@ -14,7 +14,7 @@ from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost,
 from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.cost.stage_memory import hidden_bytes, stage_layers, stage_terms
+from steelyard.cost.stage_memory import hidden_bytes, part_layers, stage_terms
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
@@ -171,8 +171,9 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     The smaller of two bounds: that of the search, and that of a walk through the passes of the stage.
     """
     tensors = _added_terms(plan, stage, setting)
-    if setting.num_chunks == 1 and setting.job.execution.states is None:
-        walked = stage_terms(stage_layers(plan, stage, setting), stage, setting)
+    if setting.job.execution.states is None:
+        places = range(stage, len(plan.stages), plan.num_stages)
+        walked = stage_terms([part_layers(plan, place, setting) for place in places], stage, setting)
         tensors = min(tensors, walked, key=lambda terms: sum(terms.values()))
     tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
     terms = tensors | {"context": context_bytes(setting)}

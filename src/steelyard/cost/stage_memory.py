@@ -7,7 +7,8 @@ other microbatches in flight
 
 $$M = \sum_j (p_j + o_j) + \sum_{j \in G} g_j + n \sum_j b_j + \sum_{j < l} (b_j + k_j) + b_l + u_l + \text{buffers}$$
 
-and the bound is the largest $M$ over all passes and layers.
+and the bound is the largest $M$ over all passes and layers. Interleaved, the other chunks of the stage add what they
+hold between their passes, and what was sent stays until the step ends.
 
 | symbol | bytes            | meaning                                                                               |
 |--------|------------------|---------------------------------------------------------------------------------------|
@@ -21,7 +22,7 @@ Not modelled: what a redistribution between two layouts takes beyond its result.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
@@ -70,14 +71,14 @@ class LayerMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageLayers:
-    """The layers of one stage with what enters and leaves it."""
+class PartLayers:
+    """The layers of one part of the pipeline, a stage or one of its chunks, with what enters and leaves it."""
 
     layers: tuple[LayerMemory, ...]
     received: int
-    """The activation of a microbatch that comes from the stage before; 0 on the first."""
+    """The activation of a microbatch that comes from the part before; 0 on the first."""
     sent: int
-    """The activation of a microbatch that goes to the next stage; 0 on the last."""
+    """The activation of a microbatch that goes to the next part; 0 on the last."""
     received_is_saved: bool
     """Whether the first layer works on the very tensor that arrived."""
     token_bytes: int
@@ -88,7 +89,7 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """The state of a stage as a pass begins: microbatches in flight beside the pass's own, and what was done before."""
+    """The state of a part as one of its passes begins: microbatches in flight beside the pass's own, what was done."""
 
     in_flight: int
     is_backward: bool
@@ -98,55 +99,115 @@ class _Moment:
     follows_forward: bool
 
 
-def stage_terms(stage: StageLayers, index: int, setting: Setting) -> dict[str, int]:
-    """The bytes of tensors by term at the moment when a rank of stage ``index`` holds most."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pause:
+    """The state of a part while another chunk of its stage works."""
+
+    in_flight: int
+    has_gradients: bool
+    is_done: bool
+    """Whether all its backward passes have ended."""
+    follows_forward: bool
+
+
+_Working = tuple[int, _Moment, tuple[_Pause, ...]]
+"""The chunk that works, its moment, and the states of all chunks of the stage, its own among them."""
+
+
+def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[str, int]:
+    """The bytes of tensors by term at the moment when a rank of stage ``index`` holds most.
+
+    ``parts`` are the stage, or its chunks in the order of the model.
+    """
+    layers = [layer for part in parts for layer in part.layers]
     always = Counter(
         {
-            "parameters": sum(layer.shard for layer in stage.layers),
-            "optimizer": sum(2 * layer.shard + layer.buffers for layer in stage.layers),
-            "pipeline buffers": setting.num_microbatches * (stage.received + stage.sent),
+            "parameters": sum(layer.shard for layer in layers),
+            "optimizer": sum(2 * layer.shard + layer.buffers for layer in layers),
+            "working set": sum(part.token_bytes for part in parts),
+            "pipeline buffers": setting.num_microbatches * sum(part.received + part.sent for part in parts),
         }
     )
     best: Counter[str] = Counter()
-    for moment in _moments(index, setting):
-        for terms in _pass_terms(stage, moment):
-            if terms.total() > best.total():
-                best = terms
-    always["working set"] += stage.token_bytes
+    for (chunk, moment, pauses), sent in _moments(parts, index, setting).items():
+        beside = Counter({"pipeline buffers": sent})
+        for place, (part, pause) in enumerate(zip(parts, pauses, strict=True)):
+            if place != chunk:
+                beside.update(_paused_terms(part, pause))
+        for terms in _pass_terms(parts[chunk], moment, keeps_sent=len(parts) > 1):
+            if (terms + beside).total() > best.total():
+                best = terms + beside
     return dict(always + best)
 
 
-def _moments(index: int, setting: Setting) -> list[_Moment]:
-    """The distinct states in which a stage begins a pass."""
-    order = pass_order(index, setting.num_stages, setting.num_microbatches, setting.schedule)
-    if setting.num_stages == 1:
-        directions = [False, True] * setting.num_microbatches
-    else:
-        directions = [bool(each) for each in order.is_backward]
-    moments: dict[_Moment, None] = {}
-    in_flight = backwards = 0
-    before = True
-    for is_backward in directions:
-        backwards += is_backward
+def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[_Working, int]:
+    """The distinct states in which a stage begins a pass, and the most bytes sent before it that are still there.
+
+    Torch waits for the sends of an interleaved schedule only when the step ends; of others nothing counts here.
+    """
+    found: dict[_Working, int] = {}
+    pauses = [_Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False) for _ in parts]
+    backwards = [0] * len(parts)
+    sent = 0
+    for chunk, is_backward in _passes(index, setting):
+        before = pauses[chunk]
+        backwards[chunk] += is_backward
+        is_last = is_backward and backwards[chunk] == setting.num_microbatches
         moment = _Moment(
-            in_flight=in_flight - is_backward,
+            in_flight=before.in_flight - is_backward,
             is_backward=is_backward,
-            is_first=backwards <= is_backward,
-            is_last_backward=is_backward and backwards == setting.num_microbatches,
-            follows_forward=not before,
+            is_first=not before.has_gradients,
+            is_last_backward=is_last,
+            follows_forward=before.follows_forward,
         )
-        moments[moment] = None
-        in_flight += -1 if is_backward else 1
-        before = is_backward
-    return list(moments)
+        working = (chunk, moment, tuple(pauses))
+        found[working] = max(found.get(working, 0), sent)
+        pauses[chunk] = _Pause(
+            in_flight=before.in_flight + (-1 if is_backward else 1),
+            has_gradients=before.has_gradients or is_backward,
+            is_done=is_last,
+            follows_forward=not is_backward,
+        )
+        if len(parts) > 1:
+            sent += parts[chunk].received if is_backward else parts[chunk].sent
+    return found
 
 
-def _pass_terms(stage: StageLayers, moment: _Moment) -> Iterator[Counter[str]]:
-    """The terms at the fullest moment of each layer in one pass, without what is always there."""
-    layers = stage.layers
-    others = moment.in_flight * _in_flight_bytes(stage)
-    saved_before = -stage.received if stage.received_is_saved else 0
-    saved_before += stage.side_bytes
+def _passes(index: int, setting: Setting) -> list[tuple[int, bool]]:
+    """The chunk and direction of every pass of a stage: backward or not."""
+    if setting.num_stages == 1:
+        return [(0, False), (0, True)] * setting.num_microbatches
+    order = pass_order(index, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
+    return [(int(chunk), bool(each)) for chunk, each in zip(order.chunk, order.is_backward, strict=True)]
+
+
+def _paused_terms(part: PartLayers, pause: _Pause) -> Counter[str]:
+    """What a chunk holds between its passes."""
+    copies = 0
+    for layer in part.layers:
+        begun = pause.in_flight > 0 or pause.has_gradients
+        stays = pause.in_flight > 0 and pause.follows_forward if layer.shards > 1 else begun and not pause.is_done
+        copies += layer.copy if layer.keeps_copy and stays else 0
+    return Counter(
+        {
+            "gradients": sum(layer.kept_gradients for layer in part.layers) if pause.has_gradients else 0,
+            "gathered parameters": copies,
+            "activations": pause.in_flight * (_in_flight_bytes(part) - part.sent),
+            "working set": _last_reduced_bytes(part.layers) if pause.has_gradients else 0,
+        }
+    )
+
+
+def _pass_terms(part: PartLayers, moment: _Moment, *, keeps_sent: bool) -> Iterator[Counter[str]]:
+    """The terms at the fullest moment of each layer in one pass, without what is always there.
+
+    ``keeps_sent`` where what the part sent counts elsewhere.
+    """
+    layers = part.layers
+    sent = 0 if keeps_sent else part.sent
+    others = moment.in_flight * (_in_flight_bytes(part) - part.sent + sent)
+    saved_before = -part.received if part.received_is_saved else 0
+    saved_before += part.side_bytes
     copies = sum(layer.copy for layer in layers if layer.keeps_copy and _stays(layer, moment))
     for place, layer in enumerate(layers):
         copies += layer.copy if layer.keeps_copy and not _stays(layer, moment) else 0
@@ -158,7 +219,7 @@ def _pass_terms(stage: StageLayers, moment: _Moment) -> Iterator[Counter[str]]:
             {
                 "gradients": sum(layers[other].kept_gradients for other in has_gradients),
                 "gathered parameters": copies,
-                "activations": others + saved_before + layer.saved + (stage.sent if moment.is_backward else 0),
+                "activations": others + saved_before + layer.saved + (sent if moment.is_backward else 0),
             }
         )
         if moment.is_backward:
@@ -182,10 +243,10 @@ def _stays(layer: LayerMemory, moment: _Moment) -> bool:
     return moment.in_flight > 0 or not moment.is_first
 
 
-def _in_flight_bytes(stage: StageLayers) -> int:
+def _in_flight_bytes(part: PartLayers) -> int:
     """What a microbatch holds between its forward and its backward pass."""
-    saved = sum(layer.saved for layer in stage.layers) + stage.side_bytes + stage.sent
-    return saved - (stage.received if stage.received_is_saved else 0)
+    saved = sum(layer.saved for layer in part.layers) + part.side_bytes + part.sent
+    return saved - (part.received if part.received_is_saved else 0)
 
 
 def _forward_bytes(layer: LayerMemory) -> int:
@@ -217,6 +278,11 @@ def _reducing_bytes(layers: tuple[LayerMemory, ...], first: int, moment: _Moment
     behind = next((layer.reduced for layer in layers[first:] if layer.shards > 1), 0)
     if behind or moment.is_first:
         return behind
+    return _last_reduced_bytes(layers)
+
+
+def _last_reduced_bytes(layers: tuple[LayerMemory, ...]) -> int:
+    """The buffer of the layer that reduces last in a backward pass."""
     return next((layer.reduced for layer in layers if layer.shards > 1), 0)
 
 
@@ -271,8 +337,8 @@ def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
     return whole // (strategy.tp if strategy.sp else 1)
 
 
-def stage_layers(plan: Plan, index: int, setting: Setting) -> StageLayers:
-    """What stage ``index`` of a plan of single chunks consists of."""
+def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
+    """What part ``index`` of a plan's pipeline consists of."""
     part, strategies, chain = plan.stages[index], plan.strategies, setting.job.chain
     places = range(part.first_layer, part.last_layer + 1)
     is_last = index == len(plan.stages) - 1
@@ -285,7 +351,7 @@ def stage_layers(plan: Plan, index: int, setting: Setting) -> StageLayers:
     layers = [known[chain.layers[place], strategies[place]] for place in places]
     sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
     layers[-1] = _without_sent(layers[-1], strategies[part.last_layer], sent)
-    return StageLayers(
+    return PartLayers(
         layers=tuple(layers),
         received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
         sent=sent,
@@ -296,7 +362,7 @@ def stage_layers(plan: Plan, index: int, setting: Setting) -> StageLayers:
 
 
 def _without_sent(layer: LayerMemory, strategy: Strategy, sent: int) -> LayerMemory:
-    """The last layer of a stage without its output and the gradient of that, which the pipeline's buffers hold.
+    """The last layer of a part without its output and the gradient of that, which the pipeline's buffers hold.
 
     While full remat computes the layer again, what it works with has the gradient alone.
     """

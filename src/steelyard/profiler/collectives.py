@@ -57,7 +57,7 @@ def measure_collectives(
     for shape, kind in wanted:
         share_s = budget_s / len(wanted) / len(sizes_bytes)
         times_s = [
-            _time_of_call(_CALLS[kind](num_bytes, meshes[shape], device), device, budget_s=share_s)
+            _time_of_call(collective_call(kind, num_bytes, meshes[shape], device), device, budget_s=share_s)
             for num_bytes in sizes_bytes
         ]
         fit = fit_latency_and_rate(sizes_bytes, times_s)
@@ -69,6 +69,13 @@ def measure_collectives(
             bytes_per_s=fit.bytes_per_s,
             max_relative_error=fit.max_relative_error,
         )
+
+
+def collective_call(
+    kind: CollectiveKind, num_bytes: int, mesh: DeviceMesh, device: torch.device
+) -> Callable[[], object]:
+    """Does one collective on a tensor of about so many bytes over the one axis of ``mesh``, each time it is called."""
+    return _CALLS[kind](num_bytes, mesh, device)
 
 
 def num_collectives(world_size: int) -> int:

@@ -113,7 +113,7 @@ def build_short_chain(
 ) -> ShortChain:
     """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``tp`` and ``sp``.
 
-    ``sharded`` over a group of one rank, so that FSDP2 does all but communicate, or a replica.
+    ``sharded`` over the axis ``data`` of ``mesh``, or a replica without others.
     """
     picked = [layer for layer in _layers_of_each_kind(chain) if chain.kind_of(layer).name in kinds]
     model = build_meta_model(chain)
@@ -121,8 +121,7 @@ def build_short_chain(
     layers = tuple(_build(model, chain, layer, tp, sp, device, mesh) for layer in picked)
     for layer in layers:
         if sharded:
-            module = shard_over(layer, mesh["one"], precision, reshard_after_forward=True)
-            module.set_requires_gradient_sync(False)
+            shard_over(layer, mesh["data"], precision, reshard_after_forward=True)
         else:
             replicate_over(layer, mesh["one"], precision)
     attention_types = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}

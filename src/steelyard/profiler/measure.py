@@ -194,6 +194,7 @@ class _Run:
         for index, (tp, sp) in enumerate(settings):
             done = index / len(settings) * self.budget.layers_share
             self.progress(f"layers, tp {tp}{' with sp' if sp else ''} ({index + 1} of {len(settings)})", done)
+            mesh = layer_meshes(tp, self.device.type)
             build = partial(
                 build_short_chain,
                 self.chain,
@@ -203,16 +204,16 @@ class _Run:
                 seq_len=self.seq_len,
                 precision=self.precision,
                 device=self.device,
-                mesh=layer_meshes(tp, self.device.type),
+                mesh=mesh,
             )
             short = build()
             measured = measure_layers(short, samples, budget_s=self.budget.layers_s / len(settings))
             times.update({(kind, tp, sp): found for kind, found in measured.items()})
             if optimizer_s_per_param is None:
                 optimizer_s_per_param = measure_optimizer(short, budget_s=self.budget.overheads_s / 4)
-                sharding_s = measure_sharding(short, build(sharded=True))
+                middle = sorted(samples)[len(samples) // 2]
+                sharding_s = measure_sharding(short, build(sharded=True), mesh["data"], samples=middle)
                 if tp == 1:
-                    middle = sorted(samples)[len(samples) // 2]
                     busy_speeds = measure_busy_speeds(short, samples=middle, budget_s=self.budget.overheads_s)
         assert optimizer_s_per_param is not None
         timed = tuple(layer.model_copy(update={"times": times[layer.kind, layer.tp, layer.sp]}) for layer in layers)

@@ -8,23 +8,25 @@ $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c -
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
 
-from dataclasses import replace
+import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from steelyard.profiler.clock import fast_half_mean, over_ranks, typical_seconds
+from steelyard.profiler.clock import barrier, fast_half_mean, over_ranks, typical_seconds
+from steelyard.profiler.collectives import collective_call
 from steelyard.profiler.layers import ShortChain, repetition_laps
 from steelyard.units import MIB
 
 _OVERLAP_ELEMENTS = 4 * MIB
 _MATMUL_SIZE = 256
 _MOST_MATMULS = 5000
-_NUM_PAIRS = 10
-_SHORT_SEQUENCE = 8
+_NUM_ROWS = 8
+_REDUCED_BYTES = 4
 
 
 def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
@@ -37,19 +39,43 @@ def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     return _update_seconds(short, budget_s=budget_s) / num_params
 
 
-def measure_sharding(replicated: ShortChain, sharded: ShortChain) -> float:
-    """Seconds that FSDP2 takes for a layer and microbatch beside its compute and its collectives; a collective call.
+def measure_sharding(replicated: ShortChain, sharded: ShortChain, mesh: DeviceMesh, *, samples: int) -> float:
+    """Seconds that sharding a layer adds to a microbatch beside its collectives alone; a collective call.
 
-    The two chains have the same layers. Taken on very short samples, where little else takes time; 0 on a GPU, where
+    That is: what FSDP2 does around them, and what processes that share cores lose where each layer waits for all of
+    them. The two chains have the same layers; ``sharded`` is sharded over the one axis of ``mesh``. 0 on a GPU, where
     the host is ahead of the device.
     """
-    if replicated.device.type == "cuda":
+    if replicated.device.type == "cuda" or mesh.size() == 1:
         return 0.0
-    chains = [replace(chain, seq_len=_SHORT_SEQUENCE * chain.tp) for chain in (sharded, replicated)]
-    pairs = [[sum(repetition_laps(chain, samples=1)) for chain in chains] for _ in range(_NUM_PAIRS)]
-    slowest_s = over_ranks([seconds for pair in pairs for seconds in pair], replicated.device, dist.ReduceOp.MAX)
-    longer_s = fast_half_mean(slowest_s[::2]) - fast_half_mean(slowest_s[1::2])
-    return max(longer_s, 0.0) / len(replicated.layers)
+    gathered_bytes = sharded.dtype.itemsize
+    calls = [
+        call
+        for num_params in map(_num_params, sharded.layers)
+        for call in (
+            *(collective_call("all_gather", gathered_bytes * num_params, mesh, replicated.device),) * 2,
+            collective_call("reduce_scatter", _REDUCED_BYTES * num_params, mesh, replicated.device),
+        )
+    ]
+
+    def bare_s() -> float:
+        barrier(replicated.device)
+        started_s = time.perf_counter()
+        for call in calls:
+            call()
+        return time.perf_counter() - started_s
+
+    def row() -> list[float]:
+        return [*(sum(repetition_laps(chain, samples)) for chain in (sharded, replicated)), bare_s()]
+
+    rows = [row() for _ in range(_NUM_ROWS + 1)][1:]
+    slowest_s = over_ranks([seconds for row in rows for seconds in row], replicated.device, dist.ReduceOp.MAX)
+    sharded_s, replicated_s, collectives_s = (fast_half_mean(slowest_s[column::3]) for column in range(3))
+    return max(sharded_s - replicated_s - collectives_s, 0.0) / len(replicated.layers)
+
+
+def _num_params(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())
 
 
 def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:

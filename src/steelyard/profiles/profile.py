@@ -251,8 +251,8 @@ class Profile(ProfilePart):
     step_overhead_s: float = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
     sharding_s: float = Field(default=0.0, ge=0)
-    """Measured seconds that FSDP2 takes for a layer and microbatch beside its compute and its collectives: hooks and
-    copies, on a CPU. On a GPU, and in a traced profile, 0: the host is ahead of the device."""
+    """Measured seconds that sharding a layer adds to a microbatch beside its collectives alone, on a CPU: hooks,
+    copies, and processes that wait for each other at every layer. On a GPU, and in a traced profile, 0."""
     overlap_slowdown: float = Field(default=1.3, ge=1.0)
     """How much longer compute and communication take side by side; 1.3 as in Galvatron (Miao et al. 2022)."""
     busy_speeds: tuple[float, ...] = ()
