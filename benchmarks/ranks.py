@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
-from steelyard.runtime.optimizer import LocalAdamW
 from steelyard.runtime.parallel_model import parallelize_plan
 
 Step = Callable[[torch.Tensor], None]

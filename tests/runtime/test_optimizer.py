@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.runtime.optimizer import LEAST_LR_SHARE, LocalAdamW, learning_rate, make_adamw
+from steelyard.modules.updates import LocalAdamW
+from steelyard.runtime.optimizer import LEAST_LR_SHARE, learning_rate, make_adamw
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import parallelize_plan
 from tests.runtime.models import CONFIGS, make_plan

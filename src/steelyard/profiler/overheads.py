@@ -12,11 +12,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 
+from steelyard.modules.updates import LocalAdamW, add_square_norms, clip_to_norm, local_part
 from steelyard.profiler.clock import barrier, fast_half_mean, over_ranks, typical_seconds
 from steelyard.profiler.collectives import collective_call
 from steelyard.profiler.layers import ShortChain, repetition_laps
@@ -35,7 +34,7 @@ def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     That is: clipping, AdamW, and clearing the gradients. The parameters are those of a short chain, with its many small
     tensors.
     """
-    num_params = sum(_local(parameter).numel() for parameter in short.parameters())
+    num_params = sum(local_part(parameter).numel() for parameter in short.parameters())
     return _update_seconds(short, budget_s=budget_s) / num_params
 
 
@@ -124,29 +123,19 @@ def slowdown(compute_s: float, communication_s: float, both_s: float) -> float:
 
 def _update_seconds(short: ShortChain, *, budget_s: float) -> float:
     parameters = short.parameters()
-    optimizer = AdamW(parameters, lr=1e-6)
+    optimizer = LocalAdamW(parameters, lr=1e-6)
 
     def fill_gradients() -> None:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
 
     def update() -> None:
-        _clip(parameters)
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        square = torch.zeros((), device=short.device)
+        with torch.no_grad():
+            add_square_norms(square, gradients, [1] * len(gradients))
+            clip_to_norm(gradients, square.sqrt(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     return typical_seconds(update, short.device, budget_s=budget_s, prepare=fill_gradients)
-
-
-@torch.no_grad()
-def _clip(parameters: list[nn.Parameter]) -> None:
-    """Norm and scaling of all gradients, without the reduction over ranks."""
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    square = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
-    scale = (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,6 +22,7 @@ from steelyard.model.family import Task
 from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
+from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.runtime.checks import check_same_model, check_world_size
@@ -123,7 +124,7 @@ class ParallelModel:
 
     def num_local_params(self) -> int:
         """Entries of this rank's shards of the parameters."""
-        return sum(_local(parameter).numel() for parameter in self.parameters())
+        return sum(local_part(parameter).numel() for parameter in self.parameters())
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
         """One optimizer per mesh and placement among the parameters: fused updates do not mix meshes."""
@@ -142,17 +143,15 @@ class ParallelModel:
             for parameter in layer.parameters():
                 if parameter.grad is None:
                     continue
-                gradients.append(_local(parameter.grad))
+                gradients.append(local_part(parameter.grad))
                 if self._tied is None or not self._tied.is_copy(parameter):
                     counted.append(gradients[-1])
                     copies.append(_copies(parameter, strategy))
         square = torch.zeros((), device=self.device)
-        if counted:
-            norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
-            square += (norms.square() / torch.tensor(copies, device=self.device)).sum()
+        add_square_norms(square, counted, copies)
         dist.all_reduce(square)
         norm = square.sqrt()
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        clip_to_norm(gradients, norm, max_norm)
         return norm
 
     def _samples(self, strategy: Strategy) -> list[int]:
@@ -302,7 +301,3 @@ def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
     mesh = parameter.device_mesh
     shards = prod(mesh.size(axis) for axis, place in enumerate(parameter.placements) if not place.is_replicate())
     return strategy.num_devices // shards
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

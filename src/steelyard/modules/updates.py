@@ -1,0 +1,45 @@
+"""The end of a step on one rank: the norm of its gradients, clipping, and AdamW."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+
+class LocalAdamW(AdamW):
+    """AdamW that updates each rank's part of its parameters directly, all in one fused operation.
+
+    The update of an entry needs no other entry, so DTensor's dispatch has nothing to decide, and it costs more than the
+    update itself: 50 parameters of 300 × 300 took 1.25 s of CPU a step as DTensors, and 0.12 to 0.21 s in fused
+    operations. The states stay DTensors.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+
+    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
+        """Collects parameters, gradients and states as `torch.optim.AdamW` does, and takes this rank's part of each."""
+        has_complex = super()._init_group(group, *found)
+        for tensors in found:
+            tensors[:] = [local_part(tensor) for tensor in tensors]
+        return has_complex
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, all of it if it is not distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_square_norms(square: Tensor, gradients: Sequence[Tensor], copies: Sequence[int]) -> None:
+    """Adds to the scalar ``square`` the squared fp32 norm of each gradient, divided by how many ranks hold it."""
+    if gradients:
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+        square += (norms.square() / torch.tensor(copies, device=square.device)).sum()
+
+
+def clip_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales gradients, of which and of others ``norm`` is the norm, so that it is at most ``max_norm``."""
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
