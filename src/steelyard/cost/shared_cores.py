@@ -12,8 +12,11 @@ and hardly for its bubbles: the cores have other stages to work for.
 |--------|------------|----------------------------------------------------------------------------------|
 | $s_k$  | `speeds`   | speed of a stage while k compute, over that while all do; measured by the profiler |
 
+A transfer between two stages is work of both, for as long as it takes: copies through the host's network stack, after
+the sender's pass and before the receiver's.
+
 Processor sharing as in Kleinrock 1976 (Queueing Systems II, section 4.4), with measured speeds in place of $P/k$.
-Not modelled: that a transfer takes a core as well; that passes which share a cache slow each other down unequally.
+Not modelled: that passes which share a cache slow each other down unequally.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,11 +33,9 @@ def play_on_shared_cores(
     wiring: Wiring,
     num_microbatches: int,
     speeds: Sequence[float],
-    *,
-    overlap_sends: bool,
 ) -> None:
     """Fills in the times of every run; ``speeds`` has one entry for each number of stages that compute at once."""
-    play = _Play(runs, wiring, num_microbatches, overlap_sends=overlap_sends)
+    play = _Play(runs, wiring, num_microbatches)
     while any(play.is_unfinished(stage) for stage in range(len(runs))):
         for stage in play.waiting():
             play.begin_if_ready(stage)
@@ -44,18 +45,17 @@ def play_on_shared_cores(
 class _Play:
     """The state of all stages at one moment, ``now_s``."""
 
-    def __init__(self, runs: Sequence[StageRun], wiring: Wiring, num_microbatches: int, *, overlap_sends: bool) -> None:
+    def __init__(self, runs: Sequence[StageRun], wiring: Wiring, num_microbatches: int) -> None:
         self.now_s = 0.0
         self._runs = runs
         self._wiring = wiring
         self._count = num_microbatches
-        self._overlap_sends = overlap_sends
+        self._work_s = _with_transfers(wiring)
         parts = wiring.num_parts
         self._arrival_s = [_NEVER] * (3 * parts * num_microbatches)
         self._arrival_s[:num_microbatches] = [0.0] * num_microbatches
         self._arrival_s[2 * parts * num_microbatches :] = [0.0] * (parts * num_microbatches)
         self._free_s = [0.0] * len(runs)
-        self._link_free_s = [0.0] * len(runs) ** 2
         self._left_s: dict[int, float] = {}
 
     def is_unfinished(self, stage: int) -> bool:
@@ -73,7 +73,7 @@ class _Play:
         if self._ready_s(stage) <= self.now_s:
             run = self._runs[stage]
             run.starts_s.append(self.now_s)
-            self._left_s[stage] = self._wiring.duration_s[run.codes[len(run.ends_s)] // self._count]
+            self._left_s[stage] = self._work_s[run.codes[len(run.ends_s)] // self._count]
 
     def advance(self, speeds: Sequence[float]) -> None:
         """Goes on to the next moment at which a pass ends or an input arrives."""
@@ -88,7 +88,7 @@ class _Play:
         self.now_s = next_s
         for stage, left_s in list(self._left_s.items()):
             run = self._runs[stage]
-            whole_s = self._wiring.duration_s[run.codes[len(run.ends_s)] // self._count]
+            whole_s = self._work_s[run.codes[len(run.ends_s)] // self._count]
             self._left_s[stage] = left_s - done_s
             if self._left_s[stage] <= _LEAST_SHARE * whole_s:
                 del self._left_s[stage]
@@ -103,12 +103,18 @@ class _Play:
         run, wiring = self._runs[stage], self._wiring
         group, microbatch = divmod(run.codes[len(run.ends_s)], self._count)
         run.ends_s.append(self.now_s)
-        sent_s = self.now_s
+        run.sent_s.append(self.now_s)
         if wiring.consumer[group] >= 0:
-            if wiring.transfer_s[group]:
-                link = wiring.link[group]
-                sent_s = max(self._link_free_s[link], self.now_s) + wiring.transfer_s[group]
-                self._link_free_s[link] = sent_s
-            self._arrival_s[wiring.consumer[group] * self._count + microbatch] = sent_s + wiring.latency_s[group]
-        run.sent_s.append(sent_s)
-        self._free_s[stage] = self.now_s if self._overlap_sends else sent_s
+            self._arrival_s[wiring.consumer[group] * self._count + microbatch] = self.now_s
+        self._free_s[stage] = self.now_s
+
+
+def _with_transfers(wiring: Wiring) -> list[float]:
+    """The seconds of each group of passes with those of handing over what it takes and what it makes."""
+    work_s = list(wiring.duration_s)
+    for group, target in enumerate(wiring.consumer):
+        if target >= 0:
+            handed_s = wiring.transfer_s[group] + wiring.latency_s[group]
+            work_s[group] += handed_s
+            work_s[target] += handed_s
+    return work_s

@@ -216,7 +216,7 @@ def simulate(
             codes = _with_sync(codes, parts, num_microbatches)
         runs.append(StageRun(codes=codes))
     if speeds:
-        play_on_shared_cores(runs, wiring, num_microbatches, speeds, overlap_sends=overlap_sends)
+        play_on_shared_cores(runs, wiring, num_microbatches, speeds)
     else:
         _play(runs, wiring, num_microbatches, overlap_sends=overlap_sends)
     closing = tuple(
