@@ -24,6 +24,7 @@ from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Parallelism, parse_strategy
+from steelyard.profiles.profile import ShardingTime
 from tests.cost.examples import PARAMS, SEQ_LEN, cluster, job, setting, unprofiled_job
 
 BLOCK = PARAMS["block"]
@@ -331,8 +332,9 @@ class TestFrameworks:
 
 def test_what_sharding_takes_beside_its_collectives_is_paid_by_sharded_layers_alone() -> None:
     plain = job()
-    hooked = replace(plain, profile=plain.profile.model_copy(update={"sharding_s": 1.0}))
-    for text, expected in (("fsdp8", 1.0), ("fsdp8 zero2", 1.0), ("fsdp4-tp2", 1.0), ("dp8", 0.0), ("tp8", 0.0)):
+    measured = (ShardingTime(group_size=2, seconds=1.0), ShardingTime(group_size=8, seconds=3.0))
+    hooked = replace(plain, profile=plain.profile.model_copy(update={"sharding": measured}))
+    for text, expected in (("fsdp8", 3.0), ("fsdp8 zero2", 3.0), ("fsdp2-tp4", 1.0), ("dp8", 0.0), ("tp8", 0.0)):
         costs = [block(text, setting(each)) for each in (plain, hooked)]
         before_s, after_s = (sum((*cost.forward_s.values(), *cost.backward_s.values())) for cost in costs)
         assert after_s - before_s == pytest.approx(expected), text

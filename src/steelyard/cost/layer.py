@@ -148,7 +148,7 @@ def _microbatch_time(
         backward["remat"] = setting.job.execution.remat_fraction * again_s
     if strategy.fsdp > 1:
         gather_s, scatter_s = _sharding_s(layer, strategy, setting)
-        hooks_s = setting.job.profile.sharding_s / 2
+        hooks_s = setting.job.profile.sharding_s(strategy.fsdp) / 2
         forward["fsdp"] = hooks_s + _beside(sum(forward.values()), gather_s, setting)
         again_s = gather_s if strategy.zero == 3 else 0.0
         backward["fsdp"] = hooks_s + _beside(sum(backward.values()), again_s + scatter_s, setting)

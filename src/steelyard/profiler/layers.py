@@ -109,19 +109,19 @@ def build_short_chain(
     precision: Precision,
     device: torch.device,
     mesh: DeviceMesh,
-    sharded: bool = False,
+    shard_mesh: DeviceMesh | None = None,
 ) -> ShortChain:
     """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``tp`` and ``sp``.
 
-    ``sharded`` over the axis ``data`` of ``mesh``, or a replica without others.
+    Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others.
     """
     picked = [layer for layer in _layers_of_each_kind(chain) if chain.kind_of(layer).name in kinds]
     model = build_meta_model(chain)
     prepare_model(model, chain)
     layers = tuple(_build(model, chain, layer, tp, sp, device, mesh) for layer in picked)
     for layer in layers:
-        if sharded:
-            shard_over(layer, mesh["data"], precision, reshard_after_forward=True)
+        if shard_mesh is not None:
+            shard_over(layer, shard_mesh, precision, reshard_after_forward=True)
         else:
             replicate_over(layer, mesh["one"], precision)
     attention_types = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
@@ -139,30 +139,57 @@ def build_short_chain(
     )
 
 
-def measure_layers(
-    short: ShortChain, samples: Sequence[int], *, budget_s: float
-) -> dict[str, tuple[MeasuredTime, ...]]:
-    """The times of each kind of layer in the chain for each number of samples; a collective call.
+Laps = dict[tuple[int, Remat], list[list[float]]]
+"""Seconds of each layer on this rank, forward then backward, of every repetition: by samples and remat choice."""
 
-    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 3 at least. What a remat
+
+def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float) -> Laps:
+    """Repetitions for each number of samples; a collective call.
+
+    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 2 at least. What a remat
     choice adds is measured at the middle number: it is a part of the forward once more, the same share of it at all.
     """
     counts = sorted(set(samples))
-    middle = counts[len(counts) // 2]
+    middle = middle_of(counts)
     repetition_laps(short, counts[0])
-    plain: dict[int, dict[str, tuple[float, float]]] = {}
-    added: dict[Remat, dict[str, float]] = {}
+    found: Laps = {}
     for count in counts:
         share_s = budget_s * count / (sum(counts) + 2 * middle)
-        plain[count] = _times_by_kind(short, count, Remat.NONE, budget_s=share_s)
-        if count == middle:
-            for remat in (Remat.FULL, Remat.SELECTIVE):
-                slower = _times_by_kind(short, count, remat, budget_s=share_s)
-                added[remat] = {kind: _added_share(plain[count][kind], times) for kind, times in slower.items()}
+        for remat in Remat if count == middle else (Remat.NONE,):
+            choosing = [layer for layer in short.layers if _may_choose(layer, remat)]
+            for layer in choosing:
+                layer.remat = remat
+            found[count, remat] = _rows(short, count, budget_s=share_s)
+            for layer in choosing:
+                layer.remat = Remat.NONE
+    return found
+
+
+def middle_of(samples: Sequence[int]) -> int:
+    """The middle one of several numbers of samples."""
+    counts = sorted(set(samples))
+    return counts[len(counts) // 2]
+
+
+def times_of(short: ShortChain, rounds: Sequence[Laps]) -> dict[str, tuple[MeasuredTime, ...]]:
+    """The times of each kind of layer in the chain, of all repetitions of all rounds; a collective call."""
+    times = {key: _times_by_kind(short, [row for each in rounds for row in each[key]], key[1]) for key in rounds[0]}
+    counts = sorted({count for count, _ in times})
+    plain = {count: times[count, Remat.NONE] for count in counts}
+    added = {
+        remat: {kind: _added_share(plain[count][kind], slower) for kind, slower in found.items()}
+        for (count, remat), found in times.items()
+        if remat is not Remat.NONE
+    }
     return {
         kind: tuple(_measured_time(count, *plain[count][kind], added, kind) for count in counts)
         for kind in dict.fromkeys(short.kinds)
     }
+
+
+def _may_choose(layer: ChainLayer, remat: Remat) -> bool:
+    """Whether a layer may take a remat choice: selective remat, which keeps matrix products, is for blocks."""
+    return remat is not Remat.SELECTIVE or isinstance(layer, BlockLayer)
 
 
 def _added_share(plain: tuple[float, float], slower: tuple[float, float]) -> float:
@@ -183,17 +210,12 @@ def _measured_time(
     )
 
 
-def _times_by_kind(short: ShortChain, samples: int, remat: Remat, *, budget_s: float) -> dict[str, tuple[float, float]]:
+def _times_by_kind(short: ShortChain, rows: Sequence[Sequence[float]], remat: Remat) -> dict[str, tuple[float, float]]:
     """Forward and backward seconds of each kind of layer that may take a remat choice, under that choice."""
-    choosing = [layer for layer in short.layers if remat is not Remat.SELECTIVE or isinstance(layer, BlockLayer)]
-    for layer in choosing:
-        layer.remat = remat
-    laps_s = _typical_laps(short, samples, budget_s=budget_s)
-    for layer in choosing:
-        layer.remat = Remat.NONE
+    laps_s = _typical_laps(short, rows)
     forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
     found: dict[str, tuple[float, float]] = {}
-    for kind in {name for name, layer in zip(short.kinds, short.layers, strict=True) if layer in choosing}:
+    for kind in {name for name, layer in zip(short.kinds, short.layers, strict=True) if _may_choose(layer, remat)}:
         own = [index for index, name in enumerate(short.kinds) if name == kind]
         found[kind] = (_mean(forward_s, own), _mean(backward_s, own))
     return found
@@ -229,11 +251,15 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
             watch.mark()
 
 
-def _typical_laps(short: ShortChain, samples: int, *, budget_s: float) -> list[float]:
-    """Seconds of each layer, forward then backward, both in the order of the chain; the same on all ranks."""
+def _rows(short: ShortChain, samples: int, *, budget_s: float) -> list[list[float]]:
+    """Laps of as many repetitions as the budget allows."""
     rows = [repetition_laps(short, samples)]
     once_s = _NUM_MICROBATCHES * over_ranks([sum(rows[0])], short.device, dist.ReduceOp.MAX)[0]
-    rows += [repetition_laps(short, samples) for _ in range(num_repetitions(once_s, budget_s, least=2))]
+    return rows + [repetition_laps(short, samples) for _ in range(num_repetitions(once_s, budget_s, least=1))]
+
+
+def _typical_laps(short: ShortChain, rows: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of each layer, forward then backward, both in the order of the chain; the same on all ranks."""
     slowest_s = over_ranks([sum(row) for row in rows], short.device, dist.ReduceOp.MAX)
     summed = over_ranks(fast_half_columns(rows, slowest_s), short.device, dist.ReduceOp.SUM)
     stretch = fast_half_mean(slowest_s) / sum(summed)

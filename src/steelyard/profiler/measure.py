@@ -12,13 +12,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.profiler.clock import barrier
 from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives, num_collectives
-from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_layers
+from steelyard.profiler.layers import (
+    Laps,
+    ShortChain,
+    build_short_chain,
+    layer_meshes,
+    measure_laps,
+    middle_of,
+    times_of,
+)
 from steelyard.profiler.overheads import (
     measure_optimizer,
     measure_overlap_slowdown,
@@ -26,13 +35,14 @@ from steelyard.profiler.overheads import (
     measure_step_overhead,
 )
 from steelyard.profiler.sharing import measure_busy_speeds
-from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
+from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile, ShardingTime
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Takes one short line about what is measured next, and the share of the whole measurement that is done."""
 _OVERHEADS_BEGIN = 0.9
+_NUM_ROUNDS = 3
 
 
 def _log_progress(line: str, done: float) -> None:
@@ -83,7 +93,7 @@ def measure(
     device = current_device()
     budget = Budget.of(budget_s)
     run = _Run(chain=chain, seq_len=seq_len, precision=precision, device=device, budget=budget, progress=progress)
-    computed = run.compute(layers, samples)
+    timed, beside = run.compute(layers, samples)
     collectives = run.collectives(sizes_bytes) if world_size > 1 else ()
     progress("end of a step, overlap", _OVERHEADS_BEGIN)
     step_overhead_s = measure_step_overhead(device, budget_s=budget.overheads_s / 4)
@@ -92,12 +102,12 @@ def measure(
     return trace.model_copy(
         update={
             "identity": trace.identity.model_copy(update=_measured_identity(device, world_size)),
-            "layers": computed.layers,
+            "layers": timed,
             "collectives": collectives,
-            "optimizer_s_per_param": computed.optimizer_s_per_param,
-            "sharding_s": computed.sharding_s,
+            "optimizer_s_per_param": beside.optimizer_s_per_param,
+            "sharding": beside.sharding,
             "step_overhead_s": step_overhead_s,
-            "busy_speeds": computed.busy_speeds,
+            "busy_speeds": beside.busy_speeds,
             "reserved_over_allocated": reserved_over_allocated(device),
             **(changes if world_size > 1 else {}),
         }
@@ -164,12 +174,11 @@ def reserved_over_allocated(device: torch.device) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Computed:
-    """What was measured of computation."""
+class _Beside:
+    """What was measured of computation beside the layers' own."""
 
-    layers: tuple[LayerProfile, ...]
     optimizer_s_per_param: float
-    sharding_s: float
+    sharding: tuple[ShardingTime, ...]
     busy_speeds: tuple[float, ...]
 
 
@@ -184,17 +193,24 @@ class _Run:
     budget: Budget
     progress: Progress
 
-    def compute(self, layers: Sequence[LayerProfile], samples: Sequence[int]) -> _Computed:
-        """The layers with their times; at the smallest tp the optimizer and how processes share cores."""
+    def compute(
+        self, layers: Sequence[LayerProfile], samples: Sequence[int]
+    ) -> tuple[tuple[LayerProfile, ...], _Beside]:
+        """The layers with their times; at the smallest tp the optimizer, sharding, and how processes share cores.
+
+        On a CPU in rounds, so that a slow moment of the machine falls on all settings and not on one.
+        """
         settings = sorted({(layer.tp, layer.sp) for layer in layers})
+        meshes = {tp: layer_meshes(tp, self.device.type) for tp, _ in settings}
+        num_rounds = 1 if self.device.type == "cuda" else _NUM_ROUNDS
+        budget_s = self.budget.layers_s / len(settings) / num_rounds
+        rounds: dict[tuple[int, bool], list[Laps]] = {setting: [] for setting in settings}
         times: dict[tuple[str, int, bool], tuple[MeasuredTime, ...]] = {}
-        optimizer_s_per_param: float | None = None
-        sharding_s = 0.0
-        busy_speeds: tuple[float, ...] = ()
-        for index, (tp, sp) in enumerate(settings):
-            done = index / len(settings) * self.budget.layers_share
-            self.progress(f"layers, tp {tp}{' with sp' if sp else ''} ({index + 1} of {len(settings)})", done)
-            mesh = layer_meshes(tp, self.device.type)
+        beside: _Beside | None = None
+        for number, (tp, sp) in enumerate(settings * num_rounds):
+            done = number / (len(settings) * num_rounds) * self.budget.layers_share
+            place = number % len(settings) + 1
+            self.progress(f"layers, tp {tp}{' with sp' if sp else ''} ({place} of {len(settings)})", done)
             build = partial(
                 build_short_chain,
                 self.chain,
@@ -204,24 +220,27 @@ class _Run:
                 seq_len=self.seq_len,
                 precision=self.precision,
                 device=self.device,
-                mesh=mesh,
+                mesh=meshes[tp],
             )
             short = build()
-            measured = measure_layers(short, samples, budget_s=self.budget.layers_s / len(settings))
-            times.update({(kind, tp, sp): found for kind, found in measured.items()})
-            if optimizer_s_per_param is None:
-                optimizer_s_per_param = measure_optimizer(short, budget_s=self.budget.overheads_s / 4)
-                middle = sorted(samples)[len(samples) // 2]
-                sharding_s = measure_sharding(short, build(sharded=True), mesh["data"], samples=middle)
-                if tp == 1:
-                    busy_speeds = measure_busy_speeds(short, samples=middle, budget_s=self.budget.overheads_s)
-        assert optimizer_s_per_param is not None
+            rounds[tp, sp].append(measure_laps(short, samples, budget_s=budget_s))
+            if len(rounds[tp, sp]) == num_rounds:
+                found = times_of(short, rounds[tp, sp])
+                times.update({(kind, tp, sp): each for kind, each in found.items()})
+            if beside is None:
+                beside = self._beside(short, lambda mesh, build=build: build(shard_mesh=mesh), samples)
+        assert beside is not None
         timed = tuple(layer.model_copy(update={"times": times[layer.kind, layer.tp, layer.sp]}) for layer in layers)
-        return _Computed(
-            layers=timed,
-            optimizer_s_per_param=optimizer_s_per_param,
-            sharding_s=sharding_s,
-            busy_speeds=busy_speeds,
+        return timed, beside
+
+    def _beside(self, short: ShortChain, shard: Callable[[DeviceMesh], ShortChain], samples: Sequence[int]) -> _Beside:
+        """What the chain takes beside its layers: measured once, at the smallest tp."""
+        middle, is_whole = middle_of(samples), short.tp == 1 and dist.get_world_size() > 1
+        budget_s = self.budget.overheads_s
+        return _Beside(
+            optimizer_s_per_param=measure_optimizer(short, budget_s=budget_s / 4),
+            sharding=measure_sharding(short, shard, samples=middle) if is_whole else (),
+            busy_speeds=measure_busy_speeds(short, samples=middle, budget_s=budget_s) if is_whole else (),
         )
 
     def collectives(self, sizes_bytes: Sequence[int]) -> tuple[CollectiveProfile, ...]:

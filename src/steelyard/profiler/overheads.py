@@ -9,6 +9,7 @@ Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.modules.updates import LocalAdamW, add_square_norms, clip_to_norm, local_part
 from steelyard.profiler.clock import barrier, fast_half_mean, over_ranks, typical_seconds
-from steelyard.profiler.collectives import collective_call
+from steelyard.profiler.collectives import collective_call, group_shapes, shape_mesh
 from steelyard.profiler.layers import ShortChain, repetition_laps
+from steelyard.profiles.profile import ShardingTime
 from steelyard.units import MIB
 
 _OVERLAP_ELEMENTS = 4 * MIB
 _MATMUL_SIZE = 256
 _MOST_MATMULS = 5000
-_NUM_ROWS = 8
+_NUM_ROWS = 6
 _REDUCED_BYTES = 4
 
 
@@ -38,15 +40,28 @@ def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     return _update_seconds(short, budget_s=budget_s) / num_params
 
 
-def measure_sharding(replicated: ShortChain, sharded: ShortChain, mesh: DeviceMesh, *, samples: int) -> float:
-    """Seconds that sharding a layer adds to a microbatch beside its collectives alone; a collective call.
+def measure_sharding(
+    replicated: ShortChain, shard: Callable[[DeviceMesh], ShortChain], *, samples: int
+) -> tuple[ShardingTime, ...]:
+    """What sharding a layer over groups of each size adds to a microbatch; a collective call.
 
-    That is: what FSDP2 does around them, and what processes that share cores lose where each layer waits for all of
-    them. The two chains have the same layers; ``sharded`` is sharded over the one axis of ``mesh``. 0 on a GPU, where
-    the host is ahead of the device.
+    That is: what FSDP2 does around the collectives, and what processes that share cores lose where each layer waits for
+    all of them. ``shard`` makes the chain ``replicated`` sharded over a mesh. Nothing on a GPU, where the host is ahead
+    of the device.
     """
-    if replicated.device.type == "cuda" or mesh.size() == 1:
-        return 0.0
+    if replicated.device.type == "cuda":
+        return ()
+    found = []
+    for shape in group_shapes(dist.get_world_size()):
+        if shape.stride == 1:
+            mesh = shape_mesh(shape, replicated.device.type)
+            seconds = _sharding_s(replicated, shard(mesh), mesh, samples)
+            found.append(ShardingTime(group_size=shape.size, seconds=seconds))
+    return tuple(found)
+
+
+def _sharding_s(replicated: ShortChain, sharded: ShortChain, mesh: DeviceMesh, samples: int) -> float:
+    """What one layer takes longer sharded, less its collectives alone."""
     gathered_bytes = sharded.dtype.itemsize
     calls = [
         call

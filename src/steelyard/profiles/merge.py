@@ -26,7 +26,7 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
             "collectives": tuple(collectives.values()),
             "optimizer_s_per_param": a.optimizer_s_per_param if optimizer_s is None else optimizer_s,
             "busy_speeds": b.busy_speeds or a.busy_speeds,
-            "sharding_s": b.sharding_s or a.sharding_s,
+            "sharding": b.sharding or a.sharding,
             "reserved_over_allocated": b.reserved_over_allocated or a.reserved_over_allocated,
         }
     )

@@ -7,6 +7,7 @@ Traced profiles (``method: traced``) carry work (FLOP and bytes) that the cost m
 measured profiles (``method: measured``) carry seconds as well, and the seconds of collectives.
 """
 
+import math
 from bisect import bisect_left
 from itertools import pairwise
 from typing import Literal, Self
@@ -239,6 +240,16 @@ class ProfileIdentity(ProfilePart):
         return {key: str(value) for key, value in self.model_dump().items()}
 
 
+class ShardingTime(ProfilePart):
+    """Measured seconds that sharding a layer over so many ranks adds to a microbatch beside its collectives alone.
+
+    Hooks and copies, and processes that share cores and wait for each other at every layer.
+    """
+
+    group_size: int = Field(ge=2)
+    seconds: float = Field(ge=0)
+
+
 class Profile(ProfilePart):
     """Everything the cost model knows about a model on a device."""
 
@@ -250,9 +261,8 @@ class Profile(ProfilePart):
     """Measured seconds of an optimizer step per parameter of a rank; absent in a traced profile."""
     step_overhead_s: float = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
-    sharding_s: float = Field(default=0.0, ge=0)
-    """Measured seconds that sharding a layer adds to a microbatch beside its collectives alone, on a CPU: hooks,
-    copies, and processes that wait for each other at every layer. On a GPU, and in a traced profile, 0."""
+    sharding: tuple[ShardingTime, ...] = ()
+    """What sharding a layer adds on a CPU, by the size of the group; absent for GPUs, whose hosts are ahead of them."""
     overlap_slowdown: float = Field(default=1.3, ge=1.0)
     """How much longer compute and communication take side by side; 1.3 as in Galvatron (Miao et al. 2022)."""
     busy_speeds: tuple[float, ...] = ()
@@ -281,6 +291,11 @@ class Profile(ProfilePart):
             return ()
         per_stage = self.identity.num_devices // num_stages
         return self.busy_speeds[per_stage - 1 :: per_stage]
+
+    def sharding_s(self, group_size: int) -> float:
+        """What sharding a layer over so many ranks adds to a microbatch, by the nearest size measured; else 0."""
+        nearest = min(self.sharding, key=lambda each: abs(math.log(each.group_size / group_size)), default=None)
+        return nearest.seconds if nearest else 0.0
 
     def layer(self, kind: str, tp: int, sp: bool) -> LayerProfile | None:
         """The layer profile of a kind at a tensor-parallel degree, or None where it was not traced or measured."""

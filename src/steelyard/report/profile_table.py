@@ -25,6 +25,9 @@ def machine_lines(profile: Profile) -> list[str]:
     if profile.busy_speeds:
         speeds = ", ".join(f"{speed:.2f}" for speed in profile.busy_speeds)
         lines.append(f"processes share cores: speed while 1, 2, … of them compute over that while all do: {speeds}")
+    if profile.sharding:
+        added = ", ".join(f"{format_seconds(each.seconds)} over {each.group_size}" for each in profile.sharding)
+        lines.append(f"sharding adds to a layer and microbatch, beside its collectives alone: {added} ranks")
     if profile.reserved_over_allocated is None:
         lines.append("memory: a CPU's allocator keeps nothing, so reserved is allocated")
     else:
