@@ -144,10 +144,20 @@ def measure_profile(processes: int, seq_len: int, budget_s: float) -> Profile:
 
 
 def named_plans(job: Job) -> list[tuple[str, Plan]]:
-    """The plans by hand, and the searched one."""
+    """The plans by hand, and the searched one, which may be one of them."""
     named = [(case.name, build(job, case)) for case in CASES[job.cluster.num_devices]]
     searched = plan_job(job, PlanOptions()).plan
-    return named if searched is None else [*named, ("searched", searched)]
+    if searched is None:
+        return named
+    same = [number for number, (_, plan) in enumerate(named) if runs_alike(plan, searched)]
+    for number in same:
+        named[number] = (f"{named[number][0]} (searched)", named[number][1])
+    return named if same else [*named, ("searched", searched)]
+
+
+def runs_alike(first: Plan, second: Plan) -> bool:
+    """Whether two plans of one job are the same but for what was predicted."""
+    return all(getattr(first, name) == getattr(second, name) for name in ("num_microbatches", "schedule", "stages"))
 
 
 def run_plans(plans: Sequence[Plan], processes: int, steps: int) -> list[RunRecord]:

@@ -177,12 +177,13 @@ def times_of(short: ShortChain, rounds: Sequence[Laps]) -> dict[str, tuple[Measu
     counts = sorted({count for count, _ in times})
     plain = {count: times[count, Remat.NONE] for count in counts}
     added = {
-        remat: {kind: _added_share(plain[count][kind], slower) for kind, slower in found.items()}
-        for (count, remat), found in times.items()
-        if remat is not Remat.NONE
+        remat: _added_share({kind: plain[count][kind] for kind in slower}, slower)
+        for (count, remat), slower in times.items()
+        if remat is not Remat.NONE and slower
     }
+    blocks = {name for name, layer in zip(short.kinds, short.layers, strict=True) if isinstance(layer, BlockLayer)}
     return {
-        kind: tuple(_measured_time(count, *plain[count][kind], added, kind) for count in counts)
+        kind: tuple(_measured_time(count, *plain[count][kind], added, is_block=kind in blocks) for count in counts)
         for kind in dict.fromkeys(short.kinds)
     }
 
@@ -192,21 +193,24 @@ def _may_choose(layer: ChainLayer, remat: Remat) -> bool:
     return remat is not Remat.SELECTIVE or isinstance(layer, BlockLayer)
 
 
-def _added_share(plain: tuple[float, float], slower: tuple[float, float]) -> float:
-    """What a remat choice adds to forward and backward, over the forward."""
-    return max(sum(slower) - sum(plain), 0.0) / plain[0]
+def _added_share(plain: Mapping[str, tuple[float, float]], slower: Mapping[str, tuple[float, float]]) -> float:
+    """What a remat choice adds to forward and backward, over the forward: of all kinds that take it together.
+
+    Of one kind alone it is the difference of two like numbers, and for a short head less than their noise.
+    """
+    added_s = sum(map(sum, slower.values())) - sum(map(sum, plain.values()))
+    return max(added_s, 0.0) / sum(forward_s for forward_s, _ in plain.values())
 
 
 def _measured_time(
-    samples: int, forward_s: float, backward_s: float, added: Mapping[Remat, Mapping[str, float]], kind: str
+    samples: int, forward_s: float, backward_s: float, added: Mapping[Remat, float], *, is_block: bool
 ) -> MeasuredTime:
-    selective = added[Remat.SELECTIVE].get(kind)
     return MeasuredTime(
         samples=samples,
         forward_s=forward_s,
         backward_s=backward_s,
-        full_s=forward_s * added[Remat.FULL][kind],
-        selective_s=None if selective is None else forward_s * selective,
+        full_s=forward_s * added[Remat.FULL],
+        selective_s=forward_s * added[Remat.SELECTIVE] if is_block else None,
     )
 
 
