@@ -123,6 +123,14 @@ def test_a_stage_has_buffers_for_what_it_receives_and_sends() -> None:
     assert stage_terms([stage(layer(), received=5)], 1, where)["pipeline buffers"] == 4 * 5
 
 
+def test_the_gradient_that_was_sent_last_stays_until_the_next() -> None:
+    """Four buffers for what arrives, and the gradient of the microbatch before where there is one."""
+    for num_microbatches, sent in ((1, 0), (4, 1)):
+        where = setting(num_stages=2, num_microbatches=num_microbatches)
+        without, with_received = (total(stage(layer(), received=each), where, 1) for each in (0, 5))
+        assert with_received - without == 5 * (num_microbatches + sent)
+
+
 def test_what_arrived_is_not_counted_again_as_saved() -> None:
     where = setting(num_stages=2, num_microbatches=4)
     same, other = (stage(layer(), received=5, received_is_saved=flag) for flag in (True, False))

@@ -208,6 +208,8 @@ def _pass_terms(part: PartLayers, moment: _Moment, *, keeps_sent: bool) -> Itera
     others = moment.in_flight * (_in_flight_bytes(part) - part.sent + sent)
     saved_before = -part.received if part.received_is_saved else 0
     saved_before += part.side_bytes
+    if not moment.is_first and not keeps_sent:
+        saved_before += part.received  # the gradient that was sent last: torch's schedule lets go of it at the next
     copies = sum(layer.copy for layer in layers if layer.keeps_copy and _stays(layer, moment))
     for place, layer in enumerate(layers):
         copies += layer.copy if layer.keeps_copy and not _stays(layer, moment) else 0
