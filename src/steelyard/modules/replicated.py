@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, tensors_of
+from steelyard.modules.updates import local_part
 
 
 class Replica:
@@ -215,8 +216,7 @@ class _Parameter:
         a gradient of its own a parameter may still be needed by what comes before it.
         """
         if self.own is not None and self.own.requires_grad and self.own.dtype != self.local.dtype:
-            own = self.own.detach()
-            (own.to_local() if isinstance(own, DTensor) else own).untyped_storage().resize_(0)
+            local_part(self.own.detach()).untyped_storage().resize_(0)
         self.own = None
 
     def take_gradient(self) -> Tensor | None:

@@ -8,7 +8,6 @@ $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c -
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.modules.updates import LocalAdamW, add_square_norms, clip_to_norm, local_part
-from steelyard.profiler.clock import barrier, fast_half_mean, over_ranks, typical_seconds
+from steelyard.profiler.clock import fast_half_mean, over_ranks, seconds_of, typical_seconds
 from steelyard.profiler.collectives import collective_call, group_shapes, shape_mesh
 from steelyard.profiler.layers import ShortChain, repetition_laps
 from steelyard.profiles.profile import ShardingTime
@@ -72,15 +71,13 @@ def _sharding_s(replicated: ShortChain, sharded: ShortChain, mesh: DeviceMesh, s
         )
     ]
 
-    def bare_s() -> float:
-        barrier(replicated.device)
-        started_s = time.perf_counter()
+    def communicate() -> None:
         for call in calls:
             call()
-        return time.perf_counter() - started_s
 
     def row() -> list[float]:
-        return [*(sum(repetition_laps(chain, samples)) for chain in (sharded, replicated)), bare_s()]
+        laps_s = [sum(repetition_laps(chain, samples)) for chain in (sharded, replicated)]
+        return [*laps_s, seconds_of(communicate, replicated.device)]
 
     rows = [row() for _ in range(_NUM_ROWS + 1)][1:]
     slowest_s = over_ranks([seconds for row in rows for seconds in row], replicated.device, dist.ReduceOp.MAX)

@@ -24,6 +24,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_model
+from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 from steelyard.runtime.applied import gather_strategies, observe_layers
 from steelyard.runtime.data.samples import Samples
@@ -166,10 +167,10 @@ def _largest_difference(
     for path, parameter in model.named_parameters():
         name = names.by_path[path]
         scale = expected[_name_of_scale(name)].abs().max().item()
-        mine = _local(value(parameter))
+        mine = local_part(value(parameter))
         if not mine.numel():
             continue
-        error = mine.sub(_local_part(expected[name], parameter)).abs().max().item() / max(scale, 1e-12)
+        error = mine.sub(_part_like(expected[name], parameter)).abs().max().item() / max(scale, 1e-12)
         if not error <= worst:
             worst, where = error, name
     return worst, where
@@ -182,11 +183,7 @@ def _name_of_scale(name: str) -> str:
     return name
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_part(full: Tensor, like: nn.Parameter) -> Tensor:
+def _part_like(full: Tensor, like: nn.Parameter) -> Tensor:
     """This rank's part of ``full`` in the placement of ``like``, without communication."""
     if not isinstance(like, DTensor):
         return full

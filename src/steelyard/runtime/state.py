@@ -20,7 +20,6 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from steelyard.model.chain import ModelChain
@@ -132,8 +131,3 @@ def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[f"rng.{rank}.cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[f"rng.{rank}.cuda"], device)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,8 +25,9 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, hub_config
 from steelyard.modules.data_parallel import activation_dtype
+from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
-from steelyard.runtime.state import RunState, local_part
+from steelyard.runtime.state import RunState
 from steelyard.runtime.stored_weights import StoredParameter, stored_parameters, unknown_names
 
 SINGLE_FILE = "model.safetensors"
