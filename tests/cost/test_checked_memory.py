@@ -68,6 +68,9 @@ CASES = {
         stages=_all("fsdp2-tp2+sp remat=selective", edges="fsdp2-tp2"), devices=4, tied=True
     ),
     "mixed layouts": Case(stages=("fsdp4, dp4, fsdp2-tp2+sp, dp2-tp2, fsdp4 remat=full, fsdp4",), devices=4),
+    "sharded, then replicated, then tensor parallel, fp32": Case(
+        stages=("fsdp2, fsdp2, fsdp2, dp2, dp2, tp2",), devices=2, microbatches=2, precision="fp32", vocab=256
+    ),
     "two stages, gpipe, fp32, tied": Case(
         stages=("fsdp2, fsdp2, tp2", "tp2+sp, tp2+sp, dp2"), devices=4, schedule="gpipe", precision="fp32", tied=True
     ),

@@ -75,7 +75,7 @@ def collective_s(
         return 0.0
     measured = profile.collective(kind, group.size, strided=group.stride > 1)
     if measured is not None:
-        return measured.latency_s + tensor_bytes / measured.bytes_per_s
+        return measured.time_s(tensor_bytes)
     if cluster.intra_link.needs_profile:
         raise InvalidProfileError(
             field="collectives",
@@ -93,7 +93,7 @@ def send_recv_s(
     """Seconds to hand ``num_bytes`` to the rank ``distance`` further on, the same on every rank at once."""
     measured = profile.collective("send_recv", 2, strided=distance > 1)
     if measured is not None:
-        return measured.latency_s + num_bytes / measured.bytes_per_s
+        return measured.time_s(num_bytes)
     link = _link_at(distance, cluster)
     if link.needs_profile:
         raise InvalidProfileError(

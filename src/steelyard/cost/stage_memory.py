@@ -227,7 +227,7 @@ def _pass_terms(part: PartLayers, moment: _Moment, *, keeps_sent: bool) -> Itera
         if moment.is_backward:
             terms["working set"] = max(_backward_bytes(layers, place, moment), _reduction_bytes(layers, place, moment))
         else:
-            terms["working set"] = _forward_bytes(layer) + _reducing_bytes(layers, len(layers), moment)
+            terms["working set"] = _forward_bytes(layers, place) + _reducing_bytes(layers, len(layers), moment)
         yield terms
         saved_before += layer.saved
 
@@ -251,10 +251,15 @@ def _in_flight_bytes(part: PartLayers) -> int:
     return saved - (part.received if part.received_is_saved else 0)
 
 
-def _forward_bytes(layer: LayerMemory) -> int:
-    """Working activations, and for a sharded layer its parameters and the buffer they were gathered in."""
+def _forward_bytes(layers: tuple[LayerMemory, ...], place: int) -> int:
+    """Working activations, for a sharded layer its parameters, and the buffer of the last gathering.
+
+    FSDP holds what it gathered in until the next sharded layer has its parameters, or the forward pass ends.
+    """
+    layer = layers[place]
     gathered = 0 if layer.keeps_copy else layer.copy
-    return layer.forward + gathered + (layer.copy if layer.shards > 1 else 0)
+    buffer = next((before.copy for before in reversed(layers[: place + 1]) if before.shards > 1), 0)
+    return layer.forward + gathered + buffer
 
 
 def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:

@@ -143,11 +143,11 @@ Laps = dict[tuple[int, Remat], list[list[float]]]
 """Seconds of each layer on this rank, forward then backward, of every repetition: by samples and remat choice."""
 
 
-def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float) -> Laps:
+def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float, least: int) -> Laps:
     """Repetitions for each number of samples; a collective call.
 
-    ``budget_s`` is divided so that every number of samples gets equally many repetitions, 2 at least. What a remat
-    choice adds is measured at the middle number: it is a part of the forward once more, the same share of it at all.
+    ``budget_s`` is divided so that every number of samples gets equally many repetitions, ``least`` at least. What a
+    remat choice adds is measured at the middle number: a part of the forward once more, the same share of it at all.
     """
     counts = sorted(set(samples))
     middle = middle_of(counts)
@@ -159,7 +159,7 @@ def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float) 
             choosing = [layer for layer in short.layers if _may_choose(layer, remat)]
             for layer in choosing:
                 layer.remat = remat
-            found[count, remat] = _rows(short, count, budget_s=share_s)
+            found[count, remat] = _rows(short, count, budget_s=share_s, least=least)
             for layer in choosing:
                 layer.remat = Remat.NONE
     return found
@@ -255,11 +255,12 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
             watch.mark()
 
 
-def _rows(short: ShortChain, samples: int, *, budget_s: float) -> list[list[float]]:
+def _rows(short: ShortChain, samples: int, *, budget_s: float, least: int) -> list[list[float]]:
     """Laps of as many repetitions as the budget allows."""
-    rows = [repetition_laps(short, samples)]
-    once_s = _NUM_MICROBATCHES * over_ranks([sum(rows[0])], short.device, dist.ReduceOp.MAX)[0]
-    return rows + [repetition_laps(short, samples) for _ in range(num_repetitions(once_s, budget_s, least=1))]
+    first = repetition_laps(short, samples)
+    once_s = _NUM_MICROBATCHES * over_ranks([sum(first)], short.device, dist.ReduceOp.MAX)[0]
+    num_more = num_repetitions(once_s, budget_s - once_s, least=least - 1)
+    return [first, *(repetition_laps(short, samples) for _ in range(num_more))]
 
 
 def _typical_laps(short: ShortChain, rows: Sequence[Sequence[float]]) -> list[float]:

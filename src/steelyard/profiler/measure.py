@@ -29,13 +29,14 @@ from steelyard.profiler.layers import (
     times_of,
 )
 from steelyard.profiler.overheads import (
+    AddedBySharding,
     measure_optimizer,
     measure_overlap_slowdown,
     measure_sharding,
     measure_step_overhead,
 )
 from steelyard.profiler.sharing import measure_busy_speeds
-from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile, ShardingTime
+from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,10 @@ def _log_progress(line: str, done: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Seconds that the parts of a measurement may take; each part repeats at least three times whatever its budget."""
+    """Seconds that the parts of a measurement may take; each part repeats at least three times whatever its budget.
+
+    Layers on a GPU twice: there is no need for rounds, and the first repetition warms up.
+    """
 
     layers_s: float
     collectives_s: float
@@ -60,7 +64,7 @@ class Budget:
     @classmethod
     def of(cls, total_s: float) -> "Budget":
         """The usual division of ``total_s`` seconds."""
-        return cls(layers_s=0.6 * total_s, collectives_s=0.3 * total_s, overheads_s=0.1 * total_s)
+        return cls(layers_s=0.5 * total_s, collectives_s=0.25 * total_s, overheads_s=0.25 * total_s)
 
     @property
     def layers_share(self) -> float:
@@ -96,8 +100,8 @@ def measure(
     timed, beside = run.compute(layers, samples)
     collectives = run.collectives(sizes_bytes) if world_size > 1 else ()
     progress("end of a step, overlap", _OVERHEADS_BEGIN)
-    step_overhead_s = measure_step_overhead(device, budget_s=budget.overheads_s / 4)
-    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=budget.overheads_s / 2)}
+    step_overhead_s = measure_step_overhead(device, budget_s=budget.overheads_s / 10)
+    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=budget.overheads_s / 10)}
     barrier(device)
     return trace.model_copy(
         update={
@@ -105,7 +109,7 @@ def measure(
             "layers": timed,
             "collectives": collectives,
             "optimizer_s_per_param": beside.optimizer_s_per_param,
-            "sharding": beside.sharding,
+            "sharding": tuple(added.beside(collectives) for added in beside.sharding),
             "step_overhead_s": step_overhead_s,
             "busy_speeds": beside.busy_speeds,
             "reserved_over_allocated": reserved_over_allocated(device),
@@ -178,7 +182,7 @@ class _Beside:
     """What was measured of computation beside the layers' own."""
 
     optimizer_s_per_param: float
-    sharding: tuple[ShardingTime, ...]
+    sharding: tuple[AddedBySharding, ...]
     busy_speeds: tuple[float, ...]
 
 
@@ -223,7 +227,7 @@ class _Run:
                 mesh=meshes[tp],
             )
             short = build()
-            rounds[tp, sp].append(measure_laps(short, samples, budget_s=budget_s))
+            rounds[tp, sp].append(measure_laps(short, samples, budget_s=budget_s, least=2 if num_rounds == 1 else 1))
             if len(rounds[tp, sp]) == num_rounds:
                 found = times_of(short, rounds[tp, sp])
                 times.update({(kind, tp, sp): each for kind, each in found.items()})
@@ -236,11 +240,11 @@ class _Run:
     def _beside(self, short: ShortChain, shard: Callable[[DeviceMesh], ShortChain], samples: Sequence[int]) -> _Beside:
         """What the chain takes beside its layers: measured once, at the smallest tp."""
         middle, is_whole = middle_of(samples), short.tp == 1 and dist.get_world_size() > 1
-        budget_s = self.budget.overheads_s
+        share_s = self.budget.overheads_s / 10
         return _Beside(
-            optimizer_s_per_param=measure_optimizer(short, budget_s=budget_s / 4),
-            sharding=measure_sharding(short, shard, samples=middle) if is_whole else (),
-            busy_speeds=measure_busy_speeds(short, samples=middle, budget_s=budget_s) if is_whole else (),
+            optimizer_s_per_param=measure_optimizer(short, budget_s=share_s),
+            sharding=measure_sharding(short, shard, samples=middle, budget_s=4 * share_s) if is_whole else (),
+            busy_speeds=measure_busy_speeds(short, samples=middle, budget_s=3 * share_s) if is_whole else (),
         )
 
     def collectives(self, sizes_bytes: Sequence[int]) -> tuple[CollectiveProfile, ...]:

@@ -8,7 +8,8 @@ $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c -
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,16 +17,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.modules.updates import LocalAdamW, add_square_norms, clip_to_norm, local_part
-from steelyard.profiler.clock import fast_half_mean, over_ranks, seconds_of, typical_seconds
-from steelyard.profiler.collectives import collective_call, group_shapes, shape_mesh
+from steelyard.profiler.clock import fast_half_mean, num_repetitions, over_ranks, typical_seconds
+from steelyard.profiler.collectives import group_shapes, shape_mesh
 from steelyard.profiler.layers import ShortChain, repetition_laps
-from steelyard.profiles.profile import ShardingTime
+from steelyard.profiles.profile import CollectiveProfile, ShardingTime
 from steelyard.units import MIB
 
 _OVERLAP_ELEMENTS = 4 * MIB
 _MATMUL_SIZE = 256
 _MOST_MATMULS = 5000
-_NUM_ROWS = 6
 _REDUCED_BYTES = 4
 
 
@@ -39,50 +39,68 @@ def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     return _update_seconds(short, budget_s=budget_s) / num_params
 
 
-def measure_sharding(
-    replicated: ShortChain, shard: Callable[[DeviceMesh], ShortChain], *, samples: int
-) -> tuple[ShardingTime, ...]:
-    """What sharding a layer over groups of each size adds to a microbatch; a collective call.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedBySharding:
+    """What sharding a short chain over a group adds to a microbatch of it, the collectives included."""
 
-    That is: what FSDP2 does around the collectives, and what processes that share cores lose where each layer waits for
-    all of them. ``shard`` makes the chain ``replicated`` sharded over a mesh. Nothing on a GPU, where the host is ahead
-    of the device.
+    group_size: int
+    seconds: float
+    params_of_layers: tuple[int, ...]
+    """Parameters of each layer of the chain."""
+    gathered_bytes: int
+    """Of one parameter."""
+
+    def beside(self, collectives: Sequence[CollectiveProfile]) -> ShardingTime:
+        """What it adds to a layer on average, beside what the collectives take by their measured rates.
+
+        By those rates, though another measurement of the very messages is at hand: what a plan is priced with is their
+        sum, which is then what was measured, whatever the fit of the rates misses.
+        """
+        of_kind = {each.kind: each for each in collectives if each.group_size == self.group_size and not each.strided}
+        gather, scatter = of_kind["all_gather"], of_kind["reduce_scatter"]
+        communication_s = sum(
+            2 * gather.time_s(self.gathered_bytes * num_params) + scatter.time_s(_REDUCED_BYTES * num_params)
+            for num_params in self.params_of_layers
+        )
+        beside_s = max(self.seconds - communication_s, 0.0) / len(self.params_of_layers)
+        return ShardingTime(group_size=self.group_size, seconds=beside_s)
+
+
+def measure_sharding(
+    replicated: ShortChain, shard: Callable[[DeviceMesh], ShortChain], *, samples: int, budget_s: float
+) -> tuple[AddedBySharding, ...]:
+    """What sharding the layers over groups of each size adds to a microbatch; a collective call.
+
+    That is: the collectives, what FSDP2 does around them, and what processes that share cores lose where each layer
+    waits for all of them. ``shard`` makes the chain ``replicated`` sharded over a mesh. Nothing on a GPU, where the
+    host is ahead of the device.
     """
     if replicated.device.type == "cuda":
         return ()
+    shapes = [shape for shape in group_shapes(dist.get_world_size()) if shape.stride == 1]
     found = []
-    for shape in group_shapes(dist.get_world_size()):
-        if shape.stride == 1:
-            mesh = shape_mesh(shape, replicated.device.type)
-            seconds = _sharding_s(replicated, shard(mesh), mesh, samples)
-            found.append(ShardingTime(group_size=shape.size, seconds=seconds))
+    for shape in shapes:
+        sharded = shard(shape_mesh(shape, replicated.device.type))
+        added = AddedBySharding(
+            group_size=shape.size,
+            seconds=_added_s(replicated, sharded, samples, budget_s=budget_s / len(shapes)),
+            params_of_layers=tuple(_num_params(layer) for layer in sharded.layers),
+            gathered_bytes=sharded.dtype.itemsize,
+        )
+        found.append(added)
     return tuple(found)
 
 
-def _sharding_s(replicated: ShortChain, sharded: ShortChain, mesh: DeviceMesh, samples: int) -> float:
-    """What one layer takes longer sharded, less its collectives alone."""
-    gathered_bytes = sharded.dtype.itemsize
-    calls = [
-        call
-        for num_params in map(_num_params, sharded.layers)
-        for call in (
-            *(collective_call("all_gather", gathered_bytes * num_params, mesh, replicated.device),) * 2,
-            collective_call("reduce_scatter", _REDUCED_BYTES * num_params, mesh, replicated.device),
-        )
-    ]
+def _added_s(replicated: ShortChain, sharded: ShortChain, samples: int, *, budget_s: float) -> float:
+    """What a microbatch takes longer sharded; both in turn, so that a slow moment falls on both."""
 
-    def communicate() -> None:
-        for call in calls:
-            call()
-
-    def row() -> list[float]:
+    def both_s() -> list[float]:
         laps_s = [sum(repetition_laps(chain, samples)) for chain in (sharded, replicated)]
-        return [*laps_s, seconds_of(communicate, replicated.device)]
+        return over_ranks(laps_s, replicated.device, dist.ReduceOp.MAX)
 
-    rows = [row() for _ in range(_NUM_ROWS + 1)][1:]
-    slowest_s = over_ranks([seconds for row in rows for seconds in row], replicated.device, dist.ReduceOp.MAX)
-    sharded_s, replicated_s, collectives_s = (fast_half_mean(slowest_s[column::3]) for column in range(3))
-    return max(sharded_s - replicated_s - collectives_s, 0.0) / len(replicated.layers)
+    first_s = sum(both_s())
+    rows = [both_s() for _ in range(num_repetitions(first_s, budget_s))]
+    return fast_half_mean([row[0] for row in rows]) - fast_half_mean([row[1] for row in rows])
 
 
 def _num_params(layer: nn.Module) -> int:

@@ -218,6 +218,10 @@ class CollectiveProfile(ProfilePart):
     bytes_per_s: float = Field(gt=0)
     max_relative_error: float = Field(ge=0)
 
+    def time_s(self, num_bytes: float) -> float:
+        """Seconds for a tensor of so many bytes."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
 
 class ProfileIdentity(ProfilePart):
     """What a profile is of and where it comes from: part of every key it is kept under, shown with every plan."""

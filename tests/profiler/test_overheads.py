@@ -1,0 +1,51 @@
+"""What is measured of a step beside its layers, from the seconds that were found: no process runs."""
+
+import pytest
+
+from steelyard.profiler.overheads import AddedBySharding
+from steelyard.profiles.profile import CollectiveProfile
+
+SLOWER = {"all_gather": 1.0, "reduce_scatter": 10.0}
+
+
+def _collectives(group_size: int, *, strided: bool, latency_s: float) -> list[CollectiveProfile]:
+    """A gathering takes ``latency_s`` and 1 s for 100 bytes, a reduction ten times as long."""
+    return [
+        CollectiveProfile(
+            kind=kind,
+            group_size=group_size,
+            strided=strided,
+            latency_s=slower * latency_s,
+            bytes_per_s=100 / slower,
+            max_relative_error=0.0,
+        )
+        for kind, slower in SLOWER.items()
+    ]
+
+
+COLLECTIVES = [
+    *_collectives(2, strided=True, latency_s=50.0),
+    *_collectives(4, strided=False, latency_s=70.0),
+    *_collectives(2, strided=False, latency_s=1.0),
+]
+
+
+def test_sharding_and_the_collectives_together_take_what_was_measured() -> None:
+    added = AddedBySharding(group_size=2, seconds=100.0, params_of_layers=(25, 50), gathered_bytes=4)
+    gathers_s, reductions_s = 2 * (1 + 1 + 1 + 2), 10 * (1 + 1 + 1 + 2)
+    beside = added.beside(COLLECTIVES)
+    assert beside.group_size == 2
+    assert beside.seconds * 2 + gathers_s + reductions_s == pytest.approx(100.0)
+
+
+def test_parameters_are_gathered_at_their_precision_and_reduced_in_fp32() -> None:
+    half, whole = (
+        AddedBySharding(group_size=2, seconds=100.0, params_of_layers=(50,), gathered_bytes=count).beside(COLLECTIVES)
+        for count in (2, 4)
+    )
+    assert half.seconds - whole.seconds == pytest.approx(2 * 50 * (4 - 2) / 100)
+
+
+def test_sharding_takes_nothing_beside_collectives_that_come_out_slower() -> None:
+    added = AddedBySharding(group_size=4, seconds=100.0, params_of_layers=(25,), gathered_bytes=4)
+    assert added.beside(COLLECTIVES).seconds == 0.0
