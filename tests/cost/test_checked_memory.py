@@ -71,6 +71,35 @@ CASES = {
     "sharded, then replicated, then tensor parallel, fp32": Case(
         stages=("fsdp2, fsdp2, fsdp2, dp2, dp2, tp2",), devices=2, microbatches=2, precision="fp32", vocab=256
     ),
+    "gathered ahead past whole layers": Case(
+        stages=("fsdp2-tp2+sp, dp2-tp2, dp2-tp2, fsdp2-tp2", "fsdp4, fsdp4"), devices=8, microbatches=2, vocab=4096
+    ),
+    "gathered ahead for the next microbatch": Case(
+        stages=("fsdp4, fsdp2-tp2+sp, dp4, fsdp2-tp2, dp2-tp2", "fsdp2-tp2"),
+        devices=8,
+        seq_len=32,
+        schedule="gpipe",
+        precision="fp32",
+        vocab=4096,
+    ),
+    "one gathering after another, few tokens": Case(
+        stages=("tp2, fsdp2 zero2", "fsdp2 zero2, tp2+sp, fsdp2, fsdp2"), devices=4, seq_len=32, precision="fp32"
+    ),
+    "a head alone, gpipe, full remat": Case(
+        stages=("single, single, single, single, single", "single remat=full"), devices=2, schedule="gpipe"
+    ),
+    "interleaved, gathered ahead": Case(
+        stages=("fsdp2-tp2+sp, fsdp2-tp2+sp", "fsdp2-tp2+sp, fsdp2-tp2+sp", "fsdp2-tp2+sp", "fsdp2-tp2+sp"),
+        devices=8,
+        seq_len=32,
+        schedule="interleaved-1f1b",
+        chunks=2,
+        precision="fp32",
+    ),
+    "an embedding alone, whole gradients": Case(stages=("tp2", "tp2, tp2, tp2, tp2, tp2"), devices=4, vocab=4096),
+    "tied, the sum of the gradients is most": Case(
+        stages=("tp2, tp2", "tp2+sp, tp2, tp2, dp2"), devices=4, seq_len=32, tied=True, precision="fp32", vocab=4096
+    ),
     "two stages, gpipe, fp32, tied": Case(
         stages=("fsdp2, fsdp2, tp2", "tp2+sp, tp2+sp, dp2"), devices=4, schedule="gpipe", precision="fp32", tied=True
     ),

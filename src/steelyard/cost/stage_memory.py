@@ -48,6 +48,8 @@ class LayerMemory:
     """What is kept from one microbatch to the next."""
     made_gradients: int
     """What one backward pass makes beside the gradients that are kept."""
+    cut_gradients: int = 0
+    """The rank's part of gradients that are made whole, cut out of them."""
     scratch: int
     """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
     reduces_last: bool = False
@@ -56,6 +58,8 @@ class LayerMemory:
     """Tensors that are kept and not trained, and AdamW's counts of steps."""
     saved: int
     input: int
+    reducing: int = 0
+    """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
     forward: int
     backward: int
 
@@ -97,6 +101,8 @@ class _Moment:
     """Whether no backward pass has ended yet."""
     is_last_backward: bool
     follows_forward: bool
+    kept_sends: int
+    """Gradients that were sent to the part before and are still there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +116,18 @@ class _Pause:
     follows_forward: bool
 
 
+_RECOMPUTED_INPUTS = 4
+"""What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
+
 _Working = tuple[int, _Moment, tuple[_Pause, ...]]
 """The chunk that works, its moment, and the states of all chunks of the stage, its own among them."""
 
 
-def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[str, int]:
+def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, tied: int = 0) -> dict[str, int]:
     """The bytes of tensors by term at the moment when a rank of stage ``index`` holds most.
 
-    ``parts`` are the stage, or its chunks in the order of the model.
+    ``parts`` are the stage, or its chunks in the order of the model; ``tied`` is what summing the gradients of shared
+    parameters takes, when the backward passes have ended.
     """
     layers = [layer for part in parts for layer in part.layers]
     always = Counter(
@@ -128,7 +138,14 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting) -> di
             "pipeline buffers": setting.num_microbatches * sum(part.received + part.sent for part in parts),
         }
     )
-    best: Counter[str] = Counter()
+    best = Counter(
+        {
+            "gradients": sum(layer.kept_gradients for layer in layers),
+            "working set": tied + sum(_last_reduced_bytes(part.layers) + part.side_bytes for part in parts),
+        }
+        if tied
+        else {}
+    )
     for (chunk, moment, pauses), sent in _moments(parts, index, setting).items():
         beside = Counter({"pipeline buffers": sent})
         for place, (part, pause) in enumerate(zip(parts, pauses, strict=True)):
@@ -143,7 +160,7 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting) -> di
 def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[_Working, int]:
     """The distinct states in which a stage begins a pass, and the most bytes sent before it that are still there.
 
-    Torch waits for the sends of an interleaved schedule only when the step ends; of others nothing counts here.
+    Torch waits for the sends of an interleaved schedule only when the step ends; of others see `_kept_sends`.
     """
     found: dict[_Working, int] = {}
     pauses = [_Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False) for _ in parts]
@@ -159,6 +176,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             is_first=not before.has_gradients,
             is_last_backward=is_last,
             follows_forward=before.follows_forward,
+            kept_sends=_kept_sends(backwards[chunk] - is_backward, setting),
         )
         working = (chunk, moment, tuple(pauses))
         found[working] = max(found.get(working, 0), sent)
@@ -171,6 +189,16 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
         if len(parts) > 1:
             sent += parts[chunk].received if is_backward else parts[chunk].sent
     return found
+
+
+def _kept_sends(num_sent: int, setting: Setting) -> int:
+    """How many of the gradients that a part sent are still there, where they do not count for the whole stage.
+
+    Torch's GPipe waits for them when the step ends, 1F1B lets go of each at the next.
+    """
+    if setting.num_chunks > 1:
+        return 0
+    return num_sent if setting.schedule == "gpipe" else min(num_sent, 1)
 
 
 def _passes(index: int, setting: Setting) -> list[tuple[int, bool]]:
@@ -188,12 +216,15 @@ def _paused_terms(part: PartLayers, pause: _Pause) -> Counter[str]:
         begun = pause.in_flight > 0 or pause.has_gradients
         stays = pause.in_flight > 0 and pause.follows_forward if layer.shards > 1 else begun and not pause.is_done
         copies += layer.copy if layer.keeps_copy and stays else 0
+    working = _last_reduced_bytes(part.layers) if pause.has_gradients else 0
+    if pause.has_gradients and pause.in_flight and not pause.follows_forward:
+        working += _ahead_bytes(part.layers)
     return Counter(
         {
             "gradients": sum(layer.kept_gradients for layer in part.layers) if pause.has_gradients else 0,
             "gathered parameters": copies,
             "activations": pause.in_flight * (_in_flight_bytes(part) - part.sent),
-            "working set": _last_reduced_bytes(part.layers) if pause.has_gradients else 0,
+            "working set": working,
         }
     )
 
@@ -207,9 +238,7 @@ def _pass_terms(part: PartLayers, moment: _Moment, *, keeps_sent: bool) -> Itera
     sent = 0 if keeps_sent else part.sent
     others = moment.in_flight * (_in_flight_bytes(part) - part.sent + sent)
     saved_before = -part.received if part.received_is_saved else 0
-    saved_before += part.side_bytes
-    if not moment.is_first and not keeps_sent:
-        saved_before += part.received  # the gradient that was sent last: torch's schedule lets go of it at the next
+    saved_before += part.side_bytes + moment.kept_sends * part.received
     copies = sum(layer.copy for layer in layers if layer.keeps_copy and _stays(layer, moment))
     for place, layer in enumerate(layers):
         copies += layer.copy if layer.keeps_copy and not _stays(layer, moment) else 0
@@ -227,7 +256,8 @@ def _pass_terms(part: PartLayers, moment: _Moment, *, keeps_sent: bool) -> Itera
         if moment.is_backward:
             terms["working set"] = max(_backward_bytes(layers, place, moment), _reduction_bytes(layers, place, moment))
         else:
-            terms["working set"] = _forward_bytes(layers, place) + _reducing_bytes(layers, len(layers), moment)
+            terms["working set"] = _forward_bytes(layers, place) + _waiting_bytes(layers, place, moment)
+            terms["working set"] += _reducing_bytes(layers, len(layers), moment)
         yield terms
         saved_before += layer.saved
 
@@ -258,8 +288,10 @@ def _forward_bytes(layers: tuple[LayerMemory, ...], place: int) -> int:
     """
     layer = layers[place]
     gathered = 0 if layer.keeps_copy else layer.copy
-    buffer = next((before.copy for before in reversed(layers[: place + 1]) if before.shards > 1), 0)
-    return layer.forward + gathered + buffer
+    before = next((each.copy for each in reversed(layers[:place]) if each.shards > 1), 0)
+    if layer.shards == 1:
+        return layer.forward + gathered + before
+    return gathered + layer.copy + max(layer.forward, before)
 
 
 def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
@@ -268,12 +300,40 @@ def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment
     The next layer to work is gathered, and the layer that worked before still reduces.
     """
     layer = layers[place]
-    total = layer.backward + layer.made_gradients
+    total = layer.backward + layer.made_gradients + _prefetched_bytes(layers, place, moment)
     if not layer.keeps_copy:
         total += layer.copy
-    if place and not layers[place - 1].keeps_copy:
-        total += layers[place - 1].copy
     return total + _reducing_bytes(layers, place + 1, moment)
+
+
+def _prefetched_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+    """The parameters that FSDP gathers ahead in a backward pass, of the sharded layer that works next.
+
+    It does so as a sharded layer begins to work. With other microbatches in flight the last sharded layer works next
+    after the first one, and what was gathered for it waits for the next pass.
+    """
+    sharded = [number for number, layer in enumerate(layers) if layer.shards > 1]
+    if not sharded:
+        return 0
+    if place > sharded[-1]:
+        return 0 if moment.is_first or moment.follows_forward else _ahead_bytes(layers)
+    if place <= sharded[0]:
+        return _ahead_bytes(layers) if moment.in_flight else 0
+    ahead = layers[max(number for number in sharded if number < place)]
+    return 0 if ahead.keeps_copy else ahead.copy
+
+
+def _waiting_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+    """The same in a forward pass: what the backward pass before it gathered for the last sharded layer."""
+    if moment.is_first or moment.follows_forward or not moment.in_flight:
+        return 0
+    return _ahead_bytes(layers) if any(layer.shards > 1 for layer in layers[place + 1 :]) else 0
+
+
+def _ahead_bytes(layers: tuple[LayerMemory, ...]) -> int:
+    """What is gathered for the last sharded layer while the first one works; nothing where they are the same."""
+    sharded = [layer for layer in layers if layer.shards > 1]
+    return 0 if len(sharded) < 2 or sharded[-1].keeps_copy else sharded[-1].copy
 
 
 def _reducing_bytes(layers: tuple[LayerMemory, ...], first: int, moment: _Moment) -> int:
@@ -299,16 +359,14 @@ def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Momen
     The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
     layer = layers[place]
-    total = layer.input
+    total = layer.input + layer.reducing
     if layer.shards > 1:
         made, scratch = layer.made_gradients, layer.scratch
         total += layer.reduced + (made + scratch if layer.reduces_last else max(made, scratch)) + layer.shard
     else:
-        total += layer.made_gradients + (layer.reduced if moment.is_first else 0)
+        total += layer.made_gradients + layer.cut_gradients + (layer.reduced if moment.is_first else 0)
         total += _reducing_bytes(layers, place + 1, moment)
-    if place and not layers[place - 1].keeps_copy:
-        total += layers[place - 1].copy
-    return total
+    return total + _prefetched_bytes(layers, place, moment)
 
 
 def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> LayerMemory:
@@ -325,14 +383,42 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         keeps_copy=keeps_copy(strategy),
         kept_gradients=kept_gradient_bytes(layer, strategy),
         made_gradients=job.compute_bytes * layer.num_params * gradient_copies(kind, strategy),
+        cut_gradients=job.compute_bytes * layer.num_params if gradient_copies(kind, strategy) > 1 else 0,
         scratch=0 if job.overlaps or strategy.fsdp == 1 else MASTER_BYTES * layer.num_params,
         reduces_last=kind.role is LayerRole.EMBEDDING,
         buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),
         input=int(layer.input_bytes.at(samples)),
+        reducing=_RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0,
         forward=int(held.forward_transient_bytes.at(samples)),
         backward=int(held.backward_transient_bytes.at(samples)),
     )
+
+
+def tied_bytes(plan: Plan, stage: int, setting: Setting) -> int:
+    """What a rank needs to sum the gradients of parameters that its layers share with each other or other stages.
+
+    The whole gradient of one copy after the other, and where it is divided among ranks or there are several copies one
+    more, from which it is put together or to which it is added. Nothing where all copies are on the rank and cut alike.
+    """
+    strategies, chain = plan.strategies, setting.job.chain
+    mine = {
+        place
+        for part in plan.stages[stage :: plan.num_stages]
+        for place in range(part.first_layer, part.last_layer + 1)
+    }
+    most = 0
+    for shared in chain.shared:
+        copies = [place for place, _ in shared.copies if place in mine]
+        meet = len(copies) == len(shared.copies) and len({strategies[place].parallel for place in copies}) == 1
+        if copies and not (meet and strategies[copies[0]].tp == 1):
+            is_divided = any(strategies[place].tp * strategies[place].fsdp > 1 for place in copies)
+            whole = min(
+                layer_profile(chain.kind_of(place), strategies[place], setting).num_params * strategies[place].tp
+                for place in copies
+            )
+            most = max(most, MASTER_BYTES * whole * (len(copies) + (is_divided or len(copies) > 1)))
+    return most
 
 
 def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:

@@ -46,7 +46,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -55,6 +55,7 @@ from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.layers import Flow, tensors_of
+from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.processes.group import quiet_notices
@@ -143,7 +144,7 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
 
 def _two_steps(model: ParallelModel, storages: AttributedStorages) -> list[Peak]:
     """The peaks of the first and the second step."""
-    optimizers = model.make_optimizers(AdamW)
+    optimizers = model.make_optimizers(LocalAdamW)
     storages.assign("parameters", model.parameters())
     _follow_passes(model, storages)
     peaks = []

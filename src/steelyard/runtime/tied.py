@@ -2,7 +2,8 @@
 
 The layers may lie on different stages and under different strategies. All copies start equal. After the backward passes
 of a step each rank of a stage with a copy gathers the gradients of its copies, adds those of the other stages and keeps
-its part of the sum: all copies then take the same optimizer step and stay equal, entry by entry.
+its part of the sum: all copies then take the same optimizer step and stay equal, entry by entry. Copies of one stage
+that are divided alike need no gathering.
 
 Costs one more matrix for every copy, with its gradient and optimizer states, and once a step the gathering of all
 gradients and, with several stages, their sum over the stages that hold a copy.
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from steelyard.model.chain import ModelChain, SharedWeight
+from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 
 
@@ -37,6 +39,9 @@ class SharedGradient:
 
         Gradients must hold one step alone: those of an earlier step would count twice.
         """
+        if self._group is None and _are_alike([copy.grad for copy in self._copies]):
+            _sum_in_place([local_part(copy.grad) for copy in self._copies])
+            return
         full = _full_gradient(self._copies[0])
         for other in self._copies[1:]:
             full = full + _full_gradient(other)
@@ -100,6 +105,23 @@ def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | No
         if dist.get_rank() in ranks:
             mine = group
     return mine
+
+
+def _are_alike(gradients: list[Tensor | None]) -> bool:
+    """Whether the same entries of all gradients lie on this rank, so that they meet without communication."""
+    layouts = {
+        (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None for gradient in gradients
+    }
+    return len(layouts) == 1
+
+
+def _sum_in_place(gradients: list[Tensor]) -> None:
+    """Gives all gradients their sum."""
+    first, *others = gradients
+    for other in others:
+        first += other
+    for other in others:
+        other.copy_(first)
 
 
 def _full_gradient(parameter: nn.Parameter) -> Tensor:
