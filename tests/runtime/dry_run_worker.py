@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.optim import AdamW
 
+from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
 from steelyard.runtime.memory import LiveStorages
@@ -63,7 +63,7 @@ def measured_bytes(plan: Plan) -> list[int]:
 def _peaks_of_steps(plan: Plan) -> list[int]:
     with LiveStorages([]) as meter:
         model = parallelize_plan(plan)
-        optimizers = model.make_optimizers(AdamW)
+        optimizers = model.make_optimizers(LocalAdamW)
         peaks = []
         for _ in range(STEPS):
             meter.peak_bytes = meter.live_bytes
