@@ -46,7 +46,7 @@ def test_less_memory_shards_the_states_of_every_block(job: Job) -> None:
 
 
 def test_still_less_memory_recomputes_activations(job: Job) -> None:
-    assert any(strategy.remat is Remat.FULL for strategy in blocks(planned(job, 7.5)))
+    assert any(strategy.remat is Remat.FULL for strategy in blocks(planned(job, 7)))
 
 
 def test_far_too_little_memory_gives_the_bytes_that_are_missing(job: Job) -> None:
@@ -56,13 +56,13 @@ def test_far_too_little_memory_gives_the_bytes_that_are_missing(job: Job) -> Non
 
 
 def test_more_memory_never_costs_time(job: Job) -> None:
-    found = [planned(job, memory).prediction for memory in (7.5, 8, 9, 12, 16, 20, 21, 24, 40, 80)]
+    found = [planned(job, memory).prediction for memory in (7, 8, 9, 12, 16, 20, 21, 24, 40, 80)]
     times = [prediction.step_time_s for prediction in found if prediction is not None]
     assert times == sorted(times, reverse=True)
 
 
 def test_what_is_planned_fits_its_own_upper_bound(job: Job) -> None:
-    for memory in (7.5, 12, 40):
+    for memory in (7, 12, 40):
         prediction = planned(job, memory).prediction
         assert prediction is not None
         assert max(stage.total_bytes for stage in prediction.stages) <= memory * GIB

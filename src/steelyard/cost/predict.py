@@ -14,7 +14,7 @@ from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost,
 from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.cost.stage_memory import hidden_bytes, part_layers, stage_terms, tied_bytes
+from steelyard.cost.stage_memory import hidden_bytes, part_layers, stage_terms
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
@@ -173,9 +173,7 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     tensors = _added_terms(plan, stage, setting)
     if setting.job.execution.states is None:
         places = range(stage, len(plan.stages), plan.num_stages)
-        parts, tied = [part_layers(plan, place, setting) for place in places], tied_bytes(plan, stage, setting)
-        walked = stage_terms(parts, stage, setting, tied=tied)
-        tensors["working set"] = max(tensors["working set"], tied - tensors["activations"])
+        walked = stage_terms([part_layers(plan, place, setting) for place in places], stage, setting)
         tensors = min(tensors, walked, key=lambda terms: sum(terms.values()))
     tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
     terms = tensors | {"context": context_bytes(setting)}

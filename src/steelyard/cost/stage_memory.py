@@ -18,7 +18,8 @@ hold between their passes, and what was sent stays until the step ends.
 | $k$    | q N              | the copy that computes, of layers that keep one                                       |
 | $u$    | see `_forward_bytes`, `_backward_bytes`, `_reduction_bytes` | what the layer needs while it works           |
 
-Not modelled: what a redistribution between two layouts takes beyond its result.
+Not modelled: what a redistribution between two layouts takes beyond its result, and summing the gradients of tied
+weights that are cut differently or lie on different stages.
 """
 
 from collections import Counter
@@ -123,11 +124,10 @@ _Working = tuple[int, _Moment, tuple[_Pause, ...]]
 """The chunk that works, its moment, and the states of all chunks of the stage, its own among them."""
 
 
-def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, tied: int = 0) -> dict[str, int]:
+def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[str, int]:
     """The bytes of tensors by term at the moment when a rank of stage ``index`` holds most.
 
-    ``parts`` are the stage, or its chunks in the order of the model; ``tied`` is what summing the gradients of shared
-    parameters takes, when the backward passes have ended.
+    ``parts`` are the stage, or its chunks in the order of the model.
     """
     layers = [layer for part in parts for layer in part.layers]
     always = Counter(
@@ -138,14 +138,7 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
             "pipeline buffers": setting.num_microbatches * sum(part.received + part.sent for part in parts),
         }
     )
-    best = Counter(
-        {
-            "gradients": sum(layer.kept_gradients for layer in layers),
-            "working set": tied + sum(_last_reduced_bytes(part.layers) + part.side_bytes for part in parts),
-        }
-        if tied
-        else {}
-    )
+    best: Counter[str] = Counter()
     for (chunk, moment, pauses), sent in _moments(parts, index, setting).items():
         beside = Counter({"pipeline buffers": sent})
         for place, (part, pause) in enumerate(zip(parts, pauses, strict=True)):
@@ -393,32 +386,6 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         forward=int(held.forward_transient_bytes.at(samples)),
         backward=int(held.backward_transient_bytes.at(samples)),
     )
-
-
-def tied_bytes(plan: Plan, stage: int, setting: Setting) -> int:
-    """What a rank needs to sum the gradients of parameters that its layers share with each other or other stages.
-
-    The whole gradient of one copy after the other, and where it is divided among ranks or there are several copies one
-    more, from which it is put together or to which it is added. Nothing where all copies are on the rank and cut alike.
-    """
-    strategies, chain = plan.strategies, setting.job.chain
-    mine = {
-        place
-        for part in plan.stages[stage :: plan.num_stages]
-        for place in range(part.first_layer, part.last_layer + 1)
-    }
-    most = 0
-    for shared in chain.shared:
-        copies = [place for place, _ in shared.copies if place in mine]
-        meet = len(copies) == len(shared.copies) and len({strategies[place].parallel for place in copies}) == 1
-        if copies and not (meet and strategies[copies[0]].tp == 1):
-            is_divided = any(strategies[place].tp * strategies[place].fsdp > 1 for place in copies)
-            whole = min(
-                layer_profile(chain.kind_of(place), strategies[place], setting).num_params * strategies[place].tp
-                for place in copies
-            )
-            most = max(most, MASTER_BYTES * whole * (len(copies) + (is_divided or len(copies) > 1)))
-    return most
 
 
 def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
