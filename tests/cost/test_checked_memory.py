@@ -97,6 +97,21 @@ CASES = {
         precision="fp32",
     ),
     "an embedding alone, whole gradients": Case(stages=("tp2", "tp2, tp2, tp2, tp2, tp2"), devices=4, vocab=4096),
+    "sharded, large vocabulary, few tokens": Case(
+        stages=_all("fsdp4"), devices=4, seq_len=32, microbatches=2, vocab=4096
+    ),
+    "zero2, large vocabulary, few tokens": Case(
+        stages=_all("fsdp4 zero2"), devices=4, seq_len=32, microbatches=1, vocab=4096
+    ),
+    "a sharded head behind others": Case(
+        stages=("tp2, tp2, tp2, tp2, fsdp2, fsdp2",), devices=2, seq_len=32, microbatches=2, vocab=4096
+    ),
+    "tied, cut differently": Case(
+        stages=("fsdp2-tp2, tp2-dp2, tp2-dp2, tp2-dp2, tp2-dp2, fsdp4",), devices=4, seq_len=32, tied=True, vocab=4096
+    ),
+    "tied, few tokens, fp32": Case(
+        stages=("tp2, tp2", "tp2+sp, tp2, tp2, dp2"), devices=4, seq_len=32, tied=True, precision="fp32", vocab=4096
+    ),
     "two stages, gpipe, fp32, tied": Case(
         stages=("fsdp2, fsdp2, tp2", "tp2+sp, tp2+sp, dp2"), devices=4, schedule="gpipe", precision="fp32", tied=True
     ),

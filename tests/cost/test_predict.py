@@ -97,6 +97,22 @@ def test_one_stage_takes_the_step_time_that_the_search_minimised() -> None:
     assert predict(candidate, of).timeline.step_time_s == pytest.approx(by_tables(of, candidate).step_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_tied_matrices_that_are_divided_alike_gather_nothing(num_stages: int) -> None:
+    of = job(tie_word_embeddings=True)
+    middle = "fsdp8, fsdp8, fsdp8, fsdp8" if num_stages == 1 else "fsdp4, fsdp4 || fsdp4, fsdp4"
+    degree = 4 // num_stages
+
+    def tied_s(last: str) -> float:
+        text = f"fsdp{degree}-tp2, {middle}, {last}"
+        candidate = plan(of, *text.split(" || "), num_microbatches=4)
+        return sum(stage.time_s.get("tied", 0.0) for stage in predict(candidate, of).stages)
+
+    alike_s, gathered_s = tied_s(f"fsdp{degree}-tp2+sp"), tied_s(f"tp2-fsdp{degree}")
+    assert (alike_s > 0) == (num_stages > 1)
+    assert gathered_s > 2 * alike_s
+
+
 def test_a_plan_for_another_batch_is_an_error() -> None:
     candidate = plan(job(), *ONE_STAGE, num_microbatches=4)
     with pytest.raises(InvalidPlanError, match="global_batch"):

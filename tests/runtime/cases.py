@@ -68,6 +68,8 @@ CASES: dict[str, Case] = {
     ),
     "tied, one stage": Case(plan=make_plan("llama-tied", "fsdp8, dp8, fsdp4-tp2, tp2-dp4+sp")),
     "tied, one stage, both orders": _brief("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp"),
+    "tied, two stages, alike": _brief("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, fsdp2-tp2"),
+    "tied, two stages, replicated": _brief("llama-tied", "dp4, fsdp4", "tp2-fsdp2, dp4"),
     "tied, two stages": Case(plan=make_plan("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2")),
     "tied, four stages": Case(
         plan=make_plan("llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe"), num_steps=2

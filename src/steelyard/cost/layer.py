@@ -22,7 +22,7 @@ Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of 
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
-two gradients are gathered and added (``tied``).
+two gradients are added (``tied``).
 
 Not modelled: that a layer's all-gather starts late where the layer before is not told to prefetch it; the scratch of a
 redistribution between two layouts; the two temporaries of an AdamW step, which are smaller than any working set.
@@ -39,6 +39,7 @@ from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
 
@@ -216,10 +217,11 @@ def _once_time(
     return {"optimizer": optimizer_s(layer.num_params / shards, job), "dp": exposed}
 
 
-def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting) -> float:
-    """Seconds, once a step, to gather the whole gradient of a tied matrix and to exchange it between two stages.
+def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool = False) -> float:
+    """Seconds, once a step, to gather the gradient of a tied matrix and to exchange it between two stages, in slices.
 
-    A framework that keeps unsharded gradients exchanges each rank's part of them.
+    ``alike`` where all copies are divided alike, which the tables of the search cannot know: then, and in frameworks
+    with buffers of their own, each rank exchanges its part and gathers nothing.
     """
     job = setting.job
     if not job.chain.tied_embeddings or kind.role is LayerRole.BLOCK:
@@ -227,14 +229,16 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting) -> float:
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
     distance = (setting.num_stages - 1) * setting.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
-    if job.execution.states is not None:
-        return _collective_s("all_reduce", matrix_bytes / strategy.tp, pair, job) if setting.num_stages > 1 else 0.0
+    if alike or job.execution.states is not None:
+        shards = strategy.tp * (strategy.fsdp if job.execution.states is None else 1)
+        return _collective_s("all_reduce", matrix_bytes / shards, pair, job) if setting.num_stages > 1 else 0.0
     tensor, data = (level_group(strategy, setting, *kinds) for kinds in ({Parallelism.TP}, {Parallelism.FSDP}))
-    seconds = _collective_s("all_gather", matrix_bytes / tensor.size, data, job)
-    seconds += _collective_s("all_gather", matrix_bytes, tensor, job)
+    count = SLICES_PER_TP_RANK * strategy.tp
+    seconds = _collective_s("all_gather", matrix_bytes / tensor.size / count, data, job)
+    seconds += _collective_s("all_gather", matrix_bytes / count, tensor, job)
     if setting.num_stages > 1:
-        seconds += _collective_s("all_reduce", matrix_bytes, pair, job)
-    return seconds
+        seconds += _collective_s("all_reduce", matrix_bytes / count, pair, job)
+    return count * seconds
 
 
 def _beside(compute_s: float, communication_s: float, setting: Setting) -> float:
@@ -321,8 +325,8 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
     Reduction: a replicated layer holds what autograd has made beside the buffer that it goes to, which counts as kept;
-    a sharded layer holds less than in its backward pass, but for an embedding: FSDP reduces its gradients when autograd
-    has ended, which still holds them (and gloo copies what it scatters).
+    a sharded block holds less than in its backward pass. As FSDP reduces the gradients of an embedding or a head,
+    autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
     """
     if setting.job.execution.states is not None:
         return _framework_transient_bytes(layer, strategy, samples)
@@ -336,9 +340,10 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     forward = copy + buffer + held.forward_transient_bytes.at(samples)
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
     reduction = input_bytes + made if strategy.fsdp == 1 else 0
-    if strategy.fsdp > 1 and kind.role is LayerRole.EMBEDDING:
+    if strategy.fsdp > 1 and kind.role is not LayerRole.BLOCK:
         scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
-        reduction = input_bytes + gradients + MASTER_BYTES * params + scratch
+        gathers = copy and (kind.role is LayerRole.HEAD or setting.num_microbatches > 1)
+        reduction = input_bytes + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 

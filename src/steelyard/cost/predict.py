@@ -5,20 +5,29 @@ The terms are those that the search added up (`steelyard.cost.layer`), so what a
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from steelyard.cost.build import context_bytes, shared_input_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
-from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, layer_profile, pipeline_buffer_bytes
+from steelyard.cost.layer import (
+    LayerBytes,
+    LayerCost,
+    layer_bytes,
+    layer_cost,
+    layer_profile,
+    pipeline_buffer_bytes,
+    tied_s,
+)
 from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.cost.stage_memory import hidden_bytes, part_layers, stage_terms
+from steelyard.cost.stage_memory import hidden_bytes, part_layers, stage_terms, tied_bytes
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
-from steelyard.model.chain import LayerRole
+from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.plan import Plan, StagePlan, StagePrediction
+from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Strategy
 
 
@@ -148,9 +157,18 @@ def _layer_costs(plan: Plan, setting: Setting) -> list[LayerCost]:
     costs = []
     for kind, strategy in zip(chain.layers, plan.strategies, strict=True):
         if (kind, strategy) not in known:
-            known[kind, strategy] = layer_cost(chain.kinds[kind], strategy, setting)
+            known[kind, strategy] = _cost_in_plan(chain.kinds[kind], strategy, plan, setting)
         costs.append(known[kind, strategy])
     return costs
+
+
+def _cost_in_plan(kind: LayerKind, strategy: Strategy, plan: Plan, setting: Setting) -> LayerCost:
+    """The cost of a layer, where the plan has all copies of a tied matrix divided alike without their gathering."""
+    cost, chain = layer_cost(kind, strategy, setting), setting.job.chain
+    if "tied" not in cost.once_s or num_slices(chain.shared[0], plan.strategies, chain) is not None:
+        return cost
+    seconds = setting.job.time_factor * tied_s(kind, strategy, setting, alike=True)
+    return replace(cost, once_s=cost.once_s | {"tied": seconds})
 
 
 def _time_terms(chunks: list[_PartCost], setting: Setting) -> dict[str, float]:
@@ -173,7 +191,8 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     tensors = _added_terms(plan, stage, setting)
     if setting.job.execution.states is None:
         places = range(stage, len(plan.stages), plan.num_stages)
-        walked = stage_terms([part_layers(plan, place, setting) for place in places], stage, setting)
+        parts, tied = [part_layers(plan, place, setting) for place in places], tied_bytes(plan, stage, setting)
+        walked = stage_terms(parts, stage, setting, tied=tied)
         tensors = min(tensors, walked, key=lambda terms: sum(terms.values()))
     tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
     terms = tensors | {"context": context_bytes(setting)}

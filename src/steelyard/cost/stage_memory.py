@@ -18,8 +18,7 @@ hold between their passes, and what was sent stays until the step ends.
 | $k$    | q N              | the copy that computes, of layers that keep one                                       |
 | $u$    | see `_forward_bytes`, `_backward_bytes`, `_reduction_bytes` | what the layer needs while it works           |
 
-Not modelled: what a redistribution between two layouts takes beyond its result, and summing the gradients of tied
-weights that are cut differently or lie on different stages.
+Not modelled: what a redistribution between two layouts takes beyond its result.
 """
 
 from collections import Counter
@@ -32,6 +31,7 @@ from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan
+from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Remat, Strategy
 
 
@@ -53,8 +53,8 @@ class LayerMemory:
     """The rank's part of gradients that are made whole, cut out of them."""
     scratch: int
     """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
-    reduces_last: bool = False
-    """Whether FSDP reduces the gradients when autograd has ended, which still holds the new ones: of an embedding."""
+    holds_new: bool = False
+    """Whether autograd still holds the new gradients as FSDP reduces them: of an embedding and a head."""
     buffers: int = 0
     """Tensors that are kept and not trained, and AdamW's counts of steps."""
     saved: int
@@ -68,6 +68,16 @@ class LayerMemory:
     def shard(self) -> int:
         """The rank's parameters in fp32."""
         return MASTER_BYTES * -(-self.params // self.shards)
+
+    @property
+    def drops_copy(self) -> bool:
+        """Whether a copy that was kept is gone before the gradients are reduced."""
+        return self.keeps_copy and self.shards > 1
+
+    @property
+    def freed(self) -> int:
+        """What the backward pass of an embedding or head has freed when FSDP reduces its gradients."""
+        return max(0, self.saved - self.input) if self.holds_new and self.shards > 1 else 0
 
     @property
     def reduced(self) -> int:
@@ -102,6 +112,10 @@ class _Moment:
     """Whether no backward pass has ended yet."""
     is_last_backward: bool
     follows_forward: bool
+    finds_ahead: bool
+    """Whether the backward pass before gathered the last sharded layer ahead."""
+    gathers_ahead: bool
+    """Whether the first sharded layer does so in this pass."""
     kept_sends: int
     """Gradients that were sent to the part before and are still there."""
 
@@ -115,19 +129,25 @@ class _Pause:
     is_done: bool
     """Whether all its backward passes have ended."""
     follows_forward: bool
+    is_ahead: bool
+    """Whether its last backward pass gathered the last sharded layer ahead."""
 
 
 _RECOMPUTED_INPUTS = 4
 """What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
 
+_SLICES_HELD = 3
+"""The sum, what is added to it, and the same in the order of the rows where a matrix is divided twice."""
+
 _Working = tuple[int, _Moment, tuple[_Pause, ...]]
 """The chunk that works, its moment, and the states of all chunks of the stage, its own among them."""
 
 
-def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[str, int]:
+def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, tied: int = 0) -> dict[str, int]:
     """The bytes of tensors by term at the moment when a rank of stage ``index`` holds most.
 
-    ``parts`` are the stage, or its chunks in the order of the model.
+    ``parts`` are the stage, or its chunks in the order of the model; ``tied`` is what summing the gradients of shared
+    parameters takes when the backward passes have ended.
     """
     layers = [layer for part in parts for layer in part.layers]
     always = Counter(
@@ -138,7 +158,12 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting) -> di
             "pipeline buffers": setting.num_microbatches * sum(part.received + part.sent for part in parts),
         }
     )
-    best: Counter[str] = Counter()
+    best = Counter(
+        {
+            "gradients": sum(layer.kept_gradients for layer in layers),
+            "working set": tied + sum(_last_reduced_bytes(part.layers) + part.side_bytes for part in parts),
+        }
+    )
     for (chunk, moment, pauses), sent in _moments(parts, index, setting).items():
         beside = Counter({"pipeline buffers": sent})
         for place, (part, pause) in enumerate(zip(parts, pauses, strict=True)):
@@ -156,11 +181,16 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
     Torch waits for the sends of an interleaved schedule only when the step ends; of others see `_kept_sends`.
     """
     found: dict[_Working, int] = {}
-    pauses = [_Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False) for _ in parts]
+    begin = _Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False, is_ahead=False)
+    pauses = [begin for _ in parts]
     backwards = [0] * len(parts)
+    forwards: list[list[int]] = [[] for _ in parts]
     sent = 0
-    for chunk, is_backward in _passes(index, setting):
+    for number, (chunk, is_backward) in enumerate(_passes(index, setting)):
         before = pauses[chunk]
+        gathers_ahead = is_backward and forwards[chunk].pop() > 0
+        if not is_backward:
+            forwards[chunk].append(number)
         backwards[chunk] += is_backward
         is_last = is_backward and backwards[chunk] == setting.num_microbatches
         moment = _Moment(
@@ -169,6 +199,8 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             is_first=not before.has_gradients,
             is_last_backward=is_last,
             follows_forward=before.follows_forward,
+            finds_ahead=before.is_ahead,
+            gathers_ahead=gathers_ahead,
             kept_sends=_kept_sends(backwards[chunk] - is_backward, setting),
         )
         working = (chunk, moment, tuple(pauses))
@@ -178,6 +210,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             has_gradients=before.has_gradients or is_backward,
             is_done=is_last,
             follows_forward=not is_backward,
+            is_ahead=gathers_ahead and not is_last,
         )
         if len(parts) > 1:
             sent += parts[chunk].received if is_backward else parts[chunk].sent
@@ -210,8 +243,7 @@ def _paused_terms(part: PartLayers, pause: _Pause) -> Counter[str]:
         stays = pause.in_flight > 0 and pause.follows_forward if layer.shards > 1 else begun and not pause.is_done
         copies += layer.copy if layer.keeps_copy and stays else 0
     working = _last_reduced_bytes(part.layers) if pause.has_gradients else 0
-    if pause.has_gradients and pause.in_flight and not pause.follows_forward:
-        working += _ahead_bytes(part.layers)
+    working += _ahead_bytes(part.layers) if pause.is_ahead else 0
     return Counter(
         {
             "gradients": sum(layer.kept_gradients for layer in part.layers) if pause.has_gradients else 0,
@@ -247,11 +279,13 @@ def _pass_terms(part: PartLayers, moment: _Moment, *, keeps_sent: bool) -> Itera
             }
         )
         if moment.is_backward:
-            terms["working set"] = max(_backward_bytes(layers, place, moment), _reduction_bytes(layers, place, moment))
+            yield Counter({**terms, "working set": _backward_bytes(layers, place, moment)})
+            freed = {"activations": layer.freed, "gathered parameters": layer.copy if layer.drops_copy else 0}
+            terms.subtract(freed)
+            yield Counter({**terms, "working set": _reduction_bytes(layers, place, moment)})
         else:
-            terms["working set"] = _forward_bytes(layers, place) + _waiting_bytes(layers, place, moment)
-            terms["working set"] += _reducing_bytes(layers, len(layers), moment)
-        yield terms
+            working = _forward_bytes(layers, place) + _waiting_bytes(layers, place, moment)
+            yield Counter({**terms, "working set": working + _reducing_bytes(layers, len(layers), moment)})
         saved_before += layer.saved
 
 
@@ -302,25 +336,25 @@ def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment
 def _prefetched_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
     """The parameters that FSDP gathers ahead in a backward pass, of the sharded layer that works next.
 
-    It does so as a sharded layer begins to work. With other microbatches in flight the last sharded layer works next
-    after the first one, and what was gathered for it waits for the next pass.
+    It does so as a sharded layer begins to work, by going back through the forward passes of the step, the last one
+    first, whether their microbatches are in flight or done. So the first sharded layer gathers the last one ahead, but
+    where none is left but the first pass, and that waits for the next pass.
     """
     sharded = [number for number, layer in enumerate(layers) if layer.shards > 1]
     if not sharded:
         return 0
     if place > sharded[-1]:
-        return 0 if moment.is_first or moment.follows_forward else _ahead_bytes(layers)
+        return _ahead_bytes(layers) if moment.finds_ahead else 0
     if place <= sharded[0]:
-        return _ahead_bytes(layers) if moment.in_flight else 0
+        return _ahead_bytes(layers) if moment.gathers_ahead else 0
     ahead = layers[max(number for number in sharded if number < place)]
     return 0 if ahead.keeps_copy else ahead.copy
 
 
 def _waiting_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
     """The same in a forward pass: what the backward pass before it gathered for the last sharded layer."""
-    if moment.is_first or moment.follows_forward or not moment.in_flight:
-        return 0
-    return _ahead_bytes(layers) if any(layer.shards > 1 for layer in layers[place + 1 :]) else 0
+    is_waiting = moment.finds_ahead and any(layer.shards > 1 for layer in layers[place + 1 :])
+    return _ahead_bytes(layers) if is_waiting else 0
 
 
 def _ahead_bytes(layers: tuple[LayerMemory, ...]) -> int:
@@ -355,7 +389,7 @@ def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Momen
     total = layer.input + layer.reducing
     if layer.shards > 1:
         made, scratch = layer.made_gradients, layer.scratch
-        total += layer.reduced + (made + scratch if layer.reduces_last else max(made, scratch)) + layer.shard
+        total += layer.reduced + (made + scratch if layer.holds_new else max(made, scratch)) + layer.shard
     else:
         total += layer.made_gradients + layer.cut_gradients + (layer.reduced if moment.is_first else 0)
         total += _reducing_bytes(layers, place + 1, moment)
@@ -378,7 +412,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         made_gradients=job.compute_bytes * layer.num_params * gradient_copies(kind, strategy),
         cut_gradients=job.compute_bytes * layer.num_params if gradient_copies(kind, strategy) > 1 else 0,
         scratch=0 if job.overlaps or strategy.fsdp == 1 else MASTER_BYTES * layer.num_params,
-        reduces_last=kind.role is LayerRole.EMBEDDING,
+        holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),
         input=int(layer.input_bytes.at(samples)),
@@ -386,6 +420,20 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         forward=int(held.forward_transient_bytes.at(samples)),
         backward=int(held.backward_transient_bytes.at(samples)),
     )
+
+
+def tied_bytes(plan: Plan, stage: int, setting: Setting) -> int:
+    """What a rank of a stage needs to sum the gradients of the vocabulary's matrix: slices of it in fp32."""
+    strategies, chain = plan.strategies, setting.job.chain
+    mine = {layer for part in plan.chunks(stage) for layer in range(part.first_layer, part.last_layer + 1)}
+    most = 0
+    for shared in chain.shared:
+        count = num_slices(shared, strategies, chain)
+        copies = [layer for layer, _ in shared.copies if layer in mine]
+        if copies and count is not None and chain.kind_of(copies[0]).role is not LayerRole.BLOCK:
+            width = -(-chain.hidden_size // count)
+            most = max(most, _SLICES_HELD * MASTER_BYTES * chain.vocab_size * width)
+    return most
 
 
 def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:

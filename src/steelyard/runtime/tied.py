@@ -1,15 +1,15 @@
 """Parameters that several layers hold, such as tied embeddings, under any plan: each layer a copy, all one gradient.
 
 The layers may lie on different stages and under different strategies. All copies start equal. After the backward passes
-of a step each rank of a stage with a copy gathers the gradients of its copies, adds those of the other stages and keeps
-its part of the sum: all copies then take the same optimizer step and stay equal, entry by entry. Copies of one stage
-that are divided alike need no gathering.
+of a step each rank adds the gradients of its copies and those of the other stages, and keeps its part of the sum: all
+copies then take the same optimizer step and stay equal, entry by entry. Where all copies are divided alike, a rank adds
+its parts alone; otherwise the gradients are gathered, some columns at a time, so that no rank holds a whole matrix.
 
-Costs one more matrix for every copy, with its gradient and optimizer states, and once a step the gathering of all
+Costs one more matrix for every copy, with its gradient and optimizer states, and once a step the gathering of the
 gradients and, with several stages, their sum over the stages that hold a copy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,28 @@ from torch.distributed.tensor import DTensor
 from steelyard.model.chain import ModelChain, SharedWeight
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
+from steelyard.plan.shared import num_slices
 
 
 class SharedGradient:
-    """The copies of one shared parameter that this rank holds, and how their gradients meet."""
+    """The copies of one shared parameter that this rank holds, and how their gradients meet.
 
-    def __init__(self, copies: list[nn.Parameter], *, has_first: bool, group: dist.ProcessGroup | None) -> None:
+    ``group`` joins the stages that hold copies, None for one stage. ``num_slices`` is in how many parts unlike copies
+    are gathered, None where all copies are divided alike.
+    """
+
+    def __init__(
+        self,
+        copies: list[nn.Parameter],
+        *,
+        has_first: bool,
+        group: dist.ProcessGroup | None,
+        num_slices: int | None,
+    ) -> None:
         self._copies = copies
         self._has_first = has_first
         self._group = group
+        self._num_slices = num_slices
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter repeats one that is counted elsewhere."""
@@ -39,16 +52,18 @@ class SharedGradient:
 
         Gradients must hold one step alone: those of an earlier step would count twice.
         """
-        if self._group is None and _are_alike([copy.grad for copy in self._copies]):
-            _sum_in_place([local_part(copy.grad) for copy in self._copies])
+        gradients = [copy.grad for copy in self._copies]
+        if self._num_slices is None:
+            _sum_parts([local_part(gradient) for gradient in gradients], self._group)
             return
-        full = _full_gradient(self._copies[0])
-        for other in self._copies[1:]:
-            full = full + _full_gradient(other)
-        if self._group is not None:
-            dist.all_reduce(full, group=self._group)
-        for parameter in self._copies:
-            _set_gradient(parameter, full)
+        for slices in _slices(gradients, self._num_slices):
+            total = _whole(slices[0])
+            for other in slices[1:]:
+                total += _whole(other)
+            if self._group is not None:
+                dist.all_reduce(total, group=self._group)
+            for part in slices:
+                _keep(part, total)
 
 
 class TiedEmbedding:
@@ -72,6 +87,7 @@ def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.M
 
     A collective call on every rank: it makes the groups that bring together the stages that hold copies.
     """
+    strategies = plan.strategies
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     found = []
     for shared in chain.shared:
@@ -80,9 +96,14 @@ def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.M
             groups[stages] = _group_across(plan, stages)
         mine = [(layer, path) for layer, path in shared.copies if str(layer) in layers]
         if mine:
-            copies = [layers[str(layer)].get_parameter(path) for layer, path in mine]
-            has_first = mine[0] == shared.copies[0]
-            found.append(SharedGradient(copies, has_first=has_first, group=groups.get(stages)))
+            found.append(
+                SharedGradient(
+                    [layers[str(layer)].get_parameter(path) for layer, path in mine],
+                    has_first=mine[0] == shared.copies[0],
+                    group=groups.get(stages),
+                    num_slices=num_slices(shared, strategies, chain),
+                )
+            )
     return TiedEmbedding(found) if found else None
 
 
@@ -107,35 +128,52 @@ def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | No
     return mine
 
 
-def _are_alike(gradients: list[Tensor | None]) -> bool:
-    """Whether the same entries of all gradients lie on this rank, so that they meet without communication."""
-    layouts = {
-        (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None for gradient in gradients
-    }
-    return len(layouts) == 1
-
-
-def _sum_in_place(gradients: list[Tensor]) -> None:
-    """Gives all gradients their sum."""
-    first, *others = gradients
+def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gives all parts, of which the ranks of the group hold the same entries, their sum."""
+    first, *others = parts
     for other in others:
         first += other
+    if group is not None:
+        dist.all_reduce(first, group=group)
     for other in others:
         other.copy_(first)
 
 
-def _full_gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient of the whole matrix, as a tensor that may be changed."""
-    gradient = parameter.grad
-    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return full.clone(memory_format=torch.contiguous_format)
+def _slices(gradients: list[Tensor], num_slices: int) -> Iterator[list[Tensor]]:
+    """The same columns of all gradients, slice by slice; views of this rank's parts."""
+    num_columns = gradients[0].shape[-1]
+    width = -(-num_columns // num_slices)
+    for start in range(0, num_columns, width):
+        yield [_columns(gradient, start, min(width, num_columns - start)) for gradient in gradients]
 
 
-def _set_gradient(parameter: nn.Parameter, full: Tensor) -> None:
-    """Keeps this rank's part of ``full`` as the parameter's gradient, without communication."""
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor):
-        gradient.copy_(full)
-        return
-    replicated = DTensor.from_local(full, gradient.device_mesh, run_check=False)
-    gradient.to_local().copy_(replicated.redistribute(placements=gradient.placements).to_local())
+def _columns(gradient: Tensor, start: int, width: int) -> Tensor:
+    """Some columns of a gradient that is divided by rows, or all of them.
+
+    DTensor's own slicing of a matrix that is sharded twice would gather it first.
+    """
+    if not isinstance(gradient, DTensor) or width == gradient.shape[-1]:
+        return gradient.narrow(-1, start, width)
+    return DTensor.from_local(
+        gradient.to_local().narrow(-1, start, width),
+        gradient.device_mesh,
+        gradient.placements,
+        run_check=False,
+        shape=torch.Size((*gradient.shape[:-1], width)),
+        stride=(width, 1),
+    )
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """All rows of a gradient, as a tensor of its own."""
+    if isinstance(gradient, DTensor) and any(not placement.is_replicate() for placement in gradient.placements):
+        return gradient.full_tensor().contiguous()
+    return local_part(gradient).clone(memory_format=torch.contiguous_format)
+
+
+def _keep(gradient: Tensor, total: Tensor) -> None:
+    """Replaces a gradient by this rank's part of ``total``, without communication."""
+    if isinstance(gradient, DTensor):
+        spread = DTensor.from_local(total, gradient.device_mesh, run_check=False)
+        total = spread.redistribute(placements=gradient.placements).to_local()
+    local_part(gradient).copy_(total)
