@@ -1,8 +1,8 @@
 """torchrun as `steelyard.processes.agent` runs it, but its processes are forks, so that imports happen once.
 
 They take seconds of every process. ``python -m tests.processes.forking_agent`` takes torchrun's arguments, and from
-$PRELOAD the modules to import first. A fork is a process like others: it has its session, environment, output and exit
-code, and can be killed.
+$PRELOAD the modules to import first. A fork is a process like others: it has its process group, environment, output and
+exit code, and can be killed.
 """
 
 import importlib
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from steelyard.processes import agent, start
 
@@ -65,7 +64,7 @@ class Fork:
 def _become(arguments: tuple[str, ...], environment: dict[str, str], stdout: Any, stderr: Any) -> NoReturn:
     exit_code: Any = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         for file, descriptor in ((stdout, 1), (stderr, 2)):
@@ -100,9 +99,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     for name in os.environ.get(PRELOAD, "").split():
         importlib.import_module(name)
-    handler: Any = SubprocessHandler
-    handler._popen = lambda own, arguments, environment: Fork(arguments, environment, own._stdout, own._stderr)
-    agent.main()
+    agent.main(lambda handler, arguments, environment: Fork(arguments, environment, handler._stdout, handler._stderr))
 
 
 if __name__ == "__main__":

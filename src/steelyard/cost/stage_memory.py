@@ -113,9 +113,9 @@ class _Moment:
     is_last_backward: bool
     follows_forward: bool
     finds_ahead: bool
-    """Whether the backward pass before gathered the last sharded layer ahead."""
-    gathers_ahead: bool
-    """Whether the first sharded layer does so in this pass."""
+    """Whether a backward pass before gathered the last sharded layer ahead."""
+    gathers_ahead: int
+    """Bytes that the first sharded layer gathers ahead in this pass."""
     kept_sends: int
     """Gradients that were sent to the part before and are still there."""
 
@@ -130,7 +130,7 @@ class _Pause:
     """Whether all its backward passes have ended."""
     follows_forward: bool
     is_ahead: bool
-    """Whether its last backward pass gathered the last sharded layer ahead."""
+    """Whether its last sharded layer was gathered ahead."""
 
 
 _RECOMPUTED_INPUTS = 4
@@ -184,13 +184,16 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
     begin = _Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False, is_ahead=False)
     pauses = [begin for _ in parts]
     backwards = [0] * len(parts)
-    forwards: list[list[int]] = [[] for _ in parts]
+    forwards: list[int] = []
+    in_flight: list[list[int]] = [[] for _ in parts]
     sent = 0
-    for number, (chunk, is_backward) in enumerate(_passes(index, setting)):
-        before = pauses[chunk]
-        gathers_ahead = is_backward and forwards[chunk].pop() > 0
-        if not is_backward:
-            forwards[chunk].append(number)
+    for chunk, is_backward in _passes(index, setting):
+        before, target = pauses[chunk], None
+        if is_backward:
+            target = _gathered_ahead(parts, chunk, forwards[: in_flight[chunk].pop()])
+        else:
+            in_flight[chunk].append(len(forwards))
+            forwards.append(chunk)
         backwards[chunk] += is_backward
         is_last = is_backward and backwards[chunk] == setting.num_microbatches
         moment = _Moment(
@@ -200,7 +203,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             is_last_backward=is_last,
             follows_forward=before.follows_forward,
             finds_ahead=before.is_ahead,
-            gathers_ahead=gathers_ahead,
+            gathers_ahead=0 if target is None else _ahead_bytes(parts[target].layers),
             kept_sends=_kept_sends(backwards[chunk] - is_backward, setting),
         )
         working = (chunk, moment, tuple(pauses))
@@ -210,11 +213,25 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             has_gradients=before.has_gradients or is_backward,
             is_done=is_last,
             follows_forward=not is_backward,
-            is_ahead=gathers_ahead and not is_last,
+            is_ahead=False,
         )
+        if target is not None and not pauses[target].is_done:
+            pauses[target] = replace(pauses[target], is_ahead=True)
         if len(parts) > 1:
             sent += parts[chunk].received if is_backward else parts[chunk].sent
     return found
+
+
+def _gathered_ahead(parts: Sequence[PartLayers], chunk: int, forwards: Sequence[int]) -> int | None:
+    """The chunk whose last sharded layer FSDP gathers as the first one of ``chunk`` works backwards, None for none.
+
+    It goes back through ``forwards``, the chunks of the forward passes of the step before the one that ends here,
+    whether their microbatches are in flight or done.
+    """
+    counts = [sum(layer.shards > 1 for layer in part.layers) for part in parts]
+    target = next((each for each in reversed(forwards) if counts[each]), None)
+    is_gathered = target == chunk and counts[chunk] == 1
+    return None if is_gathered or not counts[chunk] else target
 
 
 def _kept_sends(num_sent: int, setting: Setting) -> int:
@@ -336,9 +353,8 @@ def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment
 def _prefetched_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
     """The parameters that FSDP gathers ahead in a backward pass, of the sharded layer that works next.
 
-    It does so as a sharded layer begins to work, by going back through the forward passes of the step, the last one
-    first, whether their microbatches are in flight or done. So the first sharded layer gathers the last one ahead, but
-    where none is left but the first pass, and that waits for the next pass.
+    It does so as a sharded layer begins to work; after the first one comes the last one of the forward pass before
+    (`_gathered_ahead`), which then waits for the next pass.
     """
     sharded = [number for number, layer in enumerate(layers) if layer.shards > 1]
     if not sharded:
@@ -346,7 +362,7 @@ def _prefetched_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Mome
     if place > sharded[-1]:
         return _ahead_bytes(layers) if moment.finds_ahead else 0
     if place <= sharded[0]:
-        return _ahead_bytes(layers) if moment.gathers_ahead else 0
+        return moment.gathers_ahead
     ahead = layers[max(number for number in sharded if number < place)]
     return 0 if ahead.keeps_copy else ahead.copy
 
@@ -358,9 +374,8 @@ def _waiting_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment)
 
 
 def _ahead_bytes(layers: tuple[LayerMemory, ...]) -> int:
-    """What is gathered for the last sharded layer while the first one works; nothing where they are the same."""
-    sharded = [layer for layer in layers if layer.shards > 1]
-    return 0 if len(sharded) < 2 or sharded[-1].keeps_copy else sharded[-1].copy
+    """The parameters of the last sharded layer."""
+    return next((layer.copy for layer in reversed(layers) if layer.shards > 1), 0)
 
 
 def _reducing_bytes(layers: tuple[LayerMemory, ...], first: int, moment: _Moment) -> int:

@@ -1,0 +1,8 @@
+"""A process of a run that says where it runs: ``-m tests.processes.sessions FOLDER``. Imports nothing heavy."""
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getsid(0)} {os.getpgid(0)} {os.getpid()}")
