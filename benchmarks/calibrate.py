@@ -200,7 +200,7 @@ def _row(case: Case) -> dict[str, object]:
 def _composition(plan: object, stage: int, job: Job) -> tuple[int, ...]:
     counts = [0, 0, 0]
     for part in plan.chunks(stage):  # type: ignore[attr-defined]
-        for layer in range(part.first_layer, part.last_layer + 1):
+        for layer in part.layers:
             counts[job.chain.layers[layer]] += 1
     return tuple(counts)
 

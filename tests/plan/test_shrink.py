@@ -15,13 +15,7 @@ def shape(plan: Plan) -> list[list[tuple[str, str]]]:
     """For every stage the kinds and strategies of its layers, each run of equal ones once."""
     chain = plan.chain()
     return [
-        [
-            key
-            for key, _ in groupby(
-                (chain.kind_of(layer).name, str(plan.strategies[layer]))
-                for layer in range(part.first_layer, part.last_layer + 1)
-            )
-        ]
+        [key for key, _ in groupby((chain.kind_of(layer).name, str(plan.strategies[layer])) for layer in part.layers)]
         for part in plan.stages
     ]
 

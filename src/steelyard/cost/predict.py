@@ -132,7 +132,7 @@ def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
     costs = _layer_costs(plan, setting)
     parts = []
     for index, part in enumerate(plan.stages):
-        layers = range(part.first_layer, part.last_layer + 1)
+        layers = part.layers
         stages_apart = 1 if index % plan.num_stages else plan.num_stages - 1
         parts.append(
             _PartCost(
@@ -163,7 +163,7 @@ def _layer_costs(plan: Plan, setting: Setting) -> list[LayerCost]:
 
 
 def _cost_in_plan(kind: LayerKind, strategy: Strategy, plan: Plan, setting: Setting) -> LayerCost:
-    """The cost of a layer, where the plan has all copies of a tied matrix divided alike without their gathering."""
+    """The cost of a layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
     cost, chain = layer_cost(kind, strategy, setting), setting.job.chain
     if "tied" not in cost.once_s or num_slices(chain.shared[0], plan.strategies, chain) is not None:
         return cost
@@ -211,7 +211,7 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     """The bound of the search: what all layers hold at most, and the largest short-lived memory on top."""
     order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
     chain, strategies = setting.job.chain, plan.strategies
-    parts = [_layers(part) for part in plan.chunks(stage)]
+    parts = [part.layers for part in plan.chunks(stage)]
     layers = [layer for part in parts for layer in part]
     chunks = [[layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part] for part in parts]
     costs = [cost for chunk in chunks for cost in chunk]
@@ -243,7 +243,7 @@ def received_copies_bytes(plan: Plan, stage: int, setting: Setting) -> int:
     """
     if setting.num_stages == 1 or setting.job.execution.states is not None:
         return 0
-    own = max(_copies_kept(plan.strategies[layer]) for part in plan.chunks(stage) for layer in _layers(part))
+    own = max(_copies_kept(plan.strategies[layer]) for part in plan.chunks(stage) for layer in part.layers)
     share = setting.num_microbatches * setting.activation_bytes // setting.devices_per_stage
     before = [_copies_kept(plan.strategies[part.first_layer - 1]) for part in plan.chunks(stage) if part.first_layer]
     return sum(max(0, copies - own) * share for copies in before)
@@ -252,10 +252,6 @@ def received_copies_bytes(plan: Plan, stage: int, setting: Setting) -> int:
 def _copies_kept(strategy: Strategy) -> int:
     """How many ranks hold the same part of the activation behind a layer."""
     return 1 if strategy.sp else strategy.tp
-
-
-def _layers(part: StagePlan) -> range:
-    return range(part.first_layer, part.last_layer + 1)
 
 
 def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[int]:
@@ -268,7 +264,7 @@ def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[i
         return [0] * len(chunks)
     held = []
     for part in chunks:
-        sharded = [layer for layer in range(part.first_layer, part.last_layer + 1) if plan.strategies[layer].fsdp > 1]
+        sharded = [layer for layer in part.layers if plan.strategies[layer].fsdp > 1]
         kind = chain.kind_of(sharded[0]) if sharded else None
         if kind is None or kind.role is LayerRole.EMBEDDING:
             held.append(0)

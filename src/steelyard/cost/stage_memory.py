@@ -184,16 +184,20 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
     begin = _Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False, is_ahead=False)
     pauses = [begin for _ in parts]
     backwards = [0] * len(parts)
+    num_sharded = [sum(layer.shards > 1 for layer in part.layers) for part in parts]
     forwards: list[int] = []
+    """The chunks of the forward passes so far that have sharded layers."""
     in_flight: list[list[int]] = [[] for _ in parts]
+    """How many of them came before each forward pass of a chunk that waits for its backward pass."""
     sent = 0
     for chunk, is_backward in _passes(index, setting):
         before, target = pauses[chunk], None
         if is_backward:
-            target = _gathered_ahead(parts, chunk, forwards[: in_flight[chunk].pop()])
+            num_before = in_flight[chunk].pop()
+            target = _gathered_ahead(chunk, forwards[num_before - 1] if num_before else None, num_sharded)
         else:
             in_flight[chunk].append(len(forwards))
-            forwards.append(chunk)
+            forwards += [chunk] if num_sharded[chunk] else []
         backwards[chunk] += is_backward
         is_last = is_backward and backwards[chunk] == setting.num_microbatches
         moment = _Moment(
@@ -222,16 +226,14 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
     return found
 
 
-def _gathered_ahead(parts: Sequence[PartLayers], chunk: int, forwards: Sequence[int]) -> int | None:
+def _gathered_ahead(chunk: int, before: int | None, num_sharded: Sequence[int]) -> int | None:
     """The chunk whose last sharded layer FSDP gathers as the first one of ``chunk`` works backwards, None for none.
 
-    It goes back through ``forwards``, the chunks of the forward passes of the step before the one that ends here,
-    whether their microbatches are in flight or done.
+    That is the chunk ``before``, of the nearest forward pass of the step with sharded layers before the one that ends
+    here, whether its microbatch is in flight or done. A layer that is at work itself is not gathered again.
     """
-    counts = [sum(layer.shards > 1 for layer in part.layers) for part in parts]
-    target = next((each for each in reversed(forwards) if counts[each]), None)
-    is_gathered = target == chunk and counts[chunk] == 1
-    return None if is_gathered or not counts[chunk] else target
+    is_at_work = before == chunk and num_sharded[chunk] == 1
+    return before if num_sharded[chunk] and not is_at_work else None
 
 
 def _kept_sends(num_sent: int, setting: Setting) -> int:
@@ -440,7 +442,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
 def tied_bytes(plan: Plan, stage: int, setting: Setting) -> int:
     """What a rank of a stage needs to sum the gradients of the vocabulary's matrix: slices of it in fp32."""
     strategies, chain = plan.strategies, setting.job.chain
-    mine = {layer for part in plan.chunks(stage) for layer in range(part.first_layer, part.last_layer + 1)}
+    mine = {layer for part in plan.chunks(stage) for layer in part.layers}
     most = 0
     for shared in chain.shared:
         count = num_slices(shared, strategies, chain)
@@ -463,7 +465,7 @@ def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
 def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
     """What part ``index`` of a plan's pipeline consists of."""
     part, strategies, chain = plan.stages[index], plan.strategies, setting.job.chain
-    places = range(part.first_layer, part.last_layer + 1)
+    places = part.layers
     is_last = index == len(plan.stages) - 1
     before = strategies[part.first_layer - 1] if index else None
     known: dict[tuple[int, Strategy], LayerMemory] = {}

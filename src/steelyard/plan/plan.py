@@ -83,6 +83,11 @@ class StagePlan(PlanPart):
         return self.runs[-1].layers[1]
 
     @property
+    def layers(self) -> range:
+        """All layers of the stage, by their place in the model."""
+        return range(self.first_layer, self.last_layer + 1)
+
+    @property
     def strategies(self) -> tuple[Strategy, ...]:
         """The strategy of each layer of the stage in order."""
         counts = [(run.strategy, run.layers[1] + 1 - run.layers[0]) for run in self.runs]

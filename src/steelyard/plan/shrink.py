@@ -58,7 +58,7 @@ def shrunk_plan(plan: Plan) -> Plan:
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
     """For each part of the pipeline the layers that are kept: of equal neighbours the first two."""
     for part in plan.stages:
-        layers = range(part.first_layer, part.last_layer + 1)
+        layers = part.layers
         runs = groupby(layers, key=lambda layer: (chain.layers[layer], plan.strategies[layer]))
         yield [layer for _, run in runs for layer in list(run)[:_KEPT_OF_A_RUN]]
 

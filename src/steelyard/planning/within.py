@@ -179,7 +179,7 @@ def _nothing(framework: str, expected: str, hint: str) -> NothingFitsError:
 def with_first_blocks_recomputed(plan: Plan, job: Job) -> Plan | None:
     """The plan with the first n blocks of every stage recomputed, n the least with which it fits; None where none."""
     blocks = set(block_layers(plan.chain()))
-    most = max(sum(layer in blocks for layer in range(part.first_layer, part.last_layer + 1)) for part in plan.stages)
+    most = max(sum(layer in blocks for layer in part.layers) for part in plan.stages)
 
     def fits(count: int) -> bool:
         return peak_bytes(with_price(_first_blocks(plan, count, blocks), job)) <= job.budget_bytes

@@ -56,14 +56,14 @@ class SharedGradient:
         if self._num_slices is None:
             _sum_parts([local_part(gradient) for gradient in gradients], self._group)
             return
-        for slices in _slices(gradients, self._num_slices):
-            total = _whole(slices[0])
-            for other in slices[1:]:
+        for first, *others in _slices(gradients, self._num_slices):
+            total = _whole(first)
+            for other in others:
                 total += _whole(other)
             if self._group is not None:
                 dist.all_reduce(total, group=self._group)
-            for part in slices:
-                _keep(part, total)
+            for each in (first, *others):
+                _keep(each, total)
 
 
 class TiedEmbedding:
@@ -109,11 +109,7 @@ def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.M
 
 def _stages_of(plan: Plan, shared: SharedWeight) -> tuple[int, ...]:
     """The stages that hold a copy, rising."""
-    stage_of = {
-        layer: index % plan.num_stages
-        for index, part in enumerate(plan.stages)
-        for layer in range(part.first_layer, part.last_layer + 1)
-    }
+    stage_of = {layer: index % plan.num_stages for index, part in enumerate(plan.stages) for layer in part.layers}
     return tuple(sorted({stage_of[layer] for layer, _ in shared.copies}))
 
 
