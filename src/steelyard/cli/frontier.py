@@ -15,6 +15,7 @@ from steelyard.cli.options import (
     PrecisionOption,
     ProfileOption,
     SeqLen,
+    most_tp,
     print_json,
 )
 from steelyard.cli.plan import check_precision
@@ -69,7 +70,7 @@ def frontier(
         )
         found = find_trade_offs(
             job,
-            PlanOptions(max_tp=max_tp),
+            PlanOptions(max_degrees=most_tp(max_tp)),
             max_searches=points,
             device_counts=counts,
             price_per_device_hour=price,

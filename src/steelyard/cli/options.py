@@ -39,3 +39,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 def print_json(value: Any) -> None:
     """Prints a value as indented JSON on standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def most_tp(degree: int | None) -> dict[str, int]:
+    """The largest degrees of kinds that ``--max-tp`` allows."""
+    return {} if degree is None else {"tp": degree}

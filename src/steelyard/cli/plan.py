@@ -17,6 +17,7 @@ from steelyard.cli.options import (
     PrecisionOption,
     ProfileOption,
     SeqLen,
+    most_tp,
     print_json,
 )
 from steelyard.cli.progress import progress
@@ -29,6 +30,7 @@ from steelyard.planning import (
     BatchTrial,
     PlanningResult,
     PlanOptions,
+    Space,
     calibrate,
     grow_batch,
     make_job,
@@ -91,6 +93,9 @@ def plan(
         str | None, typer.Option("--schedule", help="Pipeline schedules to search, as in 1f1b,interleaved-1f1b,gpipe.")
     ] = None,
     zero: Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")] = None,
+    space: Annotated[
+        str, typer.Option("--space", help="full: all kinds of parallelism; paper: those of Galvatron, never mixed.")
+    ] = "full",
     pin: Annotated[
         list[str] | None,
         typer.Option("--pin", help="Decide beforehand, as in 'layers 0-3: tp=4, remat=full'; may be repeated."),
@@ -127,7 +132,8 @@ def plan(
             hint="write for example --global-batch 64",
         )
     options = PlanOptions(
-        max_tp=max_tp,
+        max_degrees=most_tp(max_tp),
+        space=check_choice("--space", space, Space),
         num_stages=stages,
         num_microbatches=microbatches,
         partition=check_choice("--partition", partition, Partition),
@@ -136,7 +142,7 @@ def plan(
     if remat is not None:
         options = replace(options, remats=check_choices("--remat", remat, {each.value: each for each in Remat}))
     if zero is not None:
-        options = replace(options, zero_stages=check_choices("--zero", zero, {"2": 2, "3": 3}))
+        options = replace(options, variants={"zero": check_choices("--zero", zero, {"2": 2, "3": 3})})
     if schedule is not None:
         names = {name: name for name in get_args(Schedule)}
         options = replace(options, schedules=check_choices("--schedule", schedule, names))

@@ -6,7 +6,7 @@ from steelyard.cost.communication import send_recv_s
 from steelyard.cost.execution import OURS
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
-from steelyard.cost.layer import LayerCost, layer_cost, pipeline_buffer_bytes
+from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_buffer_bytes
 from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
@@ -33,7 +33,7 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
     static, activation, transient = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for k, kind in enumerate(job.chain.kinds):
         for s, strategy in enumerate(strategies):
-            reason = illegal_reason(kind, strategy, microbatch_samples=setting.microbatch_samples, seq_len=job.seq_len)
+            reason = illegal_reason(kind, strategy, setting.batch)
             if reason is not None:
                 continue
             cost = layer_cost(kind, strategy, setting)
@@ -74,11 +74,11 @@ def _waiting_reduction_bytes(strategy: Strategy, setting: Setting) -> int:
 
     As large as those of the largest block.
     """
-    if setting.num_chunks == 1 or strategy.fsdp == 1 or setting.job.execution.states is not None:
+    if setting.num_chunks == 1 or strategy.state_shards == 1 or setting.job.execution.states is not None:
         return 0
     blocks = [kind for kind in setting.job.chain.kinds if kind.role is LayerRole.BLOCK]
-    profiles = [setting.job.profile.layer(kind.name, strategy.tp, strategy.sp) for kind in blocks]
-    largest = max((layer.num_params for layer in profiles if layer is not None), default=0)
+    profiles = [setting.job.profile.layer(kind.name, strategy.shape) for kind in blocks]
+    largest = max((held_params(layer, strategy) for layer in profiles if layer is not None), default=0)
     return (setting.num_chunks - 1) * MASTER_BYTES * largest
 
 

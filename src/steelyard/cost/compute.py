@@ -37,30 +37,31 @@ ACCUMULATION_BYTES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTime:
-    """Seconds of one layer and microbatch on one rank. ``includes_tp``: tensor-parallel collectives are in them.
+    """Seconds of one layer and microbatch on one rank. ``includes_shape``: the collectives of
+    kinds that change the layer's shape are in them.
 
     ``…_launch_s`` is what the host takes to launch it all.
     """
 
     forward_s: float
     backward_s: float
-    includes_tp: bool
+    includes_shape: bool
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
 
 
-def compute_time(layer: LayerProfile, samples: int, job: Job) -> ComputeTime:
+def compute_time(layer: LayerProfile, samples: float, job: Job) -> ComputeTime:
     """Seconds to compute the layer forward and backward for ``samples`` samples on a rank.
 
     Raises `UserError` where the device's rates are unknown and nothing was measured.
     """
     if layer.times:
         measured = layer.time_s(samples)
-        return ComputeTime(forward_s=measured.forward_s, backward_s=measured.backward_s, includes_tp=True)
+        return ComputeTime(forward_s=measured.forward_s, backward_s=measured.backward_s, includes_shape=True)
     return ComputeTime(
         forward_s=work_s(layer.forward, samples, job),
         backward_s=work_s(layer.backward, samples, job) + _accumulation_s(layer, job),
-        includes_tp=False,
+        includes_shape=False,
         forward_launch_s=launch_s(layer.forward, layer.forward_collectives, job),
         backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job),
     )
@@ -99,7 +100,7 @@ def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> 
     return work.num_kernels * rate.launch_s + sum(each.count for each in collectives) * rate.collective_launch_s
 
 
-def work_s(work: Work, samples: int, job: Job) -> float:
+def work_s(work: Work, samples: float, job: Job) -> float:
     """Seconds of work on the device once it is launched."""
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()

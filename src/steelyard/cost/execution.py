@@ -96,7 +96,8 @@ def kept_state_bytes(num_params: int, strategy: Strategy, execution: Execution) 
     """Bytes of a layer's states on one rank in a framework that has buffers of its own for each of them."""
     states = execution.states
     assert states is not None, "only frameworks with states of their own are asked"
-    shards = strategy.fsdp if strategy.fsdp > 1 else min(execution.shard_degree or strategy.dp, strategy.dp)
+    replicas = strategy.replicas
+    shards = strategy.state_shards if strategy.state_shards > 1 else min(execution.shard_degree or replicas, replicas)
     parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
     first_sharded = {"parameters": 3, "gradients": 2, "optimizer": 1}
     return {

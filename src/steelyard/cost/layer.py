@@ -39,8 +39,11 @@ from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.plan.kinds import Kind
+from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
+from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic
 from steelyard.plan.shared import SLICES_PER_TP_RANK
-from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
 
 
@@ -75,9 +78,10 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
     Raises `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
     layer = layer_profile(kind, strategy, setting)
-    samples = setting.microbatch_samples // strategy.data_degree
-    forward, backward = _microbatch_time(layer, strategy, setting, samples)
-    once = _once_time(layer, strategy, setting, forward, backward)
+    samples = rank_samples(strategy, setting)
+    sent = _Sent(layer, strategy, setting)
+    forward, backward = _microbatch_time(layer, sent, setting, samples)
+    once = _once_time(layer, sent, setting, forward, backward)
     if setting.job.chain.tied_embeddings and kind.role is not LayerRole.BLOCK:
         once["tied"] = tied_s(kind, strategy, setting)
     factor = setting.job.time_factor
@@ -95,7 +99,7 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
 def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerBytes:
     """The memory of a layer of this kind under a legal strategy; a profile without times is enough."""
     layer = layer_profile(kind, strategy, setting)
-    samples = setting.microbatch_samples // strategy.data_degree
+    samples = rank_samples(strategy, setting)
     return LayerBytes(
         static_bytes=_static_bytes(kind, layer, strategy, setting),
         activation_bytes=_activation_bytes(layer, strategy, samples),
@@ -109,70 +113,180 @@ def exposed_s(compute_s: float, communication_s: float, slowdown: float) -> floa
     return slowdown * shorter + (longer - shorter) - compute_s
 
 
-def level_group(strategy: Strategy, setting: Setting, *kinds: Parallelism) -> Group:
-    """The shape of the process groups over which a strategy uses these kinds (on one level)."""
+def levels_group(strategy: Strategy, levels: Levels, setting: Setting) -> Group:
+    """The shape of the process groups over neighbouring levels of a strategy; of one rank where there are none."""
     stride = 1
     for level in reversed(strategy.levels):
-        if level.kind in kinds:
-            return Group(size=level.degree, stride=stride, span=setting.devices_per_stage)
+        if level in levels:
+            return Group(size=degree_of(levels), stride=stride, span=setting.devices_per_stage)
         stride *= level.degree
     return Group(size=1, stride=1, span=setting.devices_per_stage)
 
 
+def experts_group(strategy: Strategy, setting: Setting) -> Group:
+    """The shape of the groups over which routed experts are divided: the innermost of the data ranks."""
+    whole = levels_group(strategy, data_levels(strategy.levels), setting)
+    return replace(whole, size=strategy.expert_degree)
+
+
 def layer_profile(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerProfile:
-    """The profile of a layer of this kind at the strategy's tensor-parallel degree; `InvalidProfileError` if none."""
-    layer = setting.job.profile.layer(kind.name, strategy.tp, strategy.sp)
+    """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none."""
+    layer = setting.job.profile.layer(kind.name, strategy.shape)
     if layer is None:
+        degrees = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items()) or "one rank"
         raise InvalidProfileError(
             field=f"layers.{kind.name}",
-            found=f"no entry for tp {strategy.tp}" + (" with sp" if strategy.sp else ""),
-            expected="an entry for every tensor-parallel degree of the strategies",
-            hint="profile or trace the model with this degree",
+            found=f"no entry for {degrees}",
+            expected="an entry for every shape that the strategies give a layer",
+            hint="profile or trace the model with these degrees",
         )
     return layer
 
 
+def rank_samples(strategy: Strategy, setting: Setting) -> float:
+    """Samples of a microbatch on a rank; of samples whose tokens are divided, the part.
+
+    A rank with a part of the tokens does that part of a sample's work, of attention too: head-tail order divides it
+    equally.
+    """
+    samples = setting.microbatch_samples // strategy.sample_degree
+    return samples if strategy.token_degree == 1 else samples / strategy.token_degree
+
+
+def held_params(layer: LayerProfile, strategy: Strategy) -> int:
+    """Parameters that a rank computes with, once they are gathered."""
+    return layer.num_params - layer.expert_params + layer.expert_params // strategy.expert_degree
+
+
+def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
+    """Parameters of a rank's shard: what it trains.
+
+    Experts are sharded over the ranks that are left of a shard group; where their own groups are larger, not at all.
+    """
+    dense, experts = layer.num_params - layer.expert_params, layer.expert_params
+    shards = strategy.state_shards
+    if strategy.expert_degree == 1:
+        return -(-layer.num_params // shards)
+    return -(-dense // shards) - (-experts // max(shards, strategy.expert_degree))
+
+
+def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Load:
+    """What the collectives of a layer carry."""
+    job, samples = setting.job, rank_samples(strategy, setting)
+    whole, held = setting.microbatch_samples // strategy.sample_degree, held_params(layer, strategy)
+    collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
+        "forward": layer.forward_collectives,
+        "backward": layer.backward_collectives,
+    }
+    if strategy.remat is not Remat.NONE:
+        collectives["recomputation"] = layer.recomputation(strategy.remat).collectives
+    return Load(
+        strategy=strategy,
+        parameter_bytes=held * job.compute_bytes,
+        gradient_bytes=held * job.execution.reduce_bytes,
+        traced={
+            phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
+            for phase, found in collectives.items()
+        },
+        key_value_bytes=layer.key_value_bytes.at(whole),
+        attention_bytes=layer.attention_bytes.at(samples),
+        routed_bytes=layer.routed_bytes.at(samples) * job.imbalance,
+    )
+
+
 def _microbatch_time(
-    layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int
+    layer: LayerProfile, sent: "_Sent", setting: Setting, samples: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    compute = compute_time(layer, samples, setting.job)
+    strategy, compute = sent.strategy, compute_time(layer, samples, setting.job)
     forward = {"compute": compute.forward_s}
     backward = {"compute": compute.backward_s}
-    if not compute.includes_tp and strategy.tp > 1:
-        forward["tp"] = _collectives_s(layer.forward_collectives, strategy, setting, samples)
-        backward["tp"] = _collectives_s(layer.backward_collectives, strategy, setting, samples)
     lost_s = held_up_s(strategy, setting)
+    for kind in strategy.kinds:
+        if sent.is_in_line(kind) and not (compute.includes_shape and kind.shape(strategy)):
+            forward[kind.name] = sent.in_line_s(kind, "forward")
+            backward[kind.name] = sent.in_line_s(kind, "backward")
+    if strategy.expert_degree > 1:
+        waiting = (setting.job.imbalance - 1) * layer.expert_share(samples)
+        forward["imbalance"], backward["imbalance"] = waiting * compute.forward_s, waiting * compute.backward_s
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
     if strategy.remat is not Remat.NONE:
-        again_s = _recomputation_s(layer, strategy, setting, samples)
+        again_s = _recomputation_s(layer, sent, setting, samples)
         backward["remat"] = setting.job.execution.remat_fraction * again_s
-    if strategy.fsdp > 1:
-        gather_s, scatter_s = _sharding_s(layer, strategy, setting)
-        hooks_s = setting.job.profile.sharding_s(strategy.fsdp) / 2
-        forward["fsdp"] = hooks_s + _beside(sum(forward.values()), gather_s, setting)
-        again_s = gather_s if strategy.zero == 3 else 0.0
-        backward["fsdp"] = hooks_s + _beside(sum(backward.values()), again_s + scatter_s, setting)
+    for level in strategy.levels:
+        kind = level.kind
+        if kind.states is States.SHARDED:
+            hooks_s = setting.job.profile.sharding_s(strategy.state_shards) / 2
+            for phase, terms in (("forward", forward), ("backward", backward)):
+                terms[kind.name] = hooks_s + _beside(sum(terms.values()), sent.beside_s(kind, phase), setting)
     return forward, backward
 
 
-def _recomputation_s(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int) -> float:
+class _Sent:
+    """Seconds of the collectives that the kinds of a strategy ask for in one layer."""
+
+    def __init__(self, layer: LayerProfile, strategy: Strategy, setting: Setting) -> None:
+        self.strategy, self._setting = strategy, setting
+        load = layer_load(layer, strategy, setting)
+        self._traffic = {kind: tuple(kind.traffic(load)) for kind in strategy.kinds}
+
+    def is_in_line(self, kind: Kind) -> bool:
+        """Whether a layer waits for collectives of this kind."""
+        return any(not each.beside_compute for each in self._traffic[kind]) or bool(kind.shape(self.strategy))
+
+    def in_line_s(self, kind: Kind, phase: Phase) -> float:
+        """Seconds that a layer waits in a phase."""
+        found = [each for each in self._traffic[kind] if each.phase == phase and not each.beside_compute]
+        job = self._setting.job
+        seconds = sum(each.count * self._call_s(each, kind) for each in found)
+        if kind.divides is not Divides.TENSORS:
+            return seconds
+        num_calls = sum(each.count for each in found)
+        exposed = 1 - job.execution.hidden_tp
+        return exposed * seconds + num_calls * job.efficiency.jitter_s * (self.strategy.degree(kind) - 1) ** 2
+
+    def beside_s(self, kind: Kind, phase: Phase) -> float:
+        """Seconds of what can run beside compute in a phase, by itself."""
+        found = [each for each in self._traffic[kind] if each.phase == phase and each.beside_compute]
+        return sum(each.count * self._call_s(each, kind) for each in found)
+
+    def once(self, kind: Kind) -> tuple[Traffic, ...]:
+        """What is sent once a step."""
+        return tuple(each for each in self._traffic[kind] if each.phase == "step")
+
+    def _call_s(self, each: Traffic, kind: Kind) -> float:
+        group = traffic_group(each, kind, self.strategy, self._setting)
+        return _collective_s(each.collective, each.tensor_bytes / each.count, group, self._setting.job)
+
+
+def traffic_group(traffic: Traffic, kind: Kind, strategy: Strategy, setting: Setting) -> Group:
+    """The groups of ranks that collectives go over."""
+    if traffic.over == "experts":
+        return experts_group(strategy, setting)
+    levels = strategy.levels
+    own = tuple(level for level in levels if level.kind is kind)
+    taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[traffic.over]
+    return levels_group(strategy, taking, setting)
+
+
+def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: Setting, samples: float) -> float:
     """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated."""
-    job = setting.job
-    if layer.times:
-        return layer.recomputation_s(strategy.remat, samples)
+    job, strategy = setting.job, sent.strategy
+    measured = layer.recomputation_s(strategy.remat, samples) if layer.times else None
     again = layer.recomputation(strategy.remat)
-    terms = {"compute": work_s(again.work, samples, job)}
-    if strategy.tp > 1:
-        terms["tp"] = _collectives_s(again.collectives, strategy, setting, samples)
-    _add_host(terms, launch_s(again.work, again.collectives, job))
+    terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
+    for kind in strategy.kinds:
+        if sent.is_in_line(kind) and not (measured is not None and kind.shape(strategy)):
+            terms[kind.name] = sent.in_line_s(kind, "recomputation")
+    if measured is None:
+        _add_host(terms, launch_s(again.work, again.collectives, job))
     return sum(terms.values())
 
 
 def held_up_s(strategy: Strategy, setting: Setting) -> float:
     """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
     between_nodes = setting.num_stages > 1 and setting.job.cluster.num_nodes > 1
-    return setting.job.execution.pipelined_collective_s * strategy.tp if between_nodes else 0.0
+    return setting.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
 
 
 def num_calls(collectives: tuple[CollectiveCount, ...]) -> int:
@@ -189,32 +303,43 @@ def _add_host(terms: dict[str, float], launch_s: float) -> None:
 
 def _once_time(
     layer: LayerProfile,
-    strategy: Strategy,
+    sent: _Sent,
     setting: Setting,
     forward: dict[str, float],
     backward: dict[str, float],
 ) -> dict[str, float]:
-    """Seconds, once a step, of the optimizer and of reducing the gradients of a replicated layer.
+    """Seconds, once a step, of the optimizer and of reducing the gradients that several ranks make parts of.
 
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
-    job, execution = setting.job, setting.job.execution
-    if strategy.dp == 1:
-        return {"optimizer": optimizer_s(layer.num_params / strategy.fsdp, job)}
-    group = level_group(strategy, setting, *DATA_KINDS)
-    gradient_bytes = layer.num_params * execution.reduce_bytes
-    shards = execution.optimizer_shards(strategy.dp)
-    if shards == 1:
-        exposed = _beside(sum(backward.values()), _collective_s("all_reduce", gradient_bytes, group, job), setting)
-    else:
-        owners = replace(group, size=shards)
-        kind: CollectiveKind = "reduce_scatter" if shards == strategy.dp else "all_reduce"
-        pieces = execution.shard_pieces
-        gather_s = pieces * _collective_s("all_gather", layer.num_params * job.compute_bytes / pieces, owners, job)
-        reduce_s = pieces * _collective_s(kind, gradient_bytes / pieces, group, job)
-        exposed = _beside(sum(backward.values()), reduce_s, setting)
-        exposed += _beside(sum(forward.values()), gather_s, setting)
-    return {"optimizer": optimizer_s(layer.num_params / shards, job), "dp": exposed}
+    job, execution, strategy = setting.job, setting.job.execution, sent.strategy
+    replicas = strategy.replicas
+    shards = execution.optimizer_shards(replicas) if replicas > 1 else 1
+    terms = {"optimizer": optimizer_s(_trained(layer, strategy) / shards, job)}
+    for kind in strategy.kinds:
+        for each in sent.once(kind):
+            group = traffic_group(each, kind, strategy, setting)
+            if shards == 1:
+                reduce_s = _collective_s(each.collective, each.tensor_bytes, group, job)
+                exposed = _beside(sum(backward.values()), reduce_s, setting)
+            else:
+                owners = replace(group, size=shards)
+                reduction: CollectiveKind = "reduce_scatter" if shards == replicas else "all_reduce"
+                pieces = execution.shard_pieces
+                new_bytes = held_params(layer, strategy) * job.compute_bytes / strategy.state_shards
+                gather_s = pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
+                reduce_s = pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
+                exposed = _beside(sum(backward.values()), reduce_s, setting)
+                exposed += _beside(sum(forward.values()), gather_s, setting)
+            terms[kind.name] = exposed
+    return terms
+
+
+def _trained(layer: LayerProfile, strategy: Strategy) -> float:
+    """Parameters of a rank's shard on average."""
+    if strategy.expert_degree == 1:
+        return layer.num_params / strategy.state_shards
+    return sharded_params(layer, strategy)
 
 
 def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool = False) -> float:
@@ -230,10 +355,11 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     distance = (setting.num_stages - 1) * setting.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if alike or job.execution.states is not None:
-        shards = strategy.tp * (strategy.fsdp if job.execution.states is None else 1)
+        shards = strategy.tensor_degree * (strategy.state_shards if job.execution.states is None else 1)
         return _collective_s("all_reduce", matrix_bytes / shards, pair, job) if setting.num_stages > 1 else 0.0
-    tensor, data = (level_group(strategy, setting, *kinds) for kinds in ({Parallelism.TP}, {Parallelism.FSDP}))
-    count = SLICES_PER_TP_RANK * strategy.tp
+    dividing = tuple(level for level in strategy.levels if level.kind.divides is Divides.TENSORS)
+    tensor, data = (levels_group(strategy, each, setting) for each in (dividing, shard_levels(strategy.levels)))
+    count = SLICES_PER_TP_RANK * strategy.tensor_degree
     seconds = _collective_s("all_gather", matrix_bytes / tensor.size / count, data, job)
     seconds += _collective_s("all_gather", matrix_bytes / count, tensor, job)
     if setting.num_stages > 1:
@@ -247,28 +373,6 @@ def _beside(compute_s: float, communication_s: float, setting: Setting) -> float
     return exposed_s(compute_s, communication_s, setting.job.profile.overlap_slowdown)
 
 
-def _sharding_s(layer: LayerProfile, strategy: Strategy, setting: Setting) -> tuple[float, float]:
-    """Seconds to gather the layer's parameters and to reduce and scatter its gradients."""
-    job = setting.job
-    group = level_group(strategy, setting, *DATA_KINDS)
-    gather = _collective_s("all_gather", layer.num_params * job.compute_bytes, group, job)
-    scatter = _collective_s("reduce_scatter", layer.num_params * job.execution.reduce_bytes, group, job)
-    return gather, scatter
-
-
-def _collectives_s(
-    collectives: tuple[CollectiveCount, ...], strategy: Strategy, setting: Setting, samples: int
-) -> float:
-    job = setting.job
-    group = level_group(strategy, setting, Parallelism.TP)
-    exposed = 1 - job.execution.hidden_tp
-    carried_s = exposed * sum(
-        each.count * _collective_s(each.kind, each.tensor_bytes.at(samples) / each.count, group, job)
-        for each in collectives
-    )
-    return carried_s + num_calls(collectives) * job.efficiency.jitter_s * (strategy.tp - 1) ** 2
-
-
 def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job) -> float:
     return collective_s(kind, num_bytes, group, job.cluster, job.profile, job.efficiency.links)
 
@@ -276,14 +380,14 @@ def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job
 def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
     if setting.job.execution.states is not None:
         return kept_state_bytes(layer.num_params, strategy, setting.job.execution)
-    sharded = -(-layer.num_params // strategy.fsdp)
+    sharded = sharded_params(layer, strategy)
     static = {
         "parameters": MASTER_BYTES * sharded,
         "gradients": kept_gradient_bytes(layer, strategy),
         "optimizer": 2 * MASTER_BYTES * sharded + layer.buffer_bytes,
     }
     working = sample_bytes(kind, strategy, setting)
-    if kind.role is LayerRole.EMBEDDING and strategy.fsdp > 1 and setting.num_microbatches > 1:
+    if kind.role is LayerRole.EMBEDDING and strategy.state_shards > 1 and setting.num_microbatches > 1:
         working += MASTER_BYTES * layer.num_params
     if working:
         static["working set"] = working
@@ -294,17 +398,17 @@ def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, sett
 
 def kept_gradient_bytes(layer: LayerProfile, strategy: Strategy) -> int:
     """Gradients that a rank keeps from one microbatch to the next, and that the optimizer reads."""
-    return MASTER_BYTES * -(-layer.num_params // strategy.fsdp)
+    return MASTER_BYTES * sharded_params(layer, strategy)
 
 
 def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """All parameters as a layer computes on them, where it does not compute on those that are trained themselves."""
-    if strategy.fsdp == 1 and setting.job.compute_bytes == MASTER_BYTES:
+    if strategy.state_shards == 1 and setting.job.compute_bytes == MASTER_BYTES:
         return 0
-    return setting.job.compute_bytes * layer.num_params
+    return setting.job.compute_bytes * held_params(layer, strategy)
 
 
-def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: int) -> int:
+def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
     return int(held_bytes(layer, strategy).saved_bytes.at(samples))
 
 
@@ -315,10 +419,10 @@ def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomp
 
 def keeps_copy(strategy: Strategy) -> bool:
     """Whether the parameters in compute precision stay between the forward and the backward pass of a layer."""
-    return strategy.fsdp == 1 or strategy.zero == 2
+    return strategy.keeps_gathered
 
 
-def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, samples: int) -> int:
+def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, samples: float) -> int:
     """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
 
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
@@ -330,17 +434,17 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     """
     if setting.job.execution.states is not None:
         return _framework_transient_bytes(layer, strategy, samples)
-    compute, params = setting.job.compute_bytes, layer.num_params
+    compute, params = setting.job.compute_bytes, held_params(layer, strategy)
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
     working = held.backward_transient_bytes.at(samples)
     copy = 0 if keeps_copy(strategy) else copy_bytes(layer, strategy, setting)
-    buffer = compute * params if strategy.fsdp > 1 else 0
+    buffer = compute * params if strategy.state_shards > 1 else 0
     made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
     forward = copy + buffer + held.forward_transient_bytes.at(samples)
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
-    reduction = input_bytes + made if strategy.fsdp == 1 else 0
-    if strategy.fsdp > 1 and kind.role is not LayerRole.BLOCK:
+    reduction = input_bytes + made if strategy.state_shards == 1 else 0
+    if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
         scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
         gathers = copy and (kind.role is LayerRole.HEAD or setting.num_microbatches > 1)
         reduction = input_bytes + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
@@ -365,10 +469,10 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> i
 
 def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
     """How many times its part of the gradient a rank makes: DTensor makes that of a tp embedding whole everywhere."""
-    return strategy.tp if kind.role is LayerRole.EMBEDDING else 1
+    return strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
 
 
-def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, samples: int) -> int:
+def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
     """Largest short-lived memory of a framework whose states all have buffers of their own."""
     held = held_bytes(layer, strategy)
     return int(max(held.forward_transient_bytes.at(samples), held.backward_transient_bytes.at(samples)))
@@ -380,9 +484,9 @@ def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Settin
     A sharded layer reduces them to a shard that is then added to the kept one. The buffer of a replicated layer, which
     counts as kept, is made only when the first backward pass has made all gradients: in fp32 it stands for them.
     """
-    made = setting.job.compute_bytes * layer.num_params
-    if strategy.fsdp > 1:
-        return made + (0 if setting.num_microbatches == 1 else MASTER_BYTES * layer.num_params // strategy.fsdp)
+    made = setting.job.compute_bytes * held_params(layer, strategy)
+    if strategy.state_shards > 1:
+        return made + (0 if setting.num_microbatches == 1 else int(MASTER_BYTES * _trained(layer, strategy)))
     return 0 if setting.num_microbatches == 1 and setting.job.compute_bytes == MASTER_BYTES else made
 
 
@@ -391,7 +495,7 @@ def _replicated_buffer_bytes(strategy: Strategy, setting: Setting) -> int:
 
     Counted with the working set, so that a stage has it once, whichever of its layers lie at a cut.
     """
-    return 0 if strategy.sp else (strategy.tp - 1) * pipeline_buffer_bytes(setting)
+    return (strategy.layout.copies - 1) * pipeline_buffer_bytes(setting)
 
 
 def pipeline_buffer_bytes(setting: Setting) -> int:

@@ -13,6 +13,7 @@ from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.layer import (
     LayerBytes,
     LayerCost,
+    held_params,
     layer_bytes,
     layer_cost,
     layer_profile,
@@ -104,7 +105,7 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
         return None
     flop = 0.0
     for kind_index, kind in enumerate(job.chain.kinds):
-        layer = job.profile.layer(kind.name, 1, False)
+        layer = job.profile.layer(kind.name, {})
         if layer is None:
             return None
         forward = layer.forward
@@ -148,7 +149,7 @@ def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
 
 def _copies_sent(strategy: Strategy, setting: Setting) -> int:
     """How often a stage's ranks hand over the same part of an activation where a framework sends it whole."""
-    return strategy.tp if setting.job.execution.transfer == "whole" and not strategy.sp else 1
+    return strategy.layout.copies if setting.job.execution.transfer == "whole" else 1
 
 
 def _layer_costs(plan: Plan, setting: Setting) -> list[LayerCost]:
@@ -251,7 +252,7 @@ def received_copies_bytes(plan: Plan, stage: int, setting: Setting) -> int:
 
 def _copies_kept(strategy: Strategy) -> int:
     """How many ranks hold the same part of the activation behind a layer."""
-    return 1 if strategy.sp else strategy.tp
+    return strategy.layout.copies
 
 
 def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[int]:
@@ -264,12 +265,13 @@ def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[i
         return [0] * len(chunks)
     held = []
     for part in chunks:
-        sharded = [layer for layer in part.layers if plan.strategies[layer].fsdp > 1]
+        sharded = [layer for layer in part.layers if plan.strategies[layer].state_shards > 1]
         kind = chain.kind_of(sharded[0]) if sharded else None
         if kind is None or kind.role is LayerRole.EMBEDDING:
             held.append(0)
         else:
-            held.append(MASTER_BYTES * layer_profile(kind, plan.strategies[sharded[0]], setting).num_params)
+            strategy = plan.strategies[sharded[0]]
+            held.append(MASTER_BYTES * held_params(layer_profile(kind, strategy, setting), strategy))
     return held
 
 
@@ -282,7 +284,7 @@ def _framework_terms(
     """
     execution = setting.job.execution
     strategy = plan.stages[stage].runs[0].strategy
-    sent = setting.activation_bytes // (strategy.data_degree * (strategy.tp if strategy.sp else 1))
+    sent = setting.activation_bytes // (strategy.sample_degree * strategy.sequence_degree)
     kept = execution.kept_transfers * in_flight * sent if setting.num_stages > 1 else 0
     made = 0
     if execution.accumulates_late and execution.states is not None:

@@ -7,6 +7,7 @@ from steelyard.cost.efficiency import Efficiency, efficiency_of
 from steelyard.cost.execution import OURS, Execution
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
+from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.plan import Precision, Schedule
 from steelyard.profiles.profile import Profile
 
@@ -16,13 +17,19 @@ MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
 
 
+ASSUMED_IMBALANCE = 1.2
+"""Most tokens of a rank over the mean, where routed experts are divided over ranks: assumed, not measured. Training
+measures and reports it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is trained on what: everything that does not change while pipeline settings are compared.
 
     ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold.
     ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
-    all times are multiplied by ``time_factor``, which one measured run gives.
+    all times are multiplied by ``time_factor``, which one measured run gives. ``imbalance`` is how many times the mean
+    number of tokens the rank with the most of them gets, where experts are divided over ranks.
     """
 
     chain: ModelChain
@@ -35,6 +42,7 @@ class Job:
     execution: Execution = OURS
     rates: Efficiency | None = None
     time_factor: float = 1.0
+    imbalance: float = ASSUMED_IMBALANCE
 
     def identity(self) -> dict[str, str]:
         """Where the costs come from, as short texts for a plan file: the profile, and the factor if there is one."""
@@ -83,6 +91,11 @@ class Setting:
     def microbatch_samples(self) -> int:
         """Samples of a microbatch over all ranks of a stage."""
         return self.job.global_batch // self.num_microbatches
+
+    @property
+    def batch(self) -> Batch:
+        """What strategies divide beside the layers."""
+        return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.job.seq_len)
 
     @cached_property
     def activation_bytes(self) -> int:

@@ -26,7 +26,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import copy_bytes, gradient_copies, held_bytes, keeps_copy, kept_gradient_bytes, layer_profile
+from steelyard.cost.layer import (
+    copy_bytes,
+    gradient_copies,
+    held_bytes,
+    held_params,
+    keeps_copy,
+    kept_gradient_bytes,
+    layer_profile,
+    rank_samples,
+    sharded_params,
+)
 from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
@@ -40,8 +50,10 @@ class LayerMemory:
     """Bytes of one layer on one rank, for one microbatch where they depend on samples."""
 
     params: int
-    """Entries on a rank after tp, before data sharding."""
+    """Entries that a rank computes with, once they are gathered."""
     shards: int
+    shard: int
+    """The rank's parameters in fp32."""
     copy: int
     """All parameters as the layer computes on them; 0 where those are the ones that are trained."""
     keeps_copy: bool
@@ -63,11 +75,6 @@ class LayerMemory:
     """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
     forward: int
     backward: int
-
-    @property
-    def shard(self) -> int:
-        """The rank's parameters in fp32."""
-        return MASTER_BYTES * -(-self.params // self.shards)
 
     @property
     def drops_copy(self) -> bool:
@@ -419,16 +426,17 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
     kind = job.chain.kinds[kind_index]
     layer = layer_profile(kind, strategy, setting)
     held = held_bytes(layer, strategy)
-    samples = setting.microbatch_samples // strategy.data_degree
+    samples, held = rank_samples(strategy, setting), held_params(layer, strategy)
     return LayerMemory(
-        params=layer.num_params,
-        shards=strategy.fsdp,
+        params=held,
+        shards=strategy.state_shards,
+        shard=MASTER_BYTES * sharded_params(layer, strategy),
         copy=copy_bytes(layer, strategy, setting),
         keeps_copy=keeps_copy(strategy),
         kept_gradients=kept_gradient_bytes(layer, strategy),
-        made_gradients=job.compute_bytes * layer.num_params * gradient_copies(kind, strategy),
-        cut_gradients=job.compute_bytes * layer.num_params if gradient_copies(kind, strategy) > 1 else 0,
-        scratch=0 if job.overlaps or strategy.fsdp == 1 else MASTER_BYTES * layer.num_params,
+        made_gradients=job.compute_bytes * held * gradient_copies(kind, strategy),
+        cut_gradients=job.compute_bytes * held if gradient_copies(kind, strategy) > 1 else 0,
+        scratch=0 if job.overlaps or strategy.state_shards == 1 else MASTER_BYTES * held,
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),
@@ -457,9 +465,9 @@ def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
     """A rank's share of what flows out of a layer of this strategy, for one microbatch: all streams."""
     chain = setting.job.chain
     sequence, width = chain.hidden_shape(layer, setting.job.seq_len)
-    samples = setting.microbatch_samples // strategy.data_degree
+    samples = setting.microbatch_samples // strategy.sample_degree
     whole = samples * sequence * width * chain.kind_of(layer).num_streams * setting.job.compute_bytes
-    return whole // (strategy.tp if strategy.sp else 1)
+    return whole // strategy.sequence_degree
 
 
 def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:

@@ -4,8 +4,9 @@ The stage mesh has small axes; on each, the activation is divided by samples (B)
 The steps are those that DTensor's redistribution takes. First, from the innermost axis outwards, each axis changes to
 what is wanted, or to R where the axes outside it that divide the same dim differ from the wanted ones; then, from the
 outermost inwards, what is still different changes. A step from a divided axis to R is an all-gather over that axis,
-one between B and S an all-to-all (gloo has none: an all-gather and a slice), one from R a slice and free. The gradient
-goes the other way.
+one between B and S an all-to-all (gloo has none: an all-gather and a slice), one from R a slice and free. Where the
+order of tokens changes (C, head and tail), every axis that divides the sequence before or after goes through R. The
+gradient goes the other way.
 
 Source: ``DTensorRedistributePlanner.generate_greedy_transform_infos`` of torch 2.13. Not modelled: overlap with
 compute; neighbouring all-gathers that DTensor merges into one where another layer's group spans just these axes.
@@ -18,11 +19,15 @@ from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.setting import Setting
-from steelyard.plan.strategy import Layout, Strategy, mesh_axes
+from steelyard.plan.kinds.kind import Placed
+from steelyard.plan.strategy import HiddenLayout, Strategy, mesh_axes
 from steelyard.profiles.profile import CollectiveKind
 
 Placement = str
-"""``B`` divided by samples, ``S`` divided by sequence, ``R`` replicated; one letter per axis of the stage mesh."""
+"""A letter of `steelyard.plan.kinds.kind.Placed` for each axis of the stage mesh."""
+
+_HEAD_TAIL = Placed.HEAD_TAIL.value
+_OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 
 
 def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
@@ -35,10 +40,10 @@ def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[
     return table
 
 
-def _switch_s(before: Layout, after: Layout, setting: Setting) -> float:
+def _switch_s(before: HiddenLayout, after: HiddenLayout, setting: Setting) -> float:
     sizes = mesh_axes(setting.devices_per_stage)
-    there = moves(placements(before, sizes), placements(after, sizes), sizes)
-    back = moves(placements(after, sizes), placements(before, sizes), sizes)
+    there = moves(before.placements(sizes), after.placements(sizes), sizes)
+    back = moves(after.placements(sizes), before.placements(sizes), sizes)
     job = setting.job
     total = 0.0
     for step in (*there, *back):
@@ -52,24 +57,15 @@ def _switch_s(before: Layout, after: Layout, setting: Setting) -> float:
     return job.time_factor * total
 
 
-def placements(layout: Layout, sizes: tuple[int, ...]) -> Placement:
-    """The placement on each axis of the stage mesh, outermost first."""
-    letters: list[str] = []
-    for is_tensor, degree in layout.axes:
-        product = 1
-        while product < degree:
-            product *= sizes[len(letters)]
-            letters.append(("S" if layout.sp else "R") if is_tensor else "B")
-    return "".join(letters)
-
-
 @lru_cache(maxsize=65536)
 def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[tuple[CollectiveKind, int, float], ...]:
     """Collectives that redistribute: kind, axis, and the tensor's bytes as a fraction of the whole activation."""
     current = list(before)
     found: list[tuple[CollectiveKind, int, float]] = []
+    reordered = [letter == _HEAD_TAIL for letter in before] != [letter == _HEAD_TAIL for letter in after]
     for axis in reversed(range(len(sizes))):
-        wanted = "R" if _is_nested_otherwise(current, after, axis) else after[axis]
+        whole = reordered and {current[axis], after[axis]} & _OF_SEQUENCE
+        wanted = "R" if whole or _is_nested_otherwise(current, after, axis) else after[axis]
         found += _change(current, axis, wanted, sizes)
     for axis in range(len(sizes)):
         found += _change(current, axis, after[axis], sizes)

@@ -19,17 +19,14 @@ _REMATS = frozenset({Remat.NONE, Remat.FULL})
 ACCELERATE_MEANS = Means(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "fsdp+tp"),
-    zero_stages=frozenset({2, 3}),
-    zero_stages_with_tp=frozenset({2, 3}),
-    sp=frozenset({False}),
+    variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     remats=_REMATS,
 )
 TRANSFORMERS_MEANS = Means(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "fsdp+tp"),
-    zero_stages=frozenset({2, 3}),
-    zero_stages_with_tp=frozenset({3}),
-    sp=frozenset({False}),
+    variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    variants_beside={"tp": {"zero": frozenset({3})}},
     remats=_REMATS,
 )
 """With tp the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward."""

@@ -17,9 +17,7 @@ from steelyard.plan.strategy import Remat
 MEANS = Means(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
-    zero_stages=frozenset({2, 3}),
-    zero_stages_with_tp=frozenset({2, 3}),
-    sp=frozenset({False, True}),
+    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
     remats=frozenset({Remat.NONE, Remat.FULL}),
     remats_first_blocks=True,
     pipeline="any cuts",

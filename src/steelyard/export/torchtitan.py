@@ -15,9 +15,7 @@ from steelyard.plan.strategy import Remat
 MEANS = Means(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
-    zero_stages=frozenset({2, 3}),
-    zero_stages_with_tp=frozenset({2, 3}),
-    sp=frozenset({False, True}),
+    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
     remats=frozenset(Remat),
     pipeline="any cuts",
     schedules=frozenset({"gpipe", "1f1b", "interleaved-1f1b"}),

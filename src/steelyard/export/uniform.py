@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Self
 
+from steelyard.plan.kinds import DP, FSDP, TP
 from steelyard.plan.means import block_layers, first_blocks_recomputed
 from steelyard.plan.plan import Plan, Schedule
-from steelyard.plan.strategy import Remat, Strategy, ZeroStage
+from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
 
 
@@ -26,7 +27,8 @@ class UniformPlan:
     fsdp: int
     tp: int
     sp: bool
-    zero: ZeroStage
+    zero: int
+    """ZeRO stage of an fsdp level: 2 or 3."""
     remat: Remat
     """Of all blocks, or of the first ``remat_blocks`` of every stage."""
     remat_blocks: int | None
@@ -50,18 +52,18 @@ class UniformPlan:
         remats = {plan.strategies[layer].remat for layer in blocks}
         mixed = len(remats) > 1
         return cls(
-            dp=strategy.dp,
-            fsdp=strategy.fsdp,
-            tp=strategy.tp,
-            sp=strategy.sp,
-            zero=strategy.zero,
+            dp=strategy.degree(DP),
+            fsdp=strategy.degree(FSDP),
+            tp=strategy.degree(TP),
+            sp=bool(strategy.variant("sp")),
+            zero=int(strategy.variant("zero")),
             remat=Remat.FULL if mixed else remats.pop(),
             remat_blocks=first_blocks_recomputed(plan) if mixed else None,
             schedule=plan.schedule,
             num_stages=plan.num_stages,
             num_chunks=plan.num_chunks,
             parts=_parts(plan, blocks[0], blocks[-1]),
-            microbatch_per_rank=plan.microbatch_samples // strategy.data_degree,
+            microbatch_per_rank=plan.microbatch_samples // strategy.sample_degree,
             num_microbatches=plan.num_microbatches,
             global_batch=plan.global_batch,
             seq_len=plan.seq_len,
@@ -120,7 +122,7 @@ def describe_uniform(plan: Plan) -> str:
     """The one strategy of a plan in a word or two, as in ``uniform fsdp8`` or ``uniform fsdp4-tp2+sp, 2 stages``."""
     strategy = plan.strategies[0]
     view = UniformPlan.of(plan)
-    text = str(Strategy(levels=strategy.levels, sp=strategy.sp, zero=strategy.zero))
+    text = str(strategy.without_remat())
     if view.remat is not Remat.NONE:
         blocks = "" if view.remat_blocks is None else f" of {view.remat_blocks} blocks a stage"
         text += f" remat={view.remat}{blocks}"

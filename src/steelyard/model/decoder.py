@@ -98,18 +98,26 @@ def decoder(
         ]
         distinct = list(dict.fromkeys(names))
         tied = sizes.flag("tie_word_embeddings", default=keys.default_tied)
+        no_cp = "" if fused_attention else "its attention runs step by step, with a mask of the whole sequence"
         kinds = (
-            LayerKind(name="embedding", role=LayerRole.EMBEDDING, tp_divides=vocabulary, no_sp=no_sp_embedding),
+            LayerKind(
+                name="embedding",
+                role=LayerRole.EMBEDDING,
+                tp_divides=vocabulary,
+                no_sp=no_sp_embedding,
+                no_cp=no_cp,
+            ),
             *(
                 LayerKind(
                     name=_block_name(attending, extra, distinct),
                     role=LayerRole.BLOCK,
                     tp_divides=divides,
+                    no_cp=no_cp,
                     attention=attending,
                 )
                 for attending, extra in distinct
             ),
-            LayerKind(name="head", role=LayerRole.HEAD, tp_divides=vocabulary),
+            LayerKind(name="head", role=LayerRole.HEAD, tp_divides=vocabulary, no_cp=no_cp),
         )
         copies = SharedWeight(copies=((0, "embedding.weight"), (num_blocks + 1, "output.weight")))
         return Layout(

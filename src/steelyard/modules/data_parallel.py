@@ -15,7 +15,10 @@ from steelyard.plan.plan import Precision
 
 
 def shard_over(layer: ChainLayer, mesh: DeviceMesh, precision: Precision, *, reshard_after_forward: bool) -> FSDPModule:
-    """The layer with its parameters sharded over the one axis of ``mesh``, in place."""
+    """The layer with its parameters sharded over the one axis of ``mesh``, in place.
+
+    Of two axes, over the second one, and replicated over the first (hybrid sharding).
+    """
     policy = mixed_precision(precision)
     module = fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     module.set_gradient_divide_factor(1.0)

@@ -112,4 +112,9 @@ def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_
     return summed_TH.to(hidden_TH.dtype)
 
 
+def routed_experts(module: nn.Module) -> list[nn.Module]:
+    """The modules below one that hold the matrices of routed experts."""
+    return [each for each in module.modules() if hasattr(each, "gate_up_proj") and hasattr(each, "num_experts")]
+
+
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)

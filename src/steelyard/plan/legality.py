@@ -1,9 +1,12 @@
 """What a strategy may not do to a layer: the rules that plans are checked by and that the search obeys.
 
-One rule, one reason in words; the same function serves a plan that a user wrote and every candidate of a search.
+One rule, one reason in words; the same function serves a plan that a user wrote and every candidate of a search. The
+rules of a kind of parallelism stand in its own file (`steelyard.plan.kinds`).
 """
 
 from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.plan.kinds import KINDS
+from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.strategy import Remat, Strategy
 
 _PRODUCTS = {
@@ -12,35 +15,18 @@ _PRODUCTS = {
 }
 
 
-def illegal_reason(kind: LayerKind, strategy: Strategy, *, microbatch_samples: int, seq_len: int) -> str | None:
+def illegal_reason(kind: LayerKind, strategy: Strategy, batch: Batch) -> str | None:
     """Why ``strategy`` cannot run a layer of this ``kind``, or None where it can.
 
-    ``microbatch_samples`` counts the samples of a microbatch over all ranks of the stage. Nothing is ever rounded:
-    a degree that does not divide is illegal.
+    Nothing is ever rounded: a degree that does not divide is illegal.
     """
-    if microbatch_samples % strategy.data_degree:
-        return (
-            f"data degree {strategy.data_degree} ({strategy.parallel}) does not divide "
-            f"the {microbatch_samples} samples of a microbatch"
-        )
-    if strategy.tp > 1 and (reason := _no_tp(kind, strategy, seq_len)) is not None:
-        return reason
+    used = strategy.kinds
+    reasons = (each.illegal(kind, strategy, batch) for each in KINDS.values() if each in used)
+    found = next((reason for reason in reasons if reason is not None), None)
+    if found is not None:
+        return found
     if strategy.remat is Remat.SELECTIVE and kind.role is not LayerRole.BLOCK:
         return f"selective remat, which keeps matrix products, is for blocks: {_PRODUCTS[kind.role]}"
     if not strategy.is_aligned:
         return f"the levels of {strategy.parallel} are not runs of the stage mesh"
-    return None
-
-
-def _no_tp(kind: LayerKind, strategy: Strategy, seq_len: int) -> str | None:
-    """Why a layer cannot be divided over the strategy's tensor-parallel ranks."""
-    if kind.no_tp:
-        return f"tp is not for the {kind.name} layers: {kind.no_tp}"
-    if strategy.sp and kind.no_sp:
-        return f"sp is not for the {kind.name} layers: {kind.no_sp}"
-    for name, size in kind.tp_divides:
-        if size % strategy.tp:
-            return f"tp {strategy.tp} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
-    if strategy.sp and seq_len % strategy.tp:
-        return f"sp over {strategy.tp} ranks does not divide the sequence length {seq_len}"
     return None

@@ -5,16 +5,20 @@ and ZeRO stage on every layer, one remat choice for all blocks, and none for the
 framework recomputes. `steelyard.planning.plan_within` searches the best plan of that form.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.plan.kinds import Value, kind_named, variants
+from steelyard.plan.kinds.kind import Divides, Kind
 from steelyard.plan.plan import Plan, Schedule
-from steelyard.plan.strategy import Parallelism, Remat, Strategy, ZeroStage
+from steelyard.plan.strategy import Remat, Strategy
 
 Pipeline = Literal["none", "any cuts"]
-Kinds = frozenset[Parallelism]
+Kinds = frozenset[Kind]
+Allowed = Mapping[str, frozenset[Value]]
+"""By the key of a variant, the values that a framework can give it."""
 
 SHOWN_STRATEGIES = 4
 """Strategies of a mix that a reason lists before it ends in …"""
@@ -22,7 +26,7 @@ SHOWN_STRATEGIES = 4
 
 def kinds_of(*names: str) -> frozenset[Kinds]:
     """Sets of kinds that may share a layer, each written as in ``fsdp+tp``; a layer without any always may be."""
-    return frozenset(frozenset(Parallelism(kind) for kind in name.split("+")) for name in names) | {frozenset()}
+    return frozenset(frozenset(kind_named(kind) for kind in name.split("+")) for name in names) | {frozenset()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +37,10 @@ class Means:
     """Whether each layer may have a strategy of its own."""
     kinds: frozenset[Kinds] = frozenset()
     """The sets of kinds of parallelism that may share a layer."""
-    zero_stages: frozenset[ZeroStage] = frozenset()
-    zero_stages_with_tp: frozenset[ZeroStage] = frozenset()
-    sp: frozenset[bool] = frozenset()
-    """Whether tensor parallelism may be without (False) and with (True) sequence parallelism."""
+    variants: Allowed = field(default_factory=dict)
+    """What each variant of these kinds may be; a variant that is not named only its default."""
+    variants_beside: Mapping[str, Allowed] = field(default_factory=dict)
+    """What takes the place of some of these where a layer uses another kind as well, by the name of that one."""
     remats: frozenset[Remat] = frozenset()
     """What may be recomputed of all blocks alike."""
     remats_first_blocks: bool = False
@@ -48,20 +52,28 @@ class Means:
         """Why the framework cannot give a layer this strategy, or None where it can."""
         if self.mixes_layers:
             return None
-        kinds = frozenset(level.kind for level in strategy.levels)
-        has_tp, has_fsdp = Parallelism.TP in kinds, Parallelism.FSDP in kinds
-        zero_stages = self.zero_stages_with_tp if has_tp else self.zero_stages
-        reasons = (
-            (kinds not in self.kinds, f"{' with '.join(sorted(kinds))} in one layer"),
-            (
-                has_tp and strategy.levels[-1].kind is not Parallelism.TP,
-                "tensor parallelism over ranks that are not neighbours",
-            ),
-            (has_tp and strategy.sp not in self.sp, f"tensor parallelism {'with' if strategy.sp else 'without'} sp"),
-            (has_fsdp and strategy.zero not in zero_stages, f"ZeRO-{strategy.zero}" + " beside tp" * has_tp),
-            (strategy.remat not in self.remats, f"{strategy.remat} remat"),
-        )
-        return next((reason for applies, reason in reasons if applies), None)
+        kinds = frozenset(strategy.kinds)
+        if kinds not in self.kinds:
+            return f"{' with '.join(sorted(kind.name for kind in kinds))} in one layer"
+        if any(level.kind.divides is Divides.TENSORS for level in strategy.levels[:-1]):
+            return "tensor parallelism over ranks that are not neighbours"
+        for kind in strategy.kinds:
+            for variant in kind.variants:
+                value, beside = strategy.variant(variant.key), self._beside(variant.key, kinds)
+                allowed = beside[1] if beside else self.variants.get(variant.key, frozenset({variant.default}))
+                if value not in allowed:
+                    return variant.written(kind, value) + (f" beside {beside[0]}" if beside else "")
+        return None if strategy.remat in self.remats else f"{strategy.remat} remat"
+
+    def offers(self, key: str, value: Value) -> bool:
+        """Whether a variant may have this value in some layer."""
+        allowed = (self.variants, *self.variants_beside.values())
+        return value == variants()[key][1].default or any(value in each.get(key, frozenset()) for each in allowed)
+
+    def _beside(self, key: str, kinds: Kinds) -> tuple[str, frozenset[Value]] | None:
+        """The kind among those of a layer that changes what a variant may be, and to what."""
+        found = ((name, allowed[key]) for name, allowed in self.variants_beside.items() if key in allowed)
+        return next(((name, values) for name, values in found if kind_named(name) in kinds), None)
 
 
 def beyond(plan: Plan, means: Means) -> tuple[str, ...]:
@@ -80,11 +92,6 @@ def beyond(plan: Plan, means: Means) -> tuple[str, ...]:
     elif plan.num_stages > 1 and plan.schedule not in means.schedules:
         reasons.append(f"the {plan.schedule} schedule")
     return tuple(reasons)
-
-
-def without_remat(strategy: Strategy) -> Strategy:
-    """The strategy with everything kept for the backward pass."""
-    return Strategy(levels=strategy.levels, sp=strategy.sp, zero=strategy.zero)
 
 
 def block_layers(chain: ModelChain) -> tuple[int, ...]:
@@ -118,7 +125,7 @@ def first_blocks_recomputed(plan: Plan) -> int | None:
 
 
 def _mixed(plan: Plan) -> list[str]:
-    bases = [without_remat(strategy) for strategy in plan.strategies]
+    bases = [strategy.without_remat() for strategy in plan.strategies]
     return [f"strategies that differ between layers ({_counted(bases)})"] if len(set(bases)) > 1 else []
 
 

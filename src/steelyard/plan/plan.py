@@ -6,11 +6,20 @@ exists can be run by as many processes as it has ranks. ``prediction`` is absent
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
+from steelyard.plan.kinds import Value, variants
+from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 
@@ -37,24 +46,33 @@ class LayerRun(PlanPart):
 
     layers: tuple[int, int]
     parallel: str
-    sp: bool = False
     remat: Remat = Remat.NONE
-    zero: Literal[2, 3] = 3
+    variants: dict[str, Value] = Field(default_factory=dict)
+    """Those that are not the default. In a file each is a key of its own beside the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_file(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or "variants" in content:
+            return content
+        own = {key: value for key, value in content.items() if key in variants()}
+        return {key: value for key, value in content.items() if key not in own} | {"variants": own}
+
+    @model_serializer(mode="wrap")
+    def _to_file(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = handler(self)
+        return content | content.pop("variants")
 
     @property
     def strategy(self) -> Strategy:
         """The strategy of these layers."""
-        return Strategy(levels=parse_parallel(self.parallel), sp=self.sp, remat=self.remat, zero=self.zero)
+        return Strategy.of(levels=parse_parallel(self.parallel), remat=self.remat, **self.variants)
 
     @classmethod
     def of(cls, first: int, last: int, strategy: Strategy) -> Self:
         """Layers ``first`` to ``last`` under ``strategy``."""
         return cls(
-            layers=(first, last),
-            parallel=strategy.parallel,
-            sp=strategy.sp,
-            remat=strategy.remat,
-            zero=strategy.zero,
+            layers=(first, last), parallel=strategy.parallel, remat=strategy.remat, variants=dict(strategy.variants)
         )
 
 
@@ -226,6 +244,11 @@ class Plan(PlanPart):
         return self.global_batch // self.num_microbatches
 
     @property
+    def batch(self) -> Batch:
+        """What its strategies divide beside the layers."""
+        return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.seq_len)
+
+    @property
     def strategies(self) -> tuple[Strategy, ...]:
         """The strategy of each layer of the model in order."""
         return tuple(strategy for stage in self.stages for strategy in stage.strategies)
@@ -376,9 +399,7 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                     hint="change a degree, or the ranks of the stage",
                 )
             for kind in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:
-                reason = illegal_reason(
-                    chain.kinds[kind], strategy, microbatch_samples=plan.microbatch_samples, seq_len=plan.seq_len
-                )
+                reason = illegal_reason(chain.kinds[kind], strategy, plan.batch)
                 if reason is not None:
                     raise InvalidPlanError(
                         field=f"{where}.parallel",

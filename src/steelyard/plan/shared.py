@@ -21,4 +21,4 @@ def num_slices(shared: SharedWeight, strategies: Sequence[Strategy], chain: Mode
         return None
     if any(chain.kind_of(layer).role is LayerRole.BLOCK for layer, _ in shared.copies):
         return 1
-    return SLICES_PER_TP_RANK * max(strategy.tp for strategy in used)
+    return SLICES_PER_TP_RANK * max(strategy.tensor_degree for strategy in used)

@@ -32,7 +32,9 @@ def shrunk_plan(plan: Plan) -> Plan:
     """The plan at small width; raises `InvalidModelError` or `InvalidPlanError` where it cannot be made smaller."""
     chain = plan.chain()
     kept = list(_kept_layers(plan, chain))
-    config = shrunk_config(chain, [layer for part in kept for layer in part], _common([s.tp for s in plan.strategies]))
+    config = shrunk_config(
+        chain, [layer for part in kept for layer in part], _common([each.tensor_degree for each in plan.strategies])
+    )
     small = chain_from_config(config, name=chain.name)
     first, stages = 0, []
     for part, layers in zip(plan.stages, kept, strict=True):
@@ -42,12 +44,12 @@ def shrunk_plan(plan: Plan) -> Plan:
     microbatches = min(plan.num_microbatches, 2 * len(plan.stages))
     if plan.num_microbatches >= 2 * plan.num_stages and plan.schedule == "interleaved-1f1b":
         microbatches = 2 * plan.num_stages
-    degree = _common([strategy.tp for strategy in plan.strategies])
+    degree = _common([strategy.tensor_degree for strategy in plan.strategies])
     return Plan(
         model=PlanModel(name=chain.name, config=config),
         cluster=plan.cluster,
         seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
-        global_batch=microbatches * _common([strategy.data_degree for strategy in plan.strategies]),
+        global_batch=microbatches * _common([strategy.sample_degree for strategy in plan.strategies]),
         num_microbatches=microbatches,
         precision=plan.precision,
         schedule=plan.schedule,

@@ -1,34 +1,43 @@
 r"""A strategy: how the devices of one pipeline stage share the work of one layer.
 
 A strategy is one leaf of the papers' decision tree: an ordered product of degrees, each with its kind, over the
-$G$ devices of a stage, together with sequence parallelism, the ZeRO stage and activation checkpointing (remat).
+$G$ devices of a stage, together with the variants of these kinds and activation checkpointing (remat). What a kind is
+stands in `steelyard.plan.kinds`.
 
 Written ``fsdp4-tp2``: the outermost level first, so the last level acts on neighbouring ranks (here ranks 0 and 1
 share a tensor-parallel pair and ranks 0, 2, 4, 6 share parameters). No levels at all (``single``) means one device.
+Variants other than the default stand behind the levels: ``fsdp4-tp2+sp zero2``.
 
 The devices of a stage form a mesh of small axes, one per prime factor of $G$, largest factor first (8 devices:
 2×2×2; 12: 3×2×2). A level takes a run of consecutive axes, so that any two strategies of one stage live on the same
 mesh and a layout change between them is a redistribution on it. Rank $r$ has coordinates in row-major order.
 
-Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2 (decision tree); Korthikanti et al. 2022 for sp and
-selective remat; Rajbhandari et al. 2020 for the ZeRO stages.
+Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2 (decision tree); Korthikanti et al. 2022 for selective remat.
 """
 
+import itertools
 import math
 import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from functools import lru_cache
 
-from steelyard.errors import InvalidPlanError
+from steelyard.errors import InvalidPlanError, nearest
+from steelyard.plan.kinds import KINDS, Kind, Value, level_kinds, variants
+from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
+from steelyard.plan.kinds.kind import Contradiction, Divides, Level, Levels, Placed
 
-
-class Parallelism(StrEnum):
-    """A kind of parallelism that divides the devices of a stage."""
-
-    DP = "dp"
-    FSDP = "fsdp"
-    TP = "tp"
+__all__ = [
+    "HiddenLayout",
+    "Level",
+    "Remat",
+    "Strategy",
+    "mesh_axes",
+    "parse_parallel",
+    "parse_strategy",
+    "shape_strategies",
+]
 
 
 class Remat(StrEnum):
@@ -39,36 +48,18 @@ class Remat(StrEnum):
     FULL = "full"
 
 
-DATA_KINDS = frozenset({Parallelism.DP, Parallelism.FSDP})
-"""The kinds that divide the samples of a microbatch."""
-
-ZeroStage = Literal[2, 3]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """One level of the decision tree: ``degree`` groups of ranks that share one ``kind`` of parallelism."""
-
-    kind: Parallelism
-    degree: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.degree}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """How one layer is parallelised inside its stage; valid from birth.
 
-    ``levels`` outermost first; ``sp`` shards the sequence outside the tensor-parallel blocks and needs tp; ``zero``
-    is the ZeRO stage of an fsdp level (2 keeps parameters gathered between forward and backward), 3 without one.
+    ``levels`` outermost first; ``variants`` are key and value of those that are not the default, in the order of the
+    registry (`Strategy.of` takes them by name).
     Raises `InvalidPlanError` naming the field when the parts contradict each other.
     """
 
-    levels: tuple[Level, ...] = ()
-    sp: bool = False
+    levels: Levels = ()
     remat: Remat = Remat.NONE
-    zero: ZeroStage = 3
+    variants: tuple[tuple[str, Value], ...] = ()
 
     def __post_init__(self) -> None:
         kinds = [level.kind for level in self.levels]
@@ -79,32 +70,53 @@ class Strategy:
                 expected="each kind of parallelism on one level only",
                 hint="merge the two levels into one with the product of their degrees",
             )
-        if len(DATA_KINDS & set(kinds)) > 1:
-            raise InvalidPlanError(
-                field="parallel",
-                found=self.parallel,
-                expected="dp or fsdp in one layer, not both",
-                hint="keep one of the two; another layer may use the other",
-            )
         for level in self.levels:
             if level.degree < 2:
                 raise InvalidPlanError(
                     field="parallel", found=str(level), expected="a degree of 2 or more", hint="leave the level out"
                 )
-        if self.sp and Parallelism.TP not in kinds:
-            raise InvalidPlanError(
-                field="sp",
-                found=f"sp with {self.parallel}",
-                expected="sp only together with tp",
-                hint="add a tp level or set sp to false",
-            )
-        if self.zero != 3 and Parallelism.FSDP not in kinds:
-            raise InvalidPlanError(
-                field="zero",
-                found=f"zero {self.zero} with {self.parallel}",
-                expected="zero 2 only together with fsdp",
-                hint="add an fsdp level or leave zero out",
-            )
+        chosen = dict(self.variants)
+        contradictions = [kind.contradiction(self.levels, chosen) for kind in self.kinds]
+        contradictions += [self._without_its_kind(key) for key in chosen]
+        for found in contradictions:
+            if found is not None:
+                raise InvalidPlanError(field=found.field, found=str(self), expected=found.expected, hint=found.hint)
+
+    @classmethod
+    def of(cls, levels: Levels = (), remat: Remat = Remat.NONE, **chosen: Value) -> "Strategy":
+        """The strategy with variants by name, defaults among them; raises `InvalidPlanError` for an unknown one."""
+        known = variants()
+        for key, value in chosen.items():
+            texts = known[key][1].texts if key in known else None
+            if texts is None:
+                expected = "one of " + ", ".join(known)
+                raise InvalidPlanError(field=key, found=repr(key), expected=expected, hint=nearest(key, list(known)))
+            if not any(value is each or (type(value) is type(each) and value == each) for each in texts):
+                most = [repr(each) for each in texts][:4]
+                raise InvalidPlanError(
+                    field=key, found=repr(value), expected="one of " + ", ".join(most), hint="correct the value"
+                )
+        kept = tuple((key, chosen[key]) for key in known if key in chosen and chosen[key] != known[key][1].default)
+        return cls(levels=levels, remat=remat, variants=kept)
+
+    def _without_its_kind(self, key: str) -> Contradiction | None:
+        kind, variant = variants()[key]
+        if kind in self.kinds:
+            return None
+        return Contradiction(
+            field=key,
+            expected=f"{_flag(variant.texts, self.variant(key)) or key} only together with {kind}",
+            hint=f"add a {kind} level, or leave {key} out",
+        )
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds that it uses: those of its levels, and those that take ranks of other levels."""
+        chosen = {key for key, _ in self.variants}
+        beside = (
+            kind for kind in KINDS.values() if not kind.is_level and any(each.key in chosen for each in kind.variants)
+        )
+        return (*(level.kind for level in self.levels), *beside)
 
     @property
     def parallel(self) -> str:
@@ -112,50 +124,101 @@ class Strategy:
         return "-".join(str(level) for level in self.levels) or "single"
 
     def __str__(self) -> str:
-        text = self.parallel + ("+sp" if self.sp else "")
-        if self.zero == 2:
-            text += " zero2"
+        known = variants()
+        flags = [_flag(known[key][1].texts, value) for key, value in self.variants]
+        text = self.parallel + "".join(flag for flag in flags if flag.startswith("+"))
+        text = " ".join([text, *(flag for flag in flags if not flag.startswith("+"))])
         return text if self.remat is Remat.NONE else f"{text} remat={self.remat}"
 
-    def degree(self, *kinds: Parallelism) -> int:
-        """The product of the degrees of these kinds; 1 where none of them is used."""
-        return math.prod(level.degree for level in self.levels if level.kind in kinds)
+    def variant(self, key: str) -> Value:
+        """The value of a variant, its default where the strategy says nothing; raises `KeyError` for an unknown one."""
+        return next((value for name, value in self.variants if name == key), variants()[key][1].default)
+
+    def without_remat(self) -> "Strategy":
+        """The strategy with everything kept for the backward pass."""
+        return Strategy(levels=self.levels, variants=self.variants)
+
+    def level(self, kind: Kind) -> Level | None:
+        """The level of a kind, None where it is not used."""
+        return next((level for level in self.levels if level.kind is kind), None)
+
+    def degree(self, kind: Kind) -> int:
+        """The degree of a kind's level; 1 where it is not used."""
+        return degree_of(tuple(level for level in self.levels if level.kind is kind))
 
     @property
     def num_devices(self) -> int:
         """Devices of a stage that this strategy spans."""
-        return math.prod(level.degree for level in self.levels)
+        return degree_of(self.levels)
 
     @property
-    def tp(self) -> int:
-        """Tensor-parallel degree."""
-        return self.degree(Parallelism.TP)
+    def tensor_degree(self) -> int:
+        """Ways in which the layer's matrices are divided."""
+        return self._divided(Divides.TENSORS)
+
+    @property
+    def sample_degree(self) -> int:
+        """Ways in which the samples of a microbatch are divided."""
+        return self._divided(Divides.SAMPLES)
+
+    @property
+    def token_degree(self) -> int:
+        """Ways in which the tokens of every sample are divided throughout the layer."""
+        return self._divided(Divides.TOKENS)
+
+    @property
+    def sequence_degree(self) -> int:
+        """Ways in which the sequence of the hidden state between layers is divided."""
+        return self.layout.sequence_degree
 
     @property
     def data_degree(self) -> int:
-        """Ways in which the samples of a microbatch are divided (dp or fsdp)."""
-        return self.degree(*DATA_KINDS)
+        """Ranks with different samples or tokens, over which gradients are summed."""
+        return degree_of(data_levels(self.levels))
 
     @property
-    def fsdp(self) -> int:
-        """Ways in which parameters, gradients and optimizer states are sharded beyond tp."""
-        return self.degree(Parallelism.FSDP)
+    def state_shards(self) -> int:
+        """Ways in which parameters, gradients and optimizer states are sharded, beyond what divides the layer."""
+        return degree_of(shard_levels(self.levels))
 
     @property
-    def dp(self) -> int:
-        """Ways in which the layer is replicated over samples."""
-        return self.degree(Parallelism.DP)
+    def replicas(self) -> int:
+        """Data ranks that hold the same shard."""
+        return degree_of(replica_levels(self.levels))
 
     @property
-    def layout(self) -> "Layout":
+    def expert_degree(self) -> int:
+        """Ways in which routed experts are divided over data ranks."""
+        beside = (kind for kind in self.kinds if kind.divides is Divides.EXPERTS)
+        return math.prod(int(self.variant(each.key)) for kind in beside for each in kind.variants)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
+        return self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
+        return _shape(self)
+
+    @property
+    def layout(self) -> "HiddenLayout":
         """How the layer's input and output activations lie on the stage mesh; equal layouts switch at no cost."""
-        return Layout(
-            axes=tuple((level.kind is Parallelism.TP, level.degree) for level in self.levels),
-            sp=self.sp,
-        )
+        merged: list[tuple[Placed, int]] = []
+        for level in self.levels:
+            placed = level.kind.placement(self)
+            if merged and merged[-1][0] is placed:
+                merged[-1] = (placed, merged[-1][1] * level.degree)
+            else:
+                merged.append((placed, level.degree))
+        return HiddenLayout(axes=tuple(merged))
 
-    def axes_of(self, *kinds: Parallelism) -> tuple[int, ...]:
-        """Indices into `mesh_axes` of the axes that these kinds use, outermost first.
+    def _divided(self, what: Divides) -> int:
+        return degree_of(tuple(level for level in self.levels if level.kind.divides is what))
+
+    def axes_of(self, levels: Collection[Level]) -> tuple[int, ...]:
+        """Indices into `mesh_axes` of the axes that some of the levels use, outermost first.
 
         Raises `InvalidPlanError` if a level boundary falls inside an axis of the stage mesh.
         """
@@ -174,36 +237,87 @@ class Strategy:
                     expected=f"levels that are runs of the stage mesh {'×'.join(map(str, sizes))}, outermost first",
                     hint="swap the levels or move a factor from one to the other",
                 )
-            if level.kind in kinds:
+            if level in levels:
                 found.extend(range(start, position))
         return tuple(found)
+
+    @property
+    def sample_axes(self) -> tuple[int, ...]:
+        """The axes of the stage mesh over which samples are divided."""
+        return self.axes_of([level for level in self.levels if level.kind.divides is Divides.SAMPLES])
+
+    @property
+    def data_axes(self) -> tuple[int, ...]:
+        """The axes of the stage mesh over which gradients are summed."""
+        return self.axes_of(data_levels(self.levels))
+
+    @property
+    def shard_axes(self) -> tuple[int, ...]:
+        """The axes over which states are sharded."""
+        return self.axes_of(shard_levels(self.levels))
+
+    @property
+    def replica_axes(self) -> tuple[int, ...]:
+        """The axes over which a layer's shards are replicated."""
+        return self.axes_of(replica_levels(self.levels))
 
     @property
     def is_aligned(self) -> bool:
         """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
         try:
-            self.axes_of()
+            self.axes_of(())
         except InvalidPlanError:
             return False
         return True
 
 
+@lru_cache(maxsize=65536)
+def _shape(strategy: Strategy) -> Mapping[str, int]:
+    return {name: degree for kind in strategy.kinds for name, degree in kind.shape(strategy).items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Placement of an activation over a stage: per level (is it tp, degree); ``sp`` if tp shards the sequence."""
+class HiddenLayout:
+    """Placement of the hidden state over a stage, outermost first: how it lies there and over how many ranks."""
 
-    axes: tuple[tuple[bool, int], ...]
-    sp: bool
-
-    @property
-    def batch_degree(self) -> int:
-        """Ways in which samples are divided."""
-        return math.prod(degree for is_tp, degree in self.axes if not is_tp)
+    axes: tuple[tuple[Placed, int], ...]
 
     @property
     def sequence_degree(self) -> int:
         """Ways in which the sequence of a sample is divided."""
-        return math.prod(degree for is_tp, degree in self.axes if is_tp) if self.sp else 1
+        return math.prod(degree for placed, degree in self.axes if placed in (Placed.SEQUENCE, Placed.HEAD_TAIL))
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same part of the hidden state."""
+        return math.prod(degree for placed, degree in self.axes if placed is Placed.WHOLE)
+
+    def placements(self, sizes: tuple[int, ...]) -> str:
+        """The placement on each axis of a stage mesh of these sizes, outermost first, a letter for each."""
+        letters: list[str] = []
+        for placed, degree in self.axes:
+            product = 1
+            while product < degree:
+                product *= sizes[len(letters)]
+                letters.append(placed.value)
+        return "".join(letters)
+
+
+def shape_strategies(degree: int) -> Iterator[Strategy]:
+    """The strategies of one level of this degree that change the shape of a layer, with all variants of its kind.
+
+    One for each shape that a layer can have on a rank: under these it is traced and measured.
+    """
+    if degree == 1:
+        yield Strategy()
+        return
+    for kind in level_kinds():
+        level = (Level(kind=kind, degree=degree),)
+        for values in itertools.product(*(variant.choices(level) for variant in kind.variants)):
+            keys = (variant.key for variant in kind.variants)
+            strategy = Strategy.of(levels=level, **dict(zip(keys, values, strict=True)))
+            if strategy.shape:
+                yield strategy
 
 
 def mesh_axes(num_devices: int) -> tuple[int, ...]:
@@ -223,43 +337,53 @@ def mesh_axes(num_devices: int) -> tuple[int, ...]:
 _LEVEL = re.compile(r"([a-z]+)([0-9]{1,9})")
 
 
-def parse_parallel(text: str) -> tuple[Level, ...]:
+def parse_parallel(text: str) -> Levels:
     """The levels written as in `Strategy.parallel`; raises `InvalidPlanError` for an unknown kind or form."""
     if text == "single":
         return ()
+    by_name = {kind.name: kind for kind in level_kinds()}
     levels = []
     for part in text.split("-"):
         match = _LEVEL.fullmatch(part)
-        if match is None or match.group(1) not in set(Parallelism):
+        if match is None or match.group(1) not in by_name:
             raise InvalidPlanError(
                 field="parallel",
                 found=repr(text),
-                expected="levels such as fsdp4-tp2 with kinds " + ", ".join(Parallelism) + ", or single",
+                expected="levels such as fsdp4-tp2 with kinds " + ", ".join(by_name) + ", or single",
                 hint=f"correct the level {part!r}",
             )
-        levels.append(Level(kind=Parallelism(match.group(1)), degree=int(match.group(2))))
+        levels.append(Level(kind=by_name[match.group(1)], degree=int(match.group(2))))
     return tuple(levels)
 
 
 def parse_strategy(text: str) -> Strategy:
     """The strategy that prints as ``text``, for example ``fsdp4-tp2+sp remat=full``; raises `InvalidPlanError`."""
     head, *flags = text.split() or [""]
-    parallel, plus, suffix = head.partition("+")
-    remat, zero = Remat.NONE, 3
-    for flag in flags:
-        if flag == "zero2":
-            zero = 2
-        elif flag.startswith("remat=") and flag.removeprefix("remat=") in set(Remat):
+    parallel, *suffixes = head.split("+")
+    chosen: dict[str, Value] = {}
+    remat = Remat.NONE
+    for flag in (*(f"+{suffix}" for suffix in suffixes), *flags):
+        if flag.startswith("remat=") and flag.removeprefix("remat=") in set(Remat):
             remat = Remat(flag.removeprefix("remat="))
-        else:
-            raise InvalidPlanError(
-                field="strategy",
-                found=repr(flag),
-                expected="zero2 or remat=none|selective|full after the levels",
-                hint="write for example 'fsdp4-tp2+sp remat=full'",
-            )
-    if plus and suffix != "sp":
+            continue
+        key, value = _parse_flag(flag)
+        chosen[key] = value
+    return Strategy.of(levels=parse_parallel(parallel), remat=remat, **chosen)
+
+
+def _parse_flag(flag: str) -> tuple[str, Value]:
+    """Key and value of the variant that is written so."""
+    known = {text: (key, value) for key, (_, each) in variants().items() for value, text in each.texts.items() if text}
+    if flag not in known:
+        texts = [next(text for text in each.texts.values() if text) for _, each in variants().values()]
         raise InvalidPlanError(
-            field="strategy", found=repr(head), expected="nothing but +sp after the levels", hint="write tp2+sp"
+            field="strategy",
+            found=repr(flag),
+            expected=", ".join(texts) + " or remat=none|selective|full after the levels",
+            hint="write for example 'fsdp4-tp2+sp remat=full'",
         )
-    return Strategy(levels=parse_parallel(parallel), sp=bool(plus), remat=remat, zero=2 if zero == 2 else 3)
+    return known[flag]
+
+
+def _flag(texts: Mapping[Value, str], value: Value) -> str:
+    return texts[value]

@@ -32,7 +32,7 @@ from steelyard.planning.insist import pin_error, why_not, why_not_plan
 from steelyard.planning.job import make_job
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.price import job_of, price_plan, uniform_plan, with_cost, with_price
-from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings, stage_strategies
+from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.study import study_plan
 from steelyard.planning.within import FittedPlan, plan_within
 
@@ -45,6 +45,7 @@ __all__ = [
     "Pin",
     "PlanOptions",
     "PlanningResult",
+    "Space",
     "calibrate",
     "device_counts",
     "explain_plan",

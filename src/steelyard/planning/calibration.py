@@ -87,8 +87,8 @@ def _calibrate_by_plan(job: Job, run: MeasuredRun, path: Path) -> Job:
 def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
     """Whether a profile holds what a prediction of the plan needs; what was traced holds for any number of devices."""
     identity = profile.identity
-    degrees = {(strategy.tp, strategy.sp) for strategy in plan.strategies}
-    held = all(profile.layer(kind.name, tp, sp) for kind in plan.chain().kinds for tp, sp in degrees)
+    strategies, chain = plan.strategies, plan.chain()
+    held = all(profile.layer(chain.kind_of(n).name, each.shape) for n, each in enumerate(strategies))
     alike = (identity.seq_len, identity.precision) == (plan.seq_len, plan.precision)
     return held and alike and (same_size or identity.method == "traced")
 

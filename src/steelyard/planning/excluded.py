@@ -6,10 +6,11 @@ from typing import get_args
 
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import ExcludedValues, StrategyVerdict
+from steelyard.plan.kinds import KINDS, level_kinds
 from steelyard.plan.plan import Schedule
-from steelyard.plan.strategy import Parallelism, Remat, Strategy
+from steelyard.plan.strategy import Strategy
 from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options, stage_strategies
-from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, refusal
+from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
 
 _WHY_NO_SCHEDULE: dict[str, str] = {
     "gpipe": "searched only where there are fewer microbatches than stages: elsewhere 1f1b holds fewer activations "
@@ -60,27 +61,43 @@ def _why_no_schedule(name: Schedule, options: PlanOptions) -> str:
 
 def excluded_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
     """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
-    mixed = [
-        "-".join(str(level) for level in levels)
-        for levels in enumerate_levels(devices_per_stage, SpaceOptions().kinds)
-        if {Parallelism.DP, Parallelism.FSDP} <= {level.kind for level in levels}
-    ]
+    limits = space_options(job, options)
+    whole = SpaceOptions(kinds=level_kinds(), devices_per_node=job.cluster.devices_per_node, seq_len=job.seq_len)
+    never = (
+        ("-".join(str(level) for level in levels), mixing(levels, limits))
+        for levels in enumerate_levels(devices_per_stage, whole.kinds)
+    )
     return (
         *(_verdict(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, options)),
-        *(_verdict(text, "dp and fsdp are not mixed in one layer") for text in mixed),
+        *(_verdict(text, reason) for text, reason in never if reason is not None),
     )
 
 
 def not_offered(job: Job, devices_per_stage: int, options: PlanOptions) -> list[tuple[Strategy, str]]:
     """The strategies that the rules of the tree allow and that were not offered, each with its reason."""
     offered = set(stage_strategies(job, devices_per_stage, options))
-    whole = SpaceOptions(zero_stages=(3, 2), remats=tuple(Remat), aligned_only=False)
     limits = space_options(job, options)
+    whole = SpaceOptions(
+        kinds=tuple(KINDS.values()),
+        variants={},
+        mixes_samples=True,
+        aligned_only=False,
+        seq_len=job.seq_len,
+        insists=lambda _strategy: True,
+    )
     return [
-        (strategy, refusal(strategy, limits) or f"the profile has no tp {strategy.tp}")
+        (strategy, _serves(strategy, job) or refusal(strategy, limits) or _no_shape(strategy))
         for strategy in enumerate_strategies(devices_per_stage, whole)
         if strategy not in offered
     ]
+
+
+def _serves(strategy: Strategy, job: Job) -> str:
+    return next((reason for kind in strategy.kinds if (reason := kind.serves(job.chain))), "")
+
+
+def _no_shape(strategy: Strategy) -> str:
+    return f"the profile has no {' '.join(f'{name} {degree}' for name, degree in strategy.shape.items())}"
 
 
 def _verdict(strategy: str, reason: str) -> StrategyVerdict:

@@ -61,9 +61,7 @@ def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyV
     tables = build_tables(setting, stage_strategies(job, setting.devices_per_stage, options))
 
     def why_illegal(kind: int, strategy: Strategy) -> str | None:
-        return illegal_reason(
-            job.chain.kinds[kind], strategy, microbatch_samples=setting.microbatch_samples, seq_len=job.seq_len
-        )
+        return illegal_reason(job.chain.kinds[kind], strategy, setting.batch)
 
     return strategy_verdicts(tables, why_illegal) + excluded_strategies(job, setting.devices_per_stage, options)
 

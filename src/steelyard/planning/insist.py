@@ -102,9 +102,7 @@ def _reasons(setting: Setting, strategy: Strategy, kinds: Collection[int]) -> se
     found: dict[str, list[str]] = {}
     for kind in kinds:
         layer = setting.job.chain.kinds[kind]
-        reason = illegal_reason(
-            layer, strategy, microbatch_samples=setting.microbatch_samples, seq_len=setting.job.seq_len
-        )
+        reason = illegal_reason(layer, strategy, setting.batch)
         if reason is not None:
             found.setdefault(reason, []).append(layer.name)
     whole = len(kinds)

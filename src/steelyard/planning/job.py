@@ -41,7 +41,7 @@ def make_job(
         profile = parse_file(Path(profile), Profile, InvalidProfileError, what="profile")
     if profile is None:
         degrees = tuple(d for d in range(1, machines.devices_per_node + 1) if machines.devices_per_node % d == 0)
-        profile = cached_trace(chain, seq_len=seq_len, precision=precision, tp_degrees=degrees)
+        profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
     else:
         _check_profile(profile, chain, machines, seq_len, precision)
     return Job(

@@ -13,12 +13,19 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
-from steelyard.plan.strategy import Remat, Strategy, parse_parallel
+from steelyard.plan.kinds import kind_named, level_kinds, variants
+from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 
+SHOWN_CHOICES = 6
+"""Values that a message lists before it ends in …"""
 _PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
-_DEGREES = ("dp", "fsdp", "tp")
 _SETTING_KEYS = ("stages", "microbatches", "schedule")
-_KEYS = (*_DEGREES, "sp", "zero", "remat")
+
+
+def pin_keys() -> tuple[str, ...]:
+    """What may be asked of a strategy: degrees of kinds, variants of theirs, and remat."""
+    degrees = (kind.name for kind in level_kinds())
+    return (*degrees, *variants(), "remat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,11 @@ class Pin:
     def allows(self, strategy: Strategy) -> bool:
         """Whether the strategy has all that is wanted of it."""
         return all(_value(strategy, key) == value for key, value in self.wanted if key not in _SETTING_KEYS)
+
+    def demands(self, strategy: Strategy) -> bool:
+        """Whether the strategy has all that is wanted of it, a kind of parallelism among it."""
+        names = {kind.name for kind in strategy.kinds} | {"parallel"}
+        return any(key in names and value != "1" for key, value in self.wanted) and self.allows(strategy)
 
     def takes(self, num_stages: int, num_microbatches: int, schedule: str) -> bool:
         """Whether the pipeline setting has all that is wanted of it."""
@@ -51,7 +63,7 @@ def parse_pin(text: str, *, option: str, num_layers: int, with_settings: bool = 
     """
     place, colon, rest = text.rpartition(":")
     first, last = _layers(place.strip(), option, num_layers) if colon else (None, None)
-    keys = _KEYS + (_SETTING_KEYS if with_settings else ())
+    keys = pin_keys() + (_SETTING_KEYS if with_settings else ())
     wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
     return Pin(text=text, first=first, last=last, wanted=wanted)
 
@@ -86,9 +98,12 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
 def _value(strategy: Strategy, key: str) -> str:
     if key == "parallel":
         return strategy.parallel
-    if key == "sp":
-        return "on" if strategy.sp else "off"
-    return str(getattr(strategy, key))
+    if key == "remat":
+        return strategy.remat.value
+    if key in variants():
+        value = strategy.variant(key)
+        return next(text for text, each in variants()[key][1].pin.items() if each == value)
+    return str(strategy.degree(kind_named(key)))
 
 
 def _layers(place: str, option: str, num_layers: int) -> tuple[int, int]:
@@ -115,21 +130,20 @@ def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str,
         return _levels(part, option)
     if key not in keys:
         raise UserError(field=option, found=repr(key), expected="one of " + ", ".join(keys), hint=nearest(key, keys))
-    choices = {"sp": ("on", "off"), "zero": ("2", "3"), "remat": tuple(each.value for each in Remat)}.get(key)
+    choices = tuple(each.value for each in Remat) if key == "remat" else None
+    choices = tuple(variants()[key][1].pin) if key in variants() else choices
     if choices is not None and value not in choices:
-        raise UserError(
-            field=option, found=repr(part), expected=f"{key}=" + "|".join(choices), hint="correct the value"
-        )
+        shown = "|".join(choices[:SHOWN_CHOICES]) + "|…" * (len(choices) > SHOWN_CHOICES)
+        raise UserError(field=option, found=repr(part), expected=f"{key}={shown}", hint="correct the value")
     if choices is None and key != "schedule" and not (value.isascii() and value.isdigit() and int(value) > 0):
         raise UserError(field=option, found=repr(part), expected=f"{key}= a whole number of 1 or more", hint="")
     return [(key, value)]
 
 
 def _levels(part: str, option: str) -> list[tuple[str, str]]:
-    """What ``fsdp4-tp2+sp`` asks for: these levels in this order."""
-    levels, plus, suffix = part.partition("+")
+    """What ``fsdp4-tp2+sp`` asks for: these levels in this order, and the variants that are written."""
     try:
-        parallel = Strategy(levels=parse_parallel(levels)).parallel
+        wanted = parse_strategy(part)
     except InvalidPlanError as error:
         raise UserError(
             field=option,
@@ -137,8 +151,4 @@ def _levels(part: str, option: str) -> list[tuple[str, str]]:
             expected="requirements such as tp=4, remat=full or fsdp4-tp2, separated by commas",
             hint=error.hint,
         ) from None
-    if plus and suffix != "sp":
-        raise UserError(
-            field=option, found=repr(part), expected="nothing but +sp after the levels", hint="write tp2+sp"
-        )
-    return [("parallel", parallel), *([("sp", "on")] if plus else [])]
+    return [("parallel", wanted.parallel), *((key, _value(wanted, key)) for key, _ in wanted.variants)]

@@ -75,7 +75,7 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
     stage = StagePlan(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
     best: Plan | None = None
     for count in range(1, job.global_batch + 1):
-        if job.global_batch % count or (job.global_batch // count) % strategy.data_degree:
+        if job.global_batch % count or (job.global_batch // count) % strategy.sample_degree:
             continue
         plan = with_price(assemble_plan(job, count, "1f1b", (stage,)), job)
         if best is None or peak_bytes(plan) < peak_bytes(best):
@@ -84,7 +84,7 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
         raise UserError(
             field="parallel",
             found=strategy_text,
-            expected=f"a data degree that divides the batch of {job.global_batch}",
+            expected=f"a degree of samples that divides the batch of {job.global_batch}",
             hint="change the strategy or the batch",
         )
     return best

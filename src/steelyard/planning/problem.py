@@ -1,15 +1,20 @@
 """The cost tables of a job: every pipeline setting with every strategy that the options offer."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.fold import why_not_interleaved
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
+from steelyard.plan.kinds import KINDS, Value
 from steelyard.plan.plan import Schedule
-from steelyard.plan.strategy import Remat, Strategy, ZeroStage
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.pins import Pin, pinned
-from steelyard.search import Partition, Problem, SpaceOptions, enumerate_strategies
+from steelyard.search import Partition, Problem, SpaceOptions, enumerate_strategies, paper_kinds
+
+Space = Literal["full", "paper"]
 
 CHUNKS = (2, 4)
 """Parts of the model per stage that are tried under interleaved 1F1B: more of them send more and gain little."""
@@ -19,11 +24,15 @@ CHUNKS = (2, 4)
 class PlanOptions:
     """What the search may choose from; everything that is not set is searched."""
 
-    max_tp: int | None = None
+    max_degrees: Mapping[str, int] = field(default_factory=dict)
+    """The largest degrees of kinds, by name."""
     num_stages: int | None = None
     num_microbatches: int | None = None
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
-    zero_stages: tuple[ZeroStage, ...] = (3, 2)
+    variants: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    """The values of variants of kinds that are searched; all of those that are not named."""
+    space: Space = "full"
+    """All kinds of parallelism, or those of the papers and never two that divide samples in one layer."""
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved-1f1b", "gpipe")
     partition: Partition = "exact"
     time_limit_s: float | None = None
@@ -87,18 +96,27 @@ def _interleaved(setting: Setting) -> list[Setting]:
 
 
 def stage_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[Strategy, ...]:
-    """The leaves of the decision tree for a stage, as far as the profile has their tensor-parallel degrees."""
-    degrees = {layer.tp for layer in job.profile.layers}
-    return tuple(s for s in enumerate_strategies(devices_per_stage, space_options(job, options)) if s.tp in degrees)
+    """The leaves of the decision tree for a stage, as far as the profile has their shapes."""
+    shapes = job.profile.shapes
+    offered = enumerate_strategies(devices_per_stage, space_options(job, options))
+    return tuple(strategy for strategy in offered if frozenset(strategy.shape.items()) in shapes)
 
 
 def space_options(job: Job, options: PlanOptions) -> SpaceOptions:
-    """What the decision tree may use for this job: tensor parallelism stays inside a node."""
+    """What the decision tree may use for this job: kinds that some layer of the model could be divided by.
+
+    What a pin asks for is offered even where its kind finds it not worth a search.
+    """
+    kinds = paper_kinds() if options.space == "paper" else tuple(KINDS.values())
     return SpaceOptions(
+        kinds=tuple(kind for kind in kinds if not kind.serves(job.chain)),
+        variants=options.variants,
         remats=options.remats,
-        zero_stages=options.zero_stages,
-        max_tp=options.max_tp,
+        mixes_samples=options.space != "paper",
+        max_degrees=options.max_degrees,
         devices_per_node=job.cluster.devices_per_node,
+        seq_len=job.seq_len,
+        insists=lambda strategy: any(pin.demands(strategy) for pin in options.pins),
     )
 
 

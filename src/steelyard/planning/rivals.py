@@ -14,6 +14,7 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import Rival
+from steelyard.plan.kinds import KINDS, Kind, variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.assemble import bare_plan, describe_plan, summarise
@@ -24,14 +25,24 @@ from steelyard.units import format_plural
 
 Keeps = Callable[[Strategy], bool]
 
-WITHOUT: dict[str, Keeps] = {
-    "without tp": lambda strategy: strategy.tp == 1,
-    "without fsdp": lambda strategy: strategy.fsdp == 1,
-    "without dp": lambda strategy: strategy.dp == 1,
-    "without zero2": lambda strategy: strategy.zero == 3,
-    "without remat": lambda strategy: strategy.remat is Remat.NONE,
-}
-"""What each means a plan may use can be taken away from it by."""
+
+def means_of(plan: Plan) -> dict[str, Keeps]:
+    """What can be taken away from a plan: kinds, variants and remat that it uses, by the rival's name."""
+    found: dict[str, Keeps] = {f"without {kind}": partial(_lacks, kind) for kind in reversed(KINDS.values())}
+    for key, (kind, variant) in variants().items():
+        if kind.is_level:
+            texts = [text.lstrip("+") for text in variant.texts.values() if text]
+            found[f"without {' or '.join(texts)}"] = partial(_is_default, key)
+    found["without remat"] = lambda strategy: strategy.remat is Remat.NONE
+    return {name: keeps for name, keeps in found.items() if not all(keeps(each) for each in plan.strategies)}
+
+
+def _lacks(kind: Kind, strategy: Strategy) -> bool:
+    return kind not in strategy.kinds
+
+
+def _is_default(key: str, strategy: Strategy) -> bool:
+    return strategy.variant(key) == variants()[key][1].default
 
 
 ANY_PLAN = "any plan"
@@ -83,9 +94,8 @@ def find_rivals(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Riv
 def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Restriction, ...]:
     """What `find_rivals` searches, in that order; nothing is searched yet."""
     found = [Restriction(name=ANY_PLAN, tables=lambda: contest.tables)]
-    for name, keeps in WITHOUT.items():
-        if not all(keeps(strategy) for strategy in plan.strategies):
-            found.append(Restriction(name=name, tables=partial(_all_restricted, contest, keeps)))
+    for name, keeps in means_of(plan).items():
+        found.append(Restriction(name=name, tables=partial(_all_restricted, contest, keeps)))
     if len(set(plan.strategies)) > 1:
         found.append(Restriction(name="one strategy everywhere", tables=lambda: uniform_tables(contest.tables)))
     found += _other_pipelines(contest, plan)

@@ -16,7 +16,8 @@ from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
-from steelyard.plan.means import Means, beyond, block_layers, without_remat
+from steelyard.plan.kinds import variants
+from steelyard.plan.means import Means, beyond, block_layers
 from steelyard.plan.plan import LayerRun, Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.assemble import bare_plan
@@ -71,9 +72,9 @@ def plan_within(plan: Plan, job: Job, means: Means, *, framework: str) -> Fitted
 def uniform_tables_within(job: Job, means: Means) -> Iterator[CostTables]:
     """The cost tables of every setting and every strategy that all layers share, one remat choice for all blocks."""
     for full in _setting_tables(job, means):
-        for variants in _by_base(full.strategies).values():
-            for remat, index in variants.items():
-                kept = [variants[Remat.NONE]] if remat is Remat.NONE else [variants[Remat.NONE], index]
+        for by_remat in _by_base(full.strategies).values():
+            for remat, index in by_remat.items():
+                kept = [by_remat[Remat.NONE]] if remat is Remat.NONE else [by_remat[Remat.NONE], index]
                 narrowed = _narrowed(full, kept, job, blocks_at=len(kept) - 1)
                 if narrowed is not None:
                     yield narrowed
@@ -82,9 +83,9 @@ def uniform_tables_within(job: Job, means: Means) -> Iterator[CostTables]:
 def _free_remat_tables(job: Job, means: Means) -> Iterator[CostTables]:
     """As above, with full remat free for every block."""
     for full in _setting_tables(job, means):
-        for variants in _by_base(full.strategies).values():
-            if Remat.FULL in variants:
-                narrowed = _narrowed(full, [variants[Remat.NONE], variants[Remat.FULL]], job, blocks_at=None)
+        for by_remat in _by_base(full.strategies).values():
+            if Remat.FULL in by_remat:
+                narrowed = _narrowed(full, [by_remat[Remat.NONE], by_remat[Remat.FULL]], job, blocks_at=None)
                 if narrowed is not None:
                     yield narrowed
 
@@ -94,7 +95,9 @@ def _setting_tables(job: Job, means: Means) -> Iterator[CostTables]:
     options = PlanOptions(
         num_stages=1 if means.pipeline == "none" else None,
         remats=tuple(remat for remat in Remat if remat in means.remats),
-        zero_stages=tuple(stage for stage in (3, 2) if stage in means.zero_stages | means.zero_stages_with_tp) or (3,),
+        variants={
+            key: tuple(each for each in v.texts if means.offers(key, each)) for key, (_, v) in variants().items()
+        },
     )
     for setting in pipeline_settings(job, options):
         if setting.num_stages == 1 or setting.schedule in means.schedules:
@@ -108,7 +111,7 @@ def _by_base(strategies: Sequence[Strategy]) -> dict[Strategy, dict[Remat, int]]
     """For every strategy without remat, where it and its variants with remat are."""
     found: dict[Strategy, dict[Remat, int]] = {}
     for index, strategy in enumerate(strategies):
-        found.setdefault(without_remat(strategy), {})[strategy.remat] = index
+        found.setdefault(strategy.without_remat(), {})[strategy.remat] = index
     return found
 
 
@@ -198,7 +201,7 @@ def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:
         for layer, strategy in enumerate(part.strategies, start=part.first_layer):
             recomputes = layer in blocks and seen < count
             seen += layer in blocks
-            strategies.append(replace(without_remat(strategy), remat=Remat.FULL if recomputes else Remat.NONE))
+            strategies.append(replace(strategy.without_remat(), remat=Remat.FULL if recomputes else Remat.NONE))
         runs: tuple[LayerRun, ...] = fold_runs(part.first_layer, tuple(strategies))
         stages.append(StagePlan(ranks=part.ranks, runs=runs))
     return plan.model_copy(update={"stages": tuple(stages), "prediction": None})

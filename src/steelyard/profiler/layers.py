@@ -31,6 +31,7 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_rotary, materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
+from steelyard.modules.kinds import TWINS, Division
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -41,9 +42,8 @@ from steelyard.modules.layers import (
     build_layer,
     tensors_of,
 )
-from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
-from steelyard.plan.strategy import Remat
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks
 from steelyard.profiles.profile import MeasuredTime
 
@@ -64,8 +64,8 @@ class ShortChain:
     places: tuple[int, ...]
     """Where the layers stand in the chain of the model."""
     device: torch.device
-    tp: int
-    sp: bool
+    strategy: Strategy
+    """What divides the layers' shapes; of one level at most."""
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all layers."""
@@ -78,7 +78,7 @@ class ShortChain:
         if self.places[0] == 0:
             return inputs.to(self.device), labels.to(self.device)
         sequence, width = self.chain.hidden_shape(self.places[0] - 1, self.seq_len)
-        shape = (samples, sequence // self.tp if self.sp else sequence, width)
+        shape = (samples, sequence // self.strategy.sequence_degree, width)
         hidden = torch.randn(shape, generator=generator).to(self.device, self.dtype)
         return hidden.requires_grad_(), labels.to(self.device)
 
@@ -91,34 +91,34 @@ class ShortChain:
 
     def loss_context(self) -> AbstractContextManager[None]:
         """Keeps the logits sharded over the vocabulary under tensor parallelism, as the runtime does."""
-        return loss_parallel() if self.tp > 1 else nullcontext()
+        return loss_parallel() if self.strategy.tensor_degree > 1 else nullcontext()
 
 
-def layer_meshes(tp: int, device_type: str) -> DeviceMesh:
-    """The world as axes ``data``, ``tp`` (neighbouring ranks) and ``one`` (of size 1); a collective call."""
-    return init_device_mesh(device_type, (dist.get_world_size() // tp, tp, 1), mesh_dim_names=("data", "tp", "one"))
+def layer_meshes(degree: int, device_type: str) -> DeviceMesh:
+    """The world as axes ``data``, ``shape`` (neighbouring ranks) and ``one`` (of size 1); a collective call."""
+    sizes = (dist.get_world_size() // degree, degree, 1)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("data", "shape", "one"))
 
 
 def build_short_chain(
     chain: ModelChain,
     kinds: Collection[str],
     *,
-    tp: int,
-    sp: bool,
+    strategy: Strategy,
     seq_len: int,
     precision: Precision,
     device: torch.device,
     mesh: DeviceMesh,
     shard_mesh: DeviceMesh | None = None,
 ) -> ShortChain:
-    """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``tp`` and ``sp``.
+    """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``strategy``.
 
     Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others.
     """
     picked = [layer for layer in _layers_of_each_kind(chain) if chain.kind_of(layer).name in kinds]
     model = build_meta_model(chain)
     prepare_model(model, chain)
-    layers = tuple(_build(model, chain, layer, tp, sp, device, mesh) for layer in picked)
+    layers = tuple(_build(model, chain, layer, strategy, device, mesh) for layer in picked)
     for layer in layers:
         if shard_mesh is not None:
             shard_over(layer, shard_mesh, precision, reshard_after_forward=True)
@@ -134,8 +134,7 @@ def build_short_chain(
         chain=chain,
         places=tuple(picked),
         device=device,
-        tp=tp,
-        sp=sp,
+        strategy=strategy,
     )
 
 
@@ -300,14 +299,14 @@ def _build(
     model: PreTrainedModel,
     chain: ModelChain,
     index: int,
-    tp: int,
-    sp: bool,
+    strategy: Strategy,
     device: torch.device,
     mesh: DeviceMesh,
 ) -> ChainLayer:
     """One layer as the runtime builds it, before data parallelism."""
     materialize_layer(model, chain, index, seed=0, device=device)
     layer = build_layer(model, chain, index, Remat.NONE)
-    if tp > 1:
-        apply_tensor_parallel(layer, model, chain, mesh["tp"], sp=sp)
+    division = Division(model=model, chain=chain, strategy=strategy, mesh=mesh["shape"])
+    for kind in strategy.kinds:
+        TWINS[kind.name].divide(layer, division)
     return layer

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
+from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.profiler.clock import barrier
 from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives, num_collectives
 from steelyard.profiler.layers import (
@@ -137,14 +138,14 @@ def check_trace(trace: Profile, chain: ModelChain, *, seq_len: int, precision: P
 
 
 def measurable_layers(trace: Profile, num_processes: int) -> list[LayerProfile]:
-    """The layers whose tensor-parallel degree divides ``num_processes``; raises `InvalidProfileError` if none does."""
-    layers = [layer for layer in trace.layers if num_processes % layer.tp == 0]
+    """The layers in shapes whose degrees divide ``num_processes``; raises `InvalidProfileError` if there are none."""
+    layers = [layer for layer in trace.layers if not any(num_processes % each for each in layer.degrees.values())]
     if not layers:
         raise InvalidProfileError(
             field="trace.layers",
-            found=f"tp degrees {sorted({layer.tp for layer in trace.layers})}",
+            found="; ".join(sorted({layer.shape_text for layer in trace.layers})),
             expected=f"a degree that divides the {num_processes} processes",
-            hint="trace with tp 1 as well",
+            hint="trace undivided layers as well",
         )
     return layers
 
@@ -200,46 +201,50 @@ class _Run:
     def compute(
         self, layers: Sequence[LayerProfile], samples: Sequence[int]
     ) -> tuple[tuple[LayerProfile, ...], _Beside]:
-        """The layers with their times; at the smallest tp the optimizer, sharding, and how processes share cores.
+        """The layers with their times; undivided the optimizer, sharding, and how processes share cores.
 
         On a CPU in rounds, so that a slow moment of the machine falls on all settings and not on one.
         """
-        settings = sorted({(layer.tp, layer.sp) for layer in layers})
-        meshes = {tp: layer_meshes(tp, self.device.type) for tp, _ in settings}
+        shapes = [
+            each for each in _shapes(dist.get_world_size()) if any(layer.degrees == each.shape for layer in layers)
+        ]
+        meshes = {each.num_devices: layer_meshes(each.num_devices, self.device.type) for each in shapes}
         num_rounds = 1 if self.device.type == "cuda" else _NUM_ROUNDS
-        budget_s = self.budget.layers_s / len(settings) / num_rounds
-        rounds: dict[tuple[int, bool], list[Laps]] = {setting: [] for setting in settings}
-        times: dict[tuple[str, int, bool], tuple[MeasuredTime, ...]] = {}
+        budget_s = self.budget.layers_s / len(shapes) / num_rounds
+        rounds: dict[Strategy, list[Laps]] = {each: [] for each in shapes}
+        times: dict[tuple[str, Strategy], tuple[MeasuredTime, ...]] = {}
         beside: _Beside | None = None
-        for number, (tp, sp) in enumerate(settings * num_rounds):
-            done = number / (len(settings) * num_rounds) * self.budget.layers_share
-            place = number % len(settings) + 1
-            self.progress(f"layers, tp {tp}{' with sp' if sp else ''} ({place} of {len(settings)})", done)
+        for number, each in enumerate(shapes * num_rounds):
+            done = number / (len(shapes) * num_rounds) * self.budget.layers_share
+            self.progress(f"layers, {each} ({number % len(shapes) + 1} of {len(shapes)})", done)
             build = partial(
                 build_short_chain,
                 self.chain,
-                [layer.kind for layer in layers if (layer.tp, layer.sp) == (tp, sp)],
-                tp=tp,
-                sp=sp,
+                [layer.kind for layer in layers if layer.degrees == each.shape],
+                strategy=each,
                 seq_len=self.seq_len,
                 precision=self.precision,
                 device=self.device,
-                mesh=meshes[tp],
+                mesh=meshes[each.num_devices],
             )
             short = build()
-            rounds[tp, sp].append(measure_laps(short, samples, budget_s=budget_s, least=2 if num_rounds == 1 else 1))
-            if len(rounds[tp, sp]) == num_rounds:
-                found = times_of(short, rounds[tp, sp])
-                times.update({(kind, tp, sp): each for kind, each in found.items()})
+            rounds[each].append(measure_laps(short, samples, budget_s=budget_s, least=2 if num_rounds == 1 else 1))
+            if len(rounds[each]) == num_rounds:
+                found = times_of(short, rounds[each])
+                times.update({(kind, each): seconds for kind, seconds in found.items()})
             if beside is None:
                 beside = self._beside(short, lambda mesh, build=build: build(shard_mesh=mesh), samples)
         assert beside is not None
-        timed = tuple(layer.model_copy(update={"times": times[layer.kind, layer.tp, layer.sp]}) for layer in layers)
+        of_shape = {frozenset(each.shape.items()): each for each in shapes}
+        timed = tuple(
+            layer.model_copy(update={"times": times[layer.kind, of_shape[frozenset(layer.degrees.items())]]})
+            for layer in layers
+        )
         return timed, beside
 
     def _beside(self, short: ShortChain, shard: Callable[[DeviceMesh], ShortChain], samples: Sequence[int]) -> _Beside:
-        """What the chain takes beside its layers: measured once, at the smallest tp."""
-        middle, is_whole = middle_of(samples), short.tp == 1 and dist.get_world_size() > 1
+        """What the chain takes beside its layers: measured once, undivided where that was measured."""
+        middle, is_whole = middle_of(samples), short.strategy.num_devices == 1 and dist.get_world_size() > 1
         share_s = self.budget.overheads_s / 10
         return _Beside(
             optimizer_s_per_param=measure_optimizer(short, budget_s=share_s),
@@ -264,6 +269,12 @@ class _Run:
             done = begin + (_OVERHEADS_BEGIN - begin) * number / total
             self.progress(f"{collective.kind} over {collective.group_size} {span} ranks", done)
             yield collective
+
+
+def _shapes(num_processes: int) -> list[Strategy]:
+    """The strategies under which layers have shapes of their own on so many processes, smallest degrees first."""
+    degrees = (each for each in range(1, num_processes + 1) if num_processes % each == 0)
+    return [strategy for degree in degrees for strategy in shape_strategies(degree)]
 
 
 def _driver(device: torch.device) -> str:

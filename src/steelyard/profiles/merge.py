@@ -1,4 +1,4 @@
-"""Joins two measurements of one thing: more numbers of samples, more tensor-parallel degrees, more collectives."""
+"""Joins two measurements of one thing: more numbers of samples, more shapes of layers, more collectives."""
 
 from collections.abc import Hashable
 
@@ -51,7 +51,7 @@ def _check_same_identity(a: Profile, b: Profile) -> None:
 
 
 def _layer_key(layer: LayerProfile) -> Hashable:
-    return layer.kind, layer.tp, layer.sp
+    return layer.kind, frozenset(layer.degrees.items())
 
 
 def _collective_key(collective: CollectiveProfile) -> Hashable:

@@ -1,7 +1,8 @@
 """A profile: what one layer of each kind needs, counted on fake tensors or measured on real devices; versioned JSON.
 
 Quantities of a layer that grow with the batch are affine in the samples that one rank holds: ``constant`` +
-``per_sample`` × samples. Shapes are those of one rank: a layer of tp degree 4 has a quarter of the heads.
+``per_sample`` × samples. Shapes are those of one rank: a layer of tensor-parallel degree 4 has a
+quarter of the heads.
 
 Traced profiles (``method: traced``) carry work (FLOP and bytes) that the cost model prices on a catalogue device;
 measured profiles (``method: measured``) carry seconds as well, and the seconds of collectives.
@@ -9,8 +10,9 @@ measured profiles (``method: measured``) carry seconds as well, and the seconds 
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -92,20 +94,25 @@ class Recomputation(ProfilePart):
     backward_transient_bytes: Affine
 
 
-class LayerProfile(ProfilePart):
-    """One layer kind at one tensor-parallel degree, with sequence parallelism on or off.
+Shape = Mapping[str, int]
+"""The degrees, by name, that divide a layer itself, so that its shapes on a rank are others: tp, and sp beside it."""
 
-    ``num_params`` on one rank after tp, before any data sharding; ``saved_bytes`` kept for backward without remat (its
-    input included); ``input_bytes`` of the activation that enters; ``forward_transient_bytes`` and
-    ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved activations, parameters and their
-    gradients; ``recomputations`` has one entry per remat choice that the layer may take; ``buffer_bytes`` of tensors
-    that are kept and not trained, and of the steps that AdamW counts for each parameter.
+
+class LayerProfile(ProfilePart):
+    """One layer kind under the degrees that change its shapes; none of them where they are 1.
+
+    ``num_params`` on one rank of this shape, before any data sharding, ``expert_params`` of them in routed experts;
+    ``saved_bytes`` kept for backward without remat (its input included); ``input_bytes`` of the activation that enters;
+    ``forward_transient_bytes`` and ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved
+    activations, parameters and their gradients; ``recomputations`` has one entry per remat choice that the layer may
+    take; ``buffer_bytes`` of tensors that are kept and not trained, and of the steps that AdamW counts for each
+    parameter.
     """
 
     kind: str
-    tp: int = Field(ge=1)
-    sp: bool
+    degrees: dict[str, Annotated[int, Field(ge=2)]] = Field(default_factory=dict)
     num_params: int
+    expert_params: int = 0
     forward: Work
     backward: Work
     forward_collectives: tuple[CollectiveCount, ...] = ()
@@ -116,8 +123,21 @@ class LayerProfile(ProfilePart):
     backward_transient_bytes: Affine
     recomputations: tuple[Recomputation, ...]
     buffer_bytes: int = 0
+    key_value_bytes: Affine = Affine()
+    """Keys and values that attention reads."""
+    attention_bytes: Affine = Affine()
+    """Queries, keys, values and results of attention."""
+    routed_bytes: Affine = Affine()
+    """Inputs of all experts that tokens take."""
+    expert_flop: Affine = Affine()
+    """Part of the forward matmuls that routed experts do."""
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
+
+    @property
+    def shape_text(self) -> str:
+        """The degrees in words, ``tp 4, sp 4``, or ``undivided``."""
+        return ", ".join(f"{name} {degree}" for name, degree in self.degrees.items()) or "undivided"
 
     @model_validator(mode="after")
     def _times_in_order(self) -> Self:
@@ -125,11 +145,16 @@ class LayerProfile(ProfilePart):
         if any(low >= high for low, high in pairwise(sizes)):
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.times",
-                found=f"measurements for {sizes} samples (tp {self.tp})",
+                found=f"measurements for {sizes} samples ({self.shape_text})",
                 expected="each number of samples once, fewest first",
                 hint="sort the measurements and remove repeated ones",
             )
         return self
+
+    def expert_share(self, samples: float) -> float:
+        """The part of the layer's FLOP that routed experts do."""
+        whole = self.forward.matmul_flop.at(samples) + self.forward.attention_flop.at(samples)
+        return self.expert_flop.at(samples) / whole if whole else 0.0
 
     def recomputation(self, remat: str) -> Recomputation:
         """The layer under a remat choice; raises `InvalidProfileError` where the profile has no entry for it."""
@@ -138,12 +163,12 @@ class LayerProfile(ProfilePart):
                 return entry
         raise InvalidProfileError(
             field=f"layers.{self.kind}.recomputations",
-            found=f"no entry for remat {remat} (tp {self.tp})",
+            found=f"no entry for remat {remat} ({self.shape_text})",
             expected="one for every remat choice of the strategies",
             hint="trace or profile the model again",
         )
 
-    def recomputation_s(self, remat: str, samples: int) -> float:
+    def recomputation_s(self, remat: str, samples: float) -> float:
         """Measured seconds that a remat choice adds to forward and backward together, at ``samples`` as in `time_s`.
 
         Raises `InvalidProfileError` where they were not measured.
@@ -153,13 +178,13 @@ class LayerProfile(ProfilePart):
         if seconds is None:
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.times",
-                found=f"no seconds of remat {remat} (tp {self.tp})",
+                found=f"no seconds of remat {remat} ({self.shape_text})",
                 expected="measured seconds for every remat choice of the strategies",
                 hint="profile the model again",
             )
         return seconds
 
-    def time_s(self, samples: int) -> MeasuredTime:
+    def time_s(self, samples: float) -> MeasuredTime:
         """Measured seconds at ``samples``, linear between measured sizes.
 
         Beyond the measured range the last two sizes are continued up to twice the largest (and the first down to half
@@ -170,14 +195,14 @@ class LayerProfile(ProfilePart):
         if not sizes or samples * 2 < sizes[0] or samples > 2 * sizes[-1]:
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.times",
-                found=f"measurements for {sizes} samples (tp {self.tp})",
-                expected=f"measurements that reach {samples} samples on a rank",
+                found=f"measurements for {sizes} samples ({self.shape_text})",
+                expected=f"measurements that reach {samples:g} samples on a rank",
                 hint="profile with more microbatch sizes (steelyard profile --samples …)",
             )
         upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
         low, high = self.times[upper - 1], self.times[upper]
         return MeasuredTime(
-            samples=samples,
+            samples=max(1, round(samples)),
             forward_s=_at(samples, (low, low.forward_s), (high, high.forward_s)),
             backward_s=_at(samples, (low, low.backward_s), (high, high.backward_s)),
             selective_s=_known_at(samples, (low, low.selective_s), (high, high.selective_s)),
@@ -186,7 +211,7 @@ class LayerProfile(ProfilePart):
 
 
 def _known_at(
-    samples: int, low: tuple[MeasuredTime, float | None], high: tuple[MeasuredTime, float | None]
+    samples: float, low: tuple[MeasuredTime, float | None], high: tuple[MeasuredTime, float | None]
 ) -> float | None:
     """As `_at`, or None where one of the seconds is not known."""
     if low[1] is None or high[1] is None:
@@ -194,7 +219,7 @@ def _known_at(
     return _at(samples, (low[0], low[1]), (high[0], high[1]))
 
 
-def _at(samples: int, low: tuple[MeasuredTime, float], high: tuple[MeasuredTime, float]) -> float:
+def _at(samples: float, low: tuple[MeasuredTime, float], high: tuple[MeasuredTime, float]) -> float:
     """Seconds at ``samples`` from those at two sizes; in proportion to the samples where both are one size."""
     near, near_s = low if samples < low[0].samples else high
     distance = high[0].samples - low[0].samples
@@ -257,7 +282,7 @@ class ShardingTime(ProfilePart):
 class Profile(ProfilePart):
     """Everything the cost model knows about a model on a device."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     identity: ProfileIdentity
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     collectives: tuple[CollectiveProfile, ...] = ()
@@ -301,11 +326,14 @@ class Profile(ProfilePart):
         nearest = min(self.sharding, key=lambda each: abs(math.log(each.group_size / group_size)), default=None)
         return nearest.seconds if nearest else 0.0
 
-    def layer(self, kind: str, tp: int, sp: bool) -> LayerProfile | None:
-        """The layer profile of a kind at a tensor-parallel degree, or None where it was not traced or measured."""
-        return next(
-            (layer for layer in self.layers if (layer.kind, layer.tp, layer.sp) == (kind, tp, sp and tp > 1)), None
-        )
+    @property
+    def shapes(self) -> frozenset[frozenset[tuple[str, int]]]:
+        """The shapes, as sets of their degrees, under which some kind of layer was traced or measured."""
+        return frozenset(frozenset(layer.degrees.items()) for layer in self.layers)
+
+    def layer(self, kind: str, shape: Shape) -> LayerProfile | None:
+        """The layer profile of a kind under these degrees, or None where it was not traced or measured."""
+        return next((layer for layer in self.layers if layer.kind == kind and layer.degrees == shape), None)
 
     def collective(self, kind: CollectiveKind, group_size: int, *, strided: bool) -> CollectiveProfile | None:
         """The measured collective; one over neighbouring ranks stands in for strided ones that were not measured."""

@@ -61,7 +61,7 @@ def stage_table(plan: Plan) -> Table:
                 _part_name(plan, index) if first else "",
                 f"{stage.ranks[0]}–{stage.ranks[1]}" if first else "",
                 _layers_text(chain, run),
-                run.parallel + ("+sp" if run.sp else "") + (" zero2" if run.zero == 2 else ""),
+                str(run.strategy.without_remat()),
                 str(run.remat),
                 end_section=run_index == len(stage.runs) - 1,
             )

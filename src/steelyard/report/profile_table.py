@@ -36,13 +36,13 @@ def machine_lines(profile: Profile) -> list[str]:
 
 
 def layer_table(profile: Profile) -> Table:
-    """Measured seconds of each layer kind, tensor-parallel degree and number of samples on a rank."""
-    table = Table("layer", "tp", "samples on a rank", "forward", "backward", "saved", header_style="bold")
+    """Measured seconds of each layer kind, shape and number of samples on a rank."""
+    table = Table("layer", "shape", "samples on a rank", "forward", "backward", "saved", header_style="bold")
     for layer in profile.layers:
         for index, time in enumerate(layer.times):
             table.add_row(
                 layer.kind if index == 0 else "",
-                f"{layer.tp}{'+sp' if layer.sp else ''}" if index == 0 else "",
+                layer.shape_text if index == 0 else "",
                 str(time.samples),
                 format_seconds(time.forward_s),
                 format_seconds(time.backward_s),

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, Flow, tensors_of
-from steelyard.plan.strategy import Level, Parallelism, Strategy
+from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.strategy import Level, Strategy
 from steelyard.runtime.parallel_model import ParallelModel
 
 
@@ -64,38 +65,43 @@ def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tu
 
 def applied_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: int) -> Strategy:
     """The strategy that this rank's ``layer`` runs under, given the hidden state [B, s, H] that passed through it."""
-    data_name, data_degree, is_sharded, reshards = _data_parallelism(layer)
-    tensor_name, tensor_degree = _tensor_parallelism(layer, data_name)
-    data_kind = Parallelism.FSDP if is_sharded else Parallelism.DP
+    replicated, sharded, reshards = _data_parallelism(layer)
+    tensor = _tensor_parallelism(layer, {replicated[0], sharded[0]})
     levels = [
         (name, Level(kind=kind, degree=degree))
-        for name, kind, degree in ((data_name, data_kind, data_degree), (tensor_name, Parallelism.TP, tensor_degree))
+        for (name, degree), kind in ((replicated, DP), (sharded, FSDP), (tensor, TP))
         if degree > 1
     ]
-    return Strategy(
+    return Strategy.of(
         levels=tuple(level for _, level in sorted(levels, key=lambda pair: pair[0])),
-        sp=tensor_degree > 1 and hidden_shape[1] * tensor_degree == seq_len,
         remat=layer.remat,
-        zero=2 if is_sharded and not reshards else 3,
+        sp=tensor[1] > 1 and hidden_shape[1] * tensor[1] == seq_len,
+        zero=2 if sharded[1] > 1 and not reshards else 3,
     )
 
 
-def _data_parallelism(layer: ChainLayer) -> tuple[str, int, bool, bool]:
-    """Mesh axis and degree of data parallelism, whether it shards, and whether it frees parameters after forward."""
+_Axis = tuple[str, int]
+"""Name and size of a mesh axis; of size 1 where there is none."""
+
+
+def _data_parallelism(layer: ChainLayer) -> tuple[_Axis, _Axis, bool]:
+    """The axes over which states are replicated and sharded, and whether parameters are freed after forward."""
     if not isinstance(layer, FSDPModule):
         mesh = next(layer.parameters()).device_mesh
-        return mesh.mesh_dim_names[0], mesh.size(0), False, False
+        return (mesh.mesh_dim_names[0], mesh.size(0)), ("", 1), False
     group = layer._get_fsdp_state()._fsdp_param_group
     mesh = group.mesh_info.mesh
-    return mesh.mesh_dim_names[0], mesh.size(), mesh.size() > 1, group.post_forward_mesh_info is not None
+    axes = list(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    reshards = group.post_forward_mesh_info is not None
+    return (axes[0] if len(axes) > 1 else ("", 1)), axes[-1], reshards
 
 
-def _tensor_parallelism(layer: ChainLayer, data_name: str) -> tuple[str, int]:
+def _tensor_parallelism(layer: ChainLayer, data_names: set[str]) -> _Axis:
     """Mesh axis and degree over which parameters are sharded beside data parallelism."""
     for parameter in layer.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             for axis, name in enumerate(mesh.mesh_dim_names):
-                if name != data_name and not parameter.placements[axis].is_replicate():
+                if name not in data_names and not parameter.placements[axis].is_replicate():
                     return name, mesh.size(axis)
     return "", 1

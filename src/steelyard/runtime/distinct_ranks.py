@@ -12,7 +12,7 @@ import numpy as np
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, layer_modules
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import DATA_KINDS, Strategy, mesh_axes
+from steelyard.plan.strategy import Strategy, mesh_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,11 @@ def _uneven_shares(layers: dict[tuple[int, Strategy], None], dims: dict[int, set
     """Entries of each dim that does not divide evenly which the rank at ``place`` in its stage holds."""
     for kind, strategy in layers:
         for whole in sorted(dims[kind]):
-            for size in sorted({whole, whole // strategy.tp if whole % strategy.tp == 0 else whole}):
-                if size % strategy.fsdp:
-                    chunk = -(-size // strategy.fsdp)
+            for size in sorted(
+                {whole, whole // strategy.tensor_degree if whole % strategy.tensor_degree == 0 else whole}
+            ):
+                if size % strategy.state_shards:
+                    chunk = -(-size // strategy.state_shards)
                     yield min(max(size - chunk * _shard_of(strategy, place), 0), chunk)
 
 
@@ -68,5 +70,5 @@ def _shard_of(strategy: Strategy, place: int) -> int:
     """Which shard of a layer's parameters the rank at ``place`` in its stage holds."""
     sizes = mesh_axes(strategy.num_devices)
     coordinates = np.unravel_index(place, sizes)
-    axes = strategy.axes_of(*DATA_KINDS)
+    axes = strategy.shard_axes
     return int(np.ravel_multi_index([coordinates[axis] for axis in axes], [sizes[axis] for axis in axes]))

@@ -241,7 +241,7 @@ def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
     """The whole parameters of each sharded layer, with the term under which they count."""
     for strategy, parameters in _fsdp_parameters(model):
         tensors = [tensor for parameter in parameters for tensor in _whole(parameter)]
-        yield "gathered parameters" if strategy.zero == 2 else "working set", tensors
+        yield "gathered parameters" if strategy.keeps_gathered else "working set", tensors
 
 
 def _whole(parameter: Any) -> list[Tensor]:

@@ -6,18 +6,26 @@ such a run is flattened once for the whole plan, so all layers that use it share
 not divide its samples shards over ``one``, so precision and accumulation work alike everywhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from steelyard.plan.kinds import Kind
+from steelyard.plan.kinds.kind import Placed
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import DATA_KINDS, Parallelism, Strategy, mesh_axes
+from steelyard.plan.strategy import Strategy, mesh_axes
 
 _PIPELINE = "pp"
 _ONE = "one"
+_PLACEMENTS: Mapping[str, Placement] = {
+    Placed.BATCH: Shard(0),
+    Placed.SEQUENCE: Shard(1),
+    Placed.HEAD_TAIL: Shard(1),
+    Placed.WHOLE: Replicate(),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +53,23 @@ class PlanMesh:
         """The ranks at this rank's place in every stage."""
         return self.world[_PIPELINE]
 
-    def data(self, strategy: Strategy) -> DeviceMesh:
+    def samples(self, strategy: Strategy) -> DeviceMesh:
         """The one-axis mesh over which the strategy divides samples."""
-        return self._run(strategy.axes_of(*DATA_KINDS))
+        return self._run(strategy.sample_axes)
 
-    def tensor(self, strategy: Strategy) -> DeviceMesh:
-        """The one-axis mesh over which the strategy divides tensors."""
-        return self._run(strategy.axes_of(Parallelism.TP))
+    def states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
+        """The one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
+        return self._run(strategy.replica_axes), self._run(strategy.shard_axes)
+
+    def kind(self, strategy: Strategy, kind: Kind) -> DeviceMesh:
+        """The one-axis mesh of the ranks that share a kind of the strategy."""
+        return self._run(_kind_axes(strategy, kind))
 
     def activation_placements(self, strategy: Strategy) -> tuple[Placement, ...]:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
-        tensor_axes = strategy.axes_of(Parallelism.TP)
         if not strategy.levels:
             return (Replicate(),)
-        between: Placement = Shard(1) if strategy.sp else Replicate()
-        return tuple(between if axis in tensor_axes else Shard(0) for axis in range(len(self.axis_names)))
+        return tuple(_PLACEMENTS[letter] for letter in strategy.layout.placements(mesh_axes(strategy.num_devices)))
 
     def _run(self, axes: tuple[int, ...]) -> DeviceMesh:
         return self.runs[axes]
@@ -73,13 +83,19 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
     sizes = mesh_axes(plan.stages[0].num_devices)
     names = tuple(f"a{index}" for index in range(len(sizes)))
     world = init_device_mesh(device_type, (plan.num_stages, 1, *sizes), mesh_dim_names=(_PIPELINE, _ONE, *names))
-    wanted = {
-        axes
-        for strategy in plan.strategies
-        for axes in (strategy.axes_of(*DATA_KINDS), strategy.axes_of(Parallelism.TP))
-    }
+    wanted = {axes for strategy in set(plan.strategies) for axes in _axes_used(strategy)}
     runs = {axes: _flat_mesh(world, tuple(names[axis] for axis in axes)) for axes in sorted(wanted | {()})}
     return PlanMesh(world=world, axis_names=names or (_ONE,), runs=runs)
+
+
+def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:
+    """Every run of axes over which layers of a strategy communicate."""
+    yield from (strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes)
+    yield from (_kind_axes(strategy, kind) for kind in strategy.kinds)
+
+
+def _kind_axes(strategy: Strategy, kind: Kind) -> tuple[int, ...]:
+    return strategy.axes_of([level for level in strategy.levels if level.kind is kind])
 
 
 def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -91,7 +107,7 @@ def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def data_index(mesh: PlanMesh, strategy: Strategy) -> int:
     """Which share of every microbatch this rank holds in a layer of this strategy."""
-    return mesh.data(strategy).get_local_rank()
+    return mesh.samples(strategy).get_local_rank()
 
 
 def default_device_type() -> str:

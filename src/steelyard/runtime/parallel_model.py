@@ -158,7 +158,7 @@ class ParallelModel:
         return rank_samples(
             global_batch=self.plan.global_batch,
             num_microbatches=self.plan.num_microbatches,
-            degree=strategy.data_degree,
+            degree=strategy.sample_degree,
             index=data_index(self.mesh, strategy),
         )
 
@@ -174,7 +174,7 @@ class ParallelModel:
             return
         count = torch.zeros((), device=self.device)
         if labels_BS is not None:
-            count += (labels_BS != IGNORED).sum() / self.plan.strategies[-1].tp
+            count += (labels_BS != IGNORED).sum() / self.plan.strategies[-1].tensor_degree
         dist.all_reduce(count)
         for chunk in self.chunks:
             chunk.num_targets = count
@@ -232,7 +232,7 @@ class ParallelModel:
         """Tensors of the shape and type that part ``index`` receives or sends for one microbatch."""
         part = self.plan.stages[index]
         if is_input and index == 0:
-            samples = self.plan.microbatch_samples // self.plan.strategies[0].data_degree
+            samples = self.plan.microbatch_samples // self.plan.strategies[0].sample_degree
             return blank_samples(self.chain, samples, self.plan.seq_len)[0].to("meta")
         if not is_input and index == len(self.plan.stages) - 1:
             return torch.empty((), device="meta", requires_grad=True)
@@ -251,7 +251,7 @@ class ParallelModel:
 
     @contextmanager
     def _vocabulary_parallel_loss(self) -> Iterator[None]:
-        if self.plan.strategies[-1].tp == 1 or not self.is_last_stage:
+        if self.plan.strategies[-1].tensor_degree == 1 or not self.is_last_stage:
             yield
             return
         with loss_parallel():
@@ -260,7 +260,7 @@ class ParallelModel:
     def _global_loss(self, losses: list[Tensor]) -> Tensor:
         total = torch.zeros((), device=self.device)
         if losses:
-            total += torch.stack(losses).sum() / self.plan.strategies[-1].tp
+            total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
         dist.all_reduce(total)
         return total
 

@@ -1,13 +1,14 @@
-"""Applies a strategy to one layer: tensor parallelism, then sharded or replicated data parallelism around it."""
+"""Applies a strategy to one layer: what divides the layer itself, then sharded or replicated states around it."""
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.data_parallel import replicate_over, shard_over
+from steelyard.modules.kinds import TWINS, Division
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.replicated import Replica
-from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy
 from steelyard.runtime.mesh import PlanMesh
@@ -22,8 +23,19 @@ def shard_layer(
     precision: Precision,
 ) -> FSDPModule | Replica:
     """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded."""
-    if strategy.tp > 1:
-        apply_tensor_parallel(layer, model, chain, mesh.tensor(strategy), sp=strategy.sp)
-    if strategy.fsdp > 1:
-        return shard_over(layer, mesh.data(strategy), precision, reshard_after_forward=strategy.zero == 3)
-    return replicate_over(layer, mesh.data(strategy), precision)
+    used = {kind.name: kind for kind in strategy.kinds}
+    for name, twin in TWINS.items():
+        if name in used:
+            ranks = mesh.kind(strategy, used[name])
+            twin.divide(layer, Division(model=model, chain=chain, strategy=strategy, mesh=ranks))
+    if strategy.state_shards > 1:
+        return shard_over(
+            layer, state_mesh(mesh, strategy), precision, reshard_after_forward=not strategy.keeps_gathered
+        )
+    return replicate_over(layer, mesh.states(strategy)[0], precision)
+
+
+def state_mesh(mesh: PlanMesh, strategy: Strategy) -> DeviceMesh:
+    """The ranks that shard a layer's states; where shards are replicated, an axis of replicas before that of shards."""
+    replicas, shards = mesh.states(strategy)
+    return DeviceMesh._concatenate([replicas, shards]) if strategy.replicas > 1 else shards

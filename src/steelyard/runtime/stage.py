@@ -121,7 +121,7 @@ class StageModule(nn.Module):
         self.replicas.begin_step(num_microbatches)
         if isinstance(self.loop, FSDPModule):
             self._backwards_to_go = num_microbatches
-            self.loop.set_is_last_backward(num_microbatches == 1)
+            self._expect_last_backward(num_microbatches == 1)
 
     def end_step(self) -> None:
         """Waits for the gradients of the step, when its passes have ended."""
@@ -151,7 +151,12 @@ class StageModule(nn.Module):
     def _backward_begins(self, _grad: Tensor) -> None:
         self._backwards_to_go -= 1
         if self._backwards_to_go == 0:
-            self.loop.set_is_last_backward(True)
+            self._expect_last_backward(True)
+
+    def _expect_last_backward(self, is_last: bool) -> None:
+        """Shards that are replicated are summed over their replicas once a step, in its last backward pass."""
+        self.loop.set_is_last_backward(is_last)
+        self.loop.set_requires_all_reduce(is_last)
 
 
 def redistribute(
@@ -203,7 +208,7 @@ def _build_chunk(
     )
     if len(replicas) < len(layers):
         not_sharded = {parameter for each in replicas for parameter in each.parameters()}
-        fully_shard(loop, mesh=mesh.data(strategies[0]), reshard_after_forward=True, ignored_params=not_sharded)
+        fully_shard(loop, mesh=mesh.states(strategies[0])[1], reshard_after_forward=True, ignored_params=not_sharded)
     attention_types = {layer.attention_type for layer in layers.values() if isinstance(layer, BlockLayer)}
     return StageModule(
         loop,
@@ -219,4 +224,4 @@ def local_hidden_shape(plan: Plan, chain: ModelChain, layer: int) -> tuple[int, 
     """Shape [B, s, H] of one rank's hidden state behind a layer, for one microbatch."""
     strategy = plan.strategies[layer]
     sequence, width = chain.hidden_shape(layer, plan.seq_len)
-    return plan.microbatch_samples // strategy.data_degree, sequence // (strategy.tp if strategy.sp else 1), width
+    return plan.microbatch_samples // strategy.sample_degree, sequence // strategy.sequence_degree, width

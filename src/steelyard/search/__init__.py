@@ -29,7 +29,7 @@ from steelyard.search.partition import SettingResult, partition_exact
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts
 from steelyard.search.solve import SearchResult, SettingOutcome, search
-from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies, refusal
+from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, paper_kinds, refusal
 from steelyard.search.tradeoff import (
     DeviceOption,
     SampledFrontier,
@@ -70,7 +70,9 @@ __all__ = [
     "graph_frontier",
     "load_problem",
     "memory_frontier",
+    "mixing",
     "nearest_miss",
+    "paper_kinds",
     "parse_problem",
     "partition_by",
     "partition_exact",

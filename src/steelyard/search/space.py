@@ -5,41 +5,52 @@ factor is at least 2 and carries a kind of parallelism of its own, the outermost
 
 1. groups are equal, so the degrees divide $G$ (any $G$: primes of the count, not only powers of two);
 2. a kind of parallelism appears on one level only;
-3. `dp` and `fsdp` are never mixed in one layer (this prunes the tree);
-4. order matters: tensor parallelism may lie on neighbouring or on strided ranks.
+3. order matters: tensor parallelism may lie on neighbouring or on strided ranks; what a kind cannot stand beside or
+   inside, it says itself (`steelyard.plan.kinds`);
+4. in the papers' space only one kind divides samples in one layer (this prunes the tree).
 
-Each leaf is then multiplied by the variants that its kinds allow (ZeRO stage, sequence parallelism) and by the remat
-choices. This module is the only one of the package that knows the kinds: a new one is added to `Parallelism` and, if
-it has variants, to `_variants`.
+Each leaf is then multiplied by the variants that its kinds allow and by the remat choices.
 
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2; Wang et al. 2023 (arXiv 2307.02031) for remat as a leaf.
 Not modelled here: divisibility by heads, width, vocabulary and batch, which `cost` marks as illegal per layer kind.
 """
 
 import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from steelyard.plan.strategy import DATA_KINDS, Level, Parallelism, Remat, Strategy, ZeroStage
+from steelyard.plan.kinds import KINDS, Kind, Value
+from steelyard.plan.kinds.data import degree_of
+from steelyard.plan.kinds.kind import Divides, Level, Levels, Variant
+from steelyard.plan.strategy import Remat, Strategy
+
+
+def paper_kinds() -> tuple[Kind, ...]:
+    """The kinds of Galvatron's decision tree."""
+    return tuple(kind for kind in KINDS.values() if kind.is_of_papers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceOptions:
     """Which leaves of the decision tree are offered.
 
-    ``max_tp`` bounds the tensor-parallel degree. ``devices_per_node`` bounds the span of a tensor-parallel group (its
-    degree times the degrees of the levels inside it), which keeps strided tp inside a node as well.
+    ``max_degrees`` bounds the degrees of kinds, by name. ``devices_per_node`` bounds the span of groups of kinds that
+    stay in a node (a degree times those of the levels inside it), which keeps strided ones inside a node as well.
     ``aligned_only`` keeps the leaves whose levels are whole axes of the stage mesh, which the runtime needs.
     """
 
-    kinds: tuple[Parallelism, ...] = (Parallelism.DP, Parallelism.FSDP, Parallelism.TP)
-    zero_stages: tuple[ZeroStage, ...] = (3,)
-    sp: tuple[bool, ...] = (False, True)
+    kinds: tuple[Kind, ...] = field(default_factory=paper_kinds)
+    variants: Mapping[str, tuple[Value, ...]] = field(default_factory=lambda: {"zero": (3,)})
+    """The values of variants that are offered; all of those that are not named."""
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
-    max_tp: int | None = None
+    mixes_samples: bool = False
+    """Whether one layer may divide its samples by two kinds, which the papers' rules forbid."""
+    max_degrees: Mapping[str, int] = field(default_factory=dict)
     devices_per_node: int | None = None
     aligned_only: bool = True
+    seq_len: int = 0
+    insists: Callable[[Strategy], bool] = lambda _strategy: False
+    """What is offered although its kind finds it not worth a search."""
 
 
 def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) -> tuple[Strategy, ...]:
@@ -48,18 +59,19 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
     return tuple(
         strategy
         for levels in enumerate_levels(num_devices, options.kinds)
-        if len(DATA_KINDS & {level.kind for level in levels}) <= 1
-        for strategy in _variants(levels, options)
+        if mixing(levels, options) is None
+        for strategy in _leaves(levels, options)
         if refusal(strategy, options) is None
     )
 
 
-def enumerate_levels(num_devices: int, kinds: tuple[Parallelism, ...]) -> tuple[tuple[Level, ...], ...]:
+def enumerate_levels(num_devices: int, kinds: tuple[Kind, ...]) -> tuple[Levels, ...]:
     """The unpruned tree: every ordered product of degrees, each with a kind of its own, that spans the devices."""
+    levelled = tuple(kind for kind in kinds if kind.is_level)
     return tuple(
         tuple(Level(kind=kind, degree=degree) for kind, degree in zip(order, degrees, strict=True))
-        for depth in range(len(kinds) + 1)
-        for order in itertools.permutations(kinds, depth)
+        for depth in range(len(levelled) + 1)
+        for order in itertools.permutations(levelled, depth)
         for degrees in _ordered_factorisations(num_devices, depth)
     )
 
@@ -76,47 +88,61 @@ def _ordered_factorisations(number: int, depth: int) -> Iterator[tuple[int, ...]
                 yield (first, *rest)
 
 
-def _variants(levels: tuple[Level, ...], options: SpaceOptions) -> Iterator[Strategy]:
-    """The leaves that share these levels: ZeRO stages where there is fsdp, sp where there is tp, remat everywhere."""
-    kinds = {level.kind for level in levels}
-    zero_stages: tuple[ZeroStage, ...] = options.zero_stages if Parallelism.FSDP in kinds else (3,)
-    sp_choices = options.sp if Parallelism.TP in kinds else (False,)
-    for zero, sp, remat in itertools.product(zero_stages, sp_choices, options.remats):
-        yield Strategy(levels=levels, sp=sp, remat=remat, zero=zero)
+def mixing(levels: Levels, options: SpaceOptions) -> str | None:
+    """Why these levels are not in the space, whatever the variants, or None where they are."""
+    kinds = [level.kind for level in levels]
+    sharing = [kind.name for kind in kinds if kind.divides is Divides.SAMPLES]
+    if len(sharing) > 1 and not options.mixes_samples:
+        return f"{' and '.join(sorted(sharing))} are not mixed in one layer"
+    found = (kind.contradiction(levels, {}) for kind in kinds)
+    return next((f"the order of its levels; expected {each.expected}" for each in found if each is not None), None)
+
+
+def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
+    """The leaves that share these levels: all variants of their kinds, and remat everywhere."""
+    used = {level.kind for level in levels}
+    choices = [
+        (variant.key, _values(levels, variant, options))
+        for kind in options.kinds
+        if kind in used or (levels and not kind.is_level)
+        for variant in kind.variants
+    ]
+    keys = [key for key, _ in choices]
+    for *values, remat in itertools.product(*(values for _, values in choices), options.remats):
+        yield Strategy.of(levels=levels, remat=remat, **dict(zip(keys, values, strict=True)))
+
+
+def _values(levels: Levels, variant: Variant, options: SpaceOptions) -> tuple[Value, ...]:
+    allowed = options.variants.get(variant.key)
+    possible = variant.choices(levels)
+    return possible if allowed is None else tuple(value for value in allowed if value in possible)
 
 
 def refusal(strategy: Strategy, options: SpaceOptions) -> str | None:
     """Why a strategy is not offered under these options, or None where it is."""
-    kinds = {level.kind for level in strategy.levels}
-    left_out = ", ".join(sorted(kinds - set(options.kinds)))
-    span, node = _tp_span(strategy.levels), options.devices_per_node
-    reasons = (
-        (bool(left_out), f"{left_out} is left out of the search"),
-        (
-            Parallelism.FSDP in kinds and strategy.zero not in options.zero_stages,
-            f"zero {strategy.zero} is left out of the search",
-        ),
-        (
-            Parallelism.TP in kinds and strategy.sp not in options.sp,
-            f"tp {'with' if strategy.sp else 'without'} sp is left out of the search",
-        ),
-        (strategy.remat not in options.remats, f"remat={strategy.remat} is left out of the search"),
-        (
-            options.max_tp is not None and strategy.tp > options.max_tp,
-            f"tp {strategy.tp} is above the largest allowed, {options.max_tp}",
-        ),
-        (node is not None and span > node, f"a tp group would reach across {span} ranks, a node has {node}"),
-        (
-            options.aligned_only and not strategy.is_aligned,
-            f"the levels of {strategy.parallel} are not runs of the stage mesh",
-        ),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
+    return next((reason for reason in _refusals(strategy, options) if reason), None)
 
 
-def _tp_span(levels: tuple[Level, ...]) -> int:
-    """How many consecutive ranks a tensor-parallel group reaches across; 1 without tp."""
-    for position, level in enumerate(levels):
-        if level.kind is Parallelism.TP:
-            return math.prod(inner.degree for inner in levels[position:])
-    return 1
+def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]:
+    left_out = sorted({kind.name for kind in strategy.kinds} - {kind.name for kind in options.kinds})
+    yield f"{', '.join(left_out)} is left out of the search" if left_out else None
+    for kind in strategy.kinds:
+        for variant in kind.variants:
+            value = strategy.variant(variant.key)
+            if value not in options.variants.get(variant.key, (value,)):
+                yield f"{variant.written(kind, value)} is left out of the search"
+    if strategy.remat not in options.remats:
+        yield f"remat={strategy.remat} is left out of the search"
+    yield mixing(strategy.levels, options)
+    for position, level in enumerate(strategy.levels):
+        most, node = options.max_degrees.get(level.kind.name), options.devices_per_node
+        if most is not None and level.degree > most:
+            yield f"{level.kind} {level.degree} is above the largest allowed, {most}"
+        span = degree_of(strategy.levels[position:])
+        if node is not None and level.kind.stays_in_node and span > node:
+            yield f"a {level.kind} group would reach across {span} ranks, a node has {node}"
+    if options.aligned_only and not strategy.is_aligned:
+        yield f"the levels of {strategy.parallel} are not runs of the stage mesh"
+    if not options.insists(strategy):
+        for kind in strategy.kinds:
+            yield kind.not_worth(strategy.levels, options.devices_per_node, options.seq_len)

@@ -18,7 +18,7 @@ from steelyard.profiles.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
-TRACER_VERSION = 5
+TRACER_VERSION = 6
 """Raised whenever the tracer counts differently."""
 
 
@@ -27,7 +27,7 @@ def cached_trace(
     *,
     seq_len: int,
     precision: Precision,
-    tp_degrees: tuple[int, ...],
+    degrees: tuple[int, ...],
     folder: Path | None = None,
 ) -> Profile:
     """The traced profile from the cache folder, traced and stored there if it is new.
@@ -35,7 +35,7 @@ def cached_trace(
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, costs time and nothing else.
     """
-    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, tp_degrees)}.json"
+    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
         try:
             return parse_file(path, Profile, InvalidProfileError, what="profile")
@@ -43,7 +43,7 @@ def cached_trace(
             _logger.warning("traced again, since the cached trace cannot be read: %s", error)
     from steelyard.tracer.trace import trace
 
-    profile = trace(chain, seq_len=seq_len, precision=precision, tp_degrees=tp_degrees)
+    profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -59,13 +59,13 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steelyard" / "traces"
 
 
-def _key(chain: ModelChain, seq_len: int, precision: Precision, tp_degrees: tuple[int, ...]) -> str:
+def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[int, ...]) -> str:
     entries = {
         "config": chain.config_hash,
         "name": chain.name,
         "seq_len": seq_len,
         "precision": precision,
-        "tp": sorted(tp_degrees),
+        "degrees": sorted(degrees),
         "tracer": TRACER_VERSION,
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),

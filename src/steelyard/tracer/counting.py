@@ -55,6 +55,14 @@ class OpCounts:
     matmul_bytes: float = 0.0
     memory_bytes: float = 0.0
     num_kernels: int = 0
+    key_value_bytes: float = 0.0
+    """Keys and values that attention kernels read."""
+    attention_bytes: float = 0.0
+    """Queries, keys, values and results of attention kernels."""
+    expert_flop: float = 0.0
+    """Part of ``matmul_flop`` that grouped matmuls of experts do."""
+    routed_rows: float = 0.0
+    """Most rows that a grouped matmul multiplies: pairs of a token and one of its experts."""
     collectives: dict[CollectiveKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes of the whole tensor of each call."""
 
@@ -72,6 +80,10 @@ class OpCounts:
         self.matmul_bytes += effect.matmul_bytes
         self.memory_bytes += effect.memory_bytes
         self.num_kernels += effect.num_kernels
+        self.key_value_bytes += effect.key_value_bytes
+        self.attention_bytes += effect.attention_bytes
+        self.expert_flop += effect.expert_flop
+        self.routed_rows = max(self.routed_rows, effect.routed_rows)
         if effect.collective is not None:
             kind, num_bytes = effect.collective
             self.collectives[kind].append(num_bytes)
@@ -101,6 +113,10 @@ class _Effect:
     matmul_bytes: float = 0.0
     memory_bytes: float = 0.0
     num_kernels: int = 0
+    key_value_bytes: float = 0.0
+    attention_bytes: float = 0.0
+    expert_flop: float = 0.0
+    routed_rows: float = 0.0
     collective: tuple[CollectiveKind, float] | None = None
 
 
@@ -221,9 +237,19 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         return _NOTHING
     moved = sum(_touched_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
     if packet in _ATTENTION_CAUSAL_ARGUMENT:
-        return _Effect(num_kernels=1, matmul_bytes=moved, attention_flop=_attention_flop(packet, args, kwargs, out))
+        query, key, value = args[:3]
+        return _Effect(
+            num_kernels=1,
+            matmul_bytes=moved,
+            attention_flop=_attention_flop(packet, args, kwargs, out),
+            key_value_bytes=key.nbytes + value.nbytes,
+            attention_bytes=2 * query.nbytes + key.nbytes + value.nbytes,
+        )
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
+        if packet is torch.ops.steelyard.grouped_mm:
+            rows = args[0].size(0) * args[3]
+            return _Effect(num_kernels=1, matmul_bytes=moved, matmul_flop=flop, expert_flop=flop, routed_rows=rows)
         return _Effect(num_kernels=1, matmul_bytes=moved, matmul_flop=flop)
     return _Effect(num_kernels=1, memory_bytes=moved)
 

@@ -23,6 +23,8 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.build import build_rotary
+from steelyard.modules.experts import routed_experts
+from steelyard.modules.kinds import TWINS, Division
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -34,9 +36,8 @@ from steelyard.modules.layers import (
     build_layer,
     tensors_of,
 )
-from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.plan import Precision
-from steelyard.plan.strategy import Remat
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
 STEP_COUNT_BYTES = 4
@@ -48,7 +49,10 @@ class Observation:
     """What one rank does and holds for one layer at one number of samples; bytes as in `LayerProfile`."""
 
     num_params: int
+    expert_params: int
     buffer_bytes: int
+    routed_bytes: float
+    """Inputs of all experts that the tokens take."""
     forward: OpCounts
     backward: OpCounts
     saved_bytes: int
@@ -80,14 +84,15 @@ def fake_world(size: int) -> Iterator[DeviceMesh]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSetting:
-    """The layer to observe, and how: its place in the chain, a sequence length, a precision and a tp mesh."""
+    """The layer to observe, and how: its place in the chain, a sequence length, a precision, and what divides it."""
 
     chain: ModelChain
     layer: int
     seq_len: int
     precision: Precision
     mesh: DeviceMesh
-    sp: bool
+    strategy: Strategy
+    """Of one level at most, over the ranks of ``mesh``."""
     model: PreTrainedModel
     """The whole model on the meta device, made ready by `steelyard.modules.build.prepare_model`; it is not changed."""
     seen: Operations = field(default_factory=Operations, repr=False, compare=False)
@@ -117,10 +122,11 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
     layer = copy.deepcopy(build_layer(setting.model, setting.chain, setting.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, setting.dtype)
-        if setting.mesh.size() > 1:
-            apply_tensor_parallel(layer, setting.model, setting.chain, setting.mesh, sp=setting.sp)
-            if setting.role is LayerRole.HEAD:
-                stack.enter_context(loss_parallel())
+        division = Division(model=setting.model, chain=setting.chain, strategy=setting.strategy, mesh=setting.mesh)
+        for kind in setting.strategy.kinds:
+            TWINS[kind.name].divide(layer, division)
+        if setting.strategy.tensor_degree > 1 and setting.role is LayerRole.HEAD:
+            stack.enter_context(loss_parallel())
         yield layer
 
 
@@ -157,6 +163,8 @@ def observation(module: nn.Module, plain: "LayerRun", selective: "LayerRun | Non
         )
     return Observation(
         num_params=sum(_local_size(parameter) for parameter in module.parameters()),
+        expert_params=sum(_local_size(parameter) for each in routed_experts(module) for parameter in each.parameters()),
+        routed_bytes=plain.forward.routed_rows * plain.token_bytes,
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers())
         + STEP_COUNT_BYTES * sum(1 for _ in module.parameters()),
         forward=plain.forward,
@@ -192,6 +200,8 @@ class LayerRun:
     needed: OpCounts
     backward: OpCounts
     input_bytes: int
+    token_bytes: int
+    """Of the hidden state of one token that enters."""
     label_bytes: int
     output_bytes: int
     saved_bytes: int
@@ -263,6 +273,7 @@ def count_passes(
         needed=needed,
         backward=counter.counts,
         input_bytes=sum(each.nbytes for each in inputs),
+        token_bytes=inputs[0].shape[-1] * inputs[0].element_size(),
         label_bytes=label_bytes,
         output_bytes=output_bytes,
         saved_bytes=live_bytes(counter.log[:num_forward], without=output_ids - input_ids)[-1],
@@ -286,7 +297,7 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
     if setting.layer == 0:
         return context, first.to(setting.dtype) if first.is_floating_point() else first
     sequence, width = chain.hidden_shape(setting.layer - 1, seq_len)
-    shape = (samples, sequence // setting.mesh.size() if setting.sp else sequence, width)
+    shape = (samples, sequence // setting.strategy.sequence_degree, width)
     streams = (
         torch.empty(shape, dtype=setting.dtype, requires_grad=True)
         for _ in range(chain.kind_of(setting.layer - 1).num_streams)

@@ -38,7 +38,7 @@ class ModuleTrace:
 
     def of_block(self, block: int) -> LayerProfile:
         """The profile of one block."""
-        found = self.profile.layer(self.kinds[block], 1, False)
+        found = self.profile.layer(self.kinds[block], {})
         assert found is not None
         return found
 
@@ -67,7 +67,7 @@ def trace_modules(blocks: Sequence[nn.Module], sample: Tensor, *, precision: Pre
     operations = Operations()
     for number, (block, given) in entering.items():
         seen = [_observe(block, given, samples, dtype, operations, reads_ids=number == 0) for samples in SIZES]
-        layers.append(layer_profile(f"kind {number}", 1, False, seen))
+        layers.append(layer_profile(f"kind {number}", {}, seen))
     identity = _identity(blocks, sample, precision)
     return ModuleTrace(
         profile=Profile(identity=identity, layers=tuple(layers)), kinds=tuple(f"kind {kind}" for kind in kinds)

@@ -19,8 +19,10 @@ import transformers
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, ModelChain
 from steelyard.modules.build import build_meta_model, prepare_model
+from steelyard.plan.kinds.kind import Batch
+from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Precision
-from steelyard.plan.strategy import Remat
+from steelyard.plan.strategy import Remat, Strategy, shape_strategies
 from steelyard.profiles.profile import (
     Affine,
     CollectiveCount,
@@ -28,6 +30,7 @@ from steelyard.profiles.profile import (
     Profile,
     ProfileIdentity,
     Recomputation,
+    Shape,
     Work,
 )
 from steelyard.tracer.counting import OpCounts, Operations
@@ -40,8 +43,8 @@ _Direction = Callable[[Observation], OpCounts]
 _Line = Callable[[Callable[[Observation], float]], Affine]
 
 
-def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: Iterable[int]) -> Profile:
-    """The traced profile of a model at these tensor-parallel degrees, each with and without sequence parallelism.
+def trace(chain: ModelChain, *, seq_len: int, precision: Precision, degrees: Iterable[int]) -> Profile:
+    """The traced profile of a model in every shape that kinds of parallelism give its layers at these degrees.
 
     A degree that does not divide a kind's sizes is left out for that kind. Raises `InvalidProfileError` when called in
     a process that already has a process group.
@@ -54,7 +57,7 @@ def trace(chain: ModelChain, *, seq_len: int, precision: Precision, tp_degrees: 
             hint="plan before torch.distributed is initialised, or in another process",
         )
     with _collector_paused():
-        layers = _trace_layers(chain, seq_len, precision, sorted(set(tp_degrees) | {1}))
+        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}))
     return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
 
 
@@ -70,26 +73,26 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, tp_degrees: list[int]) -> list[LayerProfile]:
+def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, degrees: list[int]) -> list[LayerProfile]:
     model = build_meta_model(chain)
     prepare_model(model, chain)
     layers: list[LayerProfile] = []
     seen = Operations()
-    for tp in tp_degrees:
-        with fake_world(tp) as mesh:
-            for kind in range(len(chain.kinds)):
-                for sp in _sp_choices(chain.kinds[kind], tp, seq_len):
+    for degree in degrees:
+        with fake_world(degree) as mesh:
+            for number, kind in enumerate(chain.kinds):
+                for strategy in _legal_shapes(kind, degree, seq_len):
                     setting = LayerSetting(
                         chain=chain,
-                        layer=_representative(chain, kind),
+                        layer=_representative(chain, number),
                         seq_len=seq_len,
                         precision=precision,
                         mesh=mesh,
-                        sp=sp,
+                        strategy=strategy,
                         model=model,
                         seen=seen,
                     )
-                    layers.append(layer_profile(chain.kinds[kind].name, tp, sp, observe(setting, SIZES)))
+                    layers.append(layer_profile(kind.name, strategy.shape, observe(setting, SIZES)))
     return layers
 
 
@@ -99,11 +102,12 @@ def _representative(chain: ModelChain, kind: int) -> int:
     return places[min(1, len(places) - 1)]
 
 
-def _sp_choices(kind: LayerKind, tp: int, seq_len: int) -> tuple[bool, ...]:
-    """Whether sequence parallelism is off, or off and on, for a kind at a degree; empty where the degree is illegal."""
-    if tp > 1 and (kind.no_tp or any(size % tp for _, size in kind.tp_divides)):
-        return ()
-    return (False, True) if tp > 1 and seq_len % tp == 0 and not kind.no_sp else (False,)
+def _legal_shapes(kind: LayerKind, degree: int, seq_len: int) -> Iterator[Strategy]:
+    """The strategies under which a kind has a shape of its own at a degree; none where the degree is illegal."""
+    batch = Batch(microbatch_samples=degree, seq_len=seq_len)
+    for strategy in shape_strategies(degree):
+        if illegal_reason(kind, strategy, batch) is None:
+            yield strategy
 
 
 def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileIdentity:
@@ -121,8 +125,8 @@ def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileI
     )
 
 
-def layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation]) -> LayerProfile:
-    """The profile of a kind from one observation at each of `SIZES` samples."""
+def layer_profile(kind: str, shape: Shape, observations: list[Observation]) -> LayerProfile:
+    """The profile of a kind in a shape from one observation at each of `SIZES` samples."""
 
     def line(value: Callable[[Observation], float]) -> Affine:
         low, high = (value(observation) for observation in observations)
@@ -131,9 +135,9 @@ def layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation])
 
     return LayerProfile(
         kind=kind,
-        tp=tp,
-        sp=sp,
+        degrees=dict(shape),
         num_params=observations[0].num_params,
+        expert_params=observations[0].expert_params,
         buffer_bytes=observations[0].buffer_bytes,
         forward=_work(lambda o: o.forward, observations, line),
         backward=_work(lambda o: o.backward, observations, line),
@@ -141,6 +145,10 @@ def layer_profile(kind: str, tp: int, sp: bool, observations: list[Observation])
         backward_collectives=_collectives(lambda o: o.backward, observations, line),
         saved_bytes=line(lambda o: o.saved_bytes),
         input_bytes=line(lambda o: o.input_bytes),
+        key_value_bytes=line(lambda o: o.forward.key_value_bytes),
+        attention_bytes=line(lambda o: o.forward.attention_bytes),
+        routed_bytes=line(lambda o: o.routed_bytes),
+        expert_flop=line(lambda o: o.forward.expert_flop),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),

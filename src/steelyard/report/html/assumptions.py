@@ -46,7 +46,7 @@ def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
             "A send that slows the sender's computation down, and a reduction of gradients that holds back the "
             "gradient sent to the stage before."
         )
-    if any(strategy.tp > 1 for strategy in plan.strategies):
+    if any(strategy.tensor_degree > 1 for strategy in plan.strategies):
         found.append("Tensor-parallel collectives that run beside compute: they are taken not to.")
     if any(strategy.data_degree > 1 for strategy in plan.strategies):
         found.append("Congestion between groups of one stage that share a link: each has its full rate.")

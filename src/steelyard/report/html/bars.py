@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from steelyard.plan.kinds import KINDS
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, TIME_COLOURS, colours
@@ -10,9 +11,6 @@ from steelyard.units import format_bytes, format_plural, format_seconds
 WORDS = {
     "compute": "forward and backward of the layers",
     "remat": "recomputing activations",
-    "tp": "collectives of tensor parallelism",
-    "fsdp": "gathering parameters and scattering gradients, what compute does not hide",
-    "dp": "reducing gradients, what compute does not hide",
     "pipeline": "handing activations and gradients between stages",
     "switch": "redistribution between layers of unlike layout",
     "optimizer": "update of the parameters",
@@ -24,7 +22,8 @@ WORDS = {
     "pipeline buffers": "sent and received activations and gradients",
     "context": "process, libraries and communicators",
     "allocator slack": "what the allocator reserves beyond what it gives out",
-}
+    "imbalance": "waiting for the rank whose experts most tokens take",
+} | {kind.name: kind.term for kind in KINDS.values()}
 LABEL_SHARES = (0.02, 0.0085)
 """Share of a bar that a name inside it needs, and for each of its letters, at the page's full width."""
 

@@ -6,20 +6,19 @@ there is more to tell than hues can, a pattern does: stripes for recomputation, 
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from steelyard.plan.kinds import KINDS
 from steelyard.plan.strategy import Remat, Strategy
 
 TIME_COLOURS = {
     "compute": "blue",
     "remat": "sky",
-    "tp": "orange",
-    "fsdp": "vermilion",
-    "dp": "purple",
     "pipeline": "green",
     "switch": "yellow",
     "optimizer": "slate",
     "waiting": "idle",
     "fixed": "grey",
-}
+    "imbalance": "yellow",
+} | {kind.name: kind.hue for kind in KINDS.values()}
 MEMORY_COLOURS = {
     "parameters": "blue",
     "gradients": "sky",

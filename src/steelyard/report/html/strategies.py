@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.plan.kinds import KINDS, Kind
+from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan, StagePlan
-from steelyard.plan.strategy import Parallelism, Remat, Strategy
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag
 from steelyard.report.html.palette import strategy_classes
@@ -40,18 +42,14 @@ def strategy_section(found: ReportContents) -> Html:
 
 def describe_strategy(strategy: Strategy) -> str:
     """What the devices of a stage do for a layer of this strategy, in words."""
-    parts = []
-    if strategy.fsdp > 1:
-        kept = "" if strategy.zero == 3 else ", gathered once and kept until the backward pass (ZeRO-2)"
-        parts.append(f"parameters and samples over {strategy.fsdp} ranks{kept}")
-    if strategy.dp > 1:
-        parts.append(f"samples over {strategy.dp} ranks, a copy of the parameters on each")
-    if strategy.tp > 1:
-        where = "neighbouring" if strategy.levels[-1].kind is Parallelism.TP else "strided"
-        extra = ", the sequence too (sp)" if strategy.sp else ""
-        parts.append(f"every matrix over {strategy.tp} {where} ranks{extra}")
+    used = strategy.kinds
+    parts = [kind.words(strategy) for kind in sorted(KINDS.values(), key=_shards_first) if kind in used]
     divided = "divides " + "; ".join(parts) if parts else "on a single device"
     return f"{divided}; {_REMAT_WORDS.get(strategy.remat, str(strategy.remat))}"
+
+
+def _shards_first(kind: Kind) -> bool:
+    return kind.states is not States.SHARDED
 
 
 def layer_text(chain: ModelChain, first: int, last: int) -> str:

@@ -1,4 +1,4 @@
-"""Makes one layer tensor-parallel with `parallelize_module`, by the family's styles and the config's own plan.
+"""The twin of tensor parallelism: `parallelize_module` by the family's styles and the config's own plan.
 
 Without sequence parallelism the hidden state is replicated over the tensor-parallel ranks: each of attention and MLP
 ends in one all-reduce, and begins with one in the backward pass. With it the hidden state is sharded over the
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
+from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.styles import STYLES, style
 
@@ -95,3 +96,11 @@ def _style(path: str, name: str, *, sp: bool) -> ParallelStyle | None:
             hint="plan without tp (--max-tp 1), or add the style in steelyard/modules/styles.py",
         )
     return style(name, sp=sp)
+
+
+def _divide(layer: ChainLayer, division: Division) -> None:
+    sp = bool(division.strategy.variant("sp"))
+    apply_tensor_parallel(layer, division.model, division.chain, division.mesh, sp=sp)
+
+
+TWIN = Twin(divide=_divide)

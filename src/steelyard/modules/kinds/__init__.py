@@ -1,0 +1,12 @@
+"""The twins of the kinds of parallelism: each makes a layer so on a mesh axis. One for each of `steelyard.plan.kinds`.
+
+What becomes of states over ranks that divide samples is said in `steelyard.modules.data_parallel` for all kinds alike.
+"""
+
+from steelyard.modules.kinds import dp, fsdp, tp
+from steelyard.modules.kinds.twin import Division, Twin
+
+TWINS: dict[str, Twin] = {"tp": tp.TWIN, "dp": dp.TWIN, "fsdp": fsdp.TWIN}
+"""By the name of the kind, in the order in which they divide a layer."""
+
+__all__ = ["TWINS", "Division", "Twin"]

@@ -1,0 +1,118 @@
+"""Context parallelism: each rank has a part of every sequence, and attends to the keys and values of all of it.
+
+The parts are cut in head-tail order: of 2c equal pieces rank r takes the r-th and the r-th from the end, so that the
+work of causal attention is equal. Everything but attention works on a rank's own tokens. Attention either gathers keys
+and values (forward, and again backward, where their gradients are reduced and scattered), or exchanges sequence for
+heads before and behind it (Ulysses). Parameters are those of data parallelism: their gradients are summed over the
+ranks, or sharded together with an fsdp level.
+
+Source: Llama 3 (Grattafiori et al. 2024, section 3.3.2) for gathering keys and values in head-tail order; Jacobs et al.
+2023 (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from steelyard.model.chain import LayerKind, LayerRole, ModelChain
+from steelyard.plan.kinds.data import are_neighbours, data_levels, replica_levels, summed_once
+from steelyard.plan.kinds.kind import (
+    Batch,
+    Contradiction,
+    Divides,
+    Kind,
+    Levels,
+    Load,
+    Placed,
+    States,
+    Traffic,
+    Value,
+    Variant,
+)
+
+if TYPE_CHECKING:
+    from steelyard.plan.strategy import Strategy
+
+METHOD = Variant(
+    key="cp_method", texts={"gather": "", "ulysses": "+ulysses"}, pin={"gather": "gather", "ulysses": "ulysses"}
+)
+"""How attention sees the whole sequence."""
+
+LEAST_TOKENS = 16384
+"""Shorter sequences are not worth dividing while there are samples: the search leaves cp out unless a pin asks."""
+
+
+def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
+    kinds = [level.kind for level in levels]
+    data = data_levels(levels)
+    if any(level.kind.divides is Divides.TENSORS for level in levels[: kinds.index(CP)]):
+        return Contradiction(
+            field="parallel",
+            expected="tp inside cp: tensor-parallel ranks share one part of the sequence",
+            hint="write the tp level last, as in cp2-tp4",
+        )
+    if data[-1].kind is not CP or not are_neighbours(levels, data):
+        return Contradiction(
+            field="parallel",
+            expected="cp directly inside the levels that divide samples",
+            hint="write the cp level behind dp and fsdp, as in fsdp4-cp2-tp2",
+        )
+    return None
+
+
+def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
+    degree = strategy.degree(CP)
+    if kind.no_cp:
+        return f"cp is not for the {kind.name} layers: {kind.no_cp}"
+    if batch.seq_len % (2 * degree):
+        return f"cp {degree} cuts a sequence into {2 * degree} equal pieces, which {batch.seq_len} tokens do not give"
+    if strategy.variant("cp_method") == "ulysses" and kind.role is LayerRole.BLOCK:
+        for name, size in kind.tp_divides:
+            if "heads" in name and size % (degree * strategy.tensor_degree):
+                each = f"{size // strategy.tensor_degree} {name} of a rank"
+                return f"ulysses over cp {degree} does not divide the {each}"
+    return None
+
+
+def _serves(chain: ModelChain) -> str:
+    reasons = [kind.no_cp for kind in chain.kinds if kind.role is LayerRole.BLOCK]
+    return next((reason for reason in reasons if reason), "")
+
+
+def _not_worth(_levels: Levels, _devices_per_node: int | None, seq_len: int) -> str:
+    return "" if seq_len >= LEAST_TOKENS else f"cp is searched for sequences of {LEAST_TOKENS:,} tokens or more"
+
+
+def _traffic(load: Load) -> Iterator[Traffic]:
+    if replica_levels(load.strategy.levels)[:1] == (load.strategy.level(CP),):
+        yield from summed_once(load)
+    if load.strategy.variant("cp_method") == "ulysses":
+        for phase in ("forward", "backward", "recomputation"):
+            yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=4)
+        return
+    num_bytes = load.key_value_bytes
+    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=num_bytes, count=2)
+    yield Traffic(phase="backward", collective="all_gather", tensor_bytes=num_bytes, count=2)
+    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=num_bytes, count=2)
+    yield Traffic(phase="recomputation", collective="all_gather", tensor_bytes=num_bytes, count=2)
+
+
+def _words(strategy: "Strategy") -> str:
+    how = "sequence exchanged for heads" if strategy.variant("cp_method") == "ulysses" else "keys and values gathered"
+    return f"tokens of every sequence over {strategy.degree(CP)} ranks, {how} for attention"
+
+
+CP = Kind(
+    name="cp",
+    divides=Divides.TOKENS,
+    states=States.FOLLOWING,
+    illegal=_illegal,
+    traffic=_traffic,
+    placement=lambda _strategy: Placed.HEAD_TAIL,
+    words=_words,
+    term="keys and values of context parallelism",
+    hue="brown",
+    variants=(METHOD,),
+    contradiction=_contradiction,
+    not_worth=_not_worth,
+    serves=_serves,
+)

@@ -1,0 +1,81 @@
+"""What kinds that divide data have in common: samples must divide, and gradients are summed over the ranks."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+from steelyard.model.chain import LayerKind
+from steelyard.plan.kinds.kind import Batch, Divides, Levels, Load, States, Traffic
+
+if TYPE_CHECKING:
+    from steelyard.plan.strategy import Strategy
+
+
+def indivisible_samples(_kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
+    """Why the samples of a microbatch cannot be divided over the ranks; nothing is ever rounded."""
+    if batch.microbatch_samples % strategy.sample_degree == 0:
+        return None
+    return (
+        f"data degree {strategy.sample_degree} ({strategy.parallel}) does not divide "
+        f"the {batch.microbatch_samples} samples of a microbatch"
+    )
+
+
+def summed_once(load: Load) -> Iterator[Traffic]:
+    """The sum of the gradients over all ranks that hold the same states, once a step, of each rank's shard."""
+    shards = load.strategy.state_shards
+    yield Traffic(
+        phase="step",
+        collective="all_reduce",
+        tensor_bytes=load.gradient_bytes / shards,
+        over="replicas",
+        beside_compute=True,
+    )
+
+
+def replica_levels(levels: Levels) -> Levels:
+    """The levels over which a layer's states are the same, outermost first."""
+    sharded = any(level.kind.states is States.SHARDED for level in levels)
+    return tuple(
+        level
+        for level in levels
+        if level.kind.states is States.REPLICATED or (level.kind.states is States.FOLLOWING and not sharded)
+    )
+
+
+def shard_levels(levels: Levels) -> Levels:
+    """The levels over which a layer's states are sharded, outermost first."""
+    sharded = any(level.kind.states is States.SHARDED for level in levels)
+    return tuple(
+        level
+        for level in levels
+        if level.kind.states is States.SHARDED or (level.kind.states is States.FOLLOWING and sharded)
+    )
+
+
+def degree_of(levels: Levels) -> int:
+    """The product of the degrees."""
+    return prod(level.degree for level in levels)
+
+
+def data_levels(levels: Levels) -> Levels:
+    """The levels whose ranks work on different samples or tokens, outermost first."""
+    return tuple(level for level in levels if level.kind.divides_data)
+
+
+def are_neighbours(levels: Levels, some: Levels) -> bool:
+    """Whether ``some`` of the levels stand next to each other."""
+    places = [levels.index(level) for level in some]
+    return not places or places[-1] - places[0] == len(places) - 1
+
+
+__all__ = [
+    "Divides",
+    "are_neighbours",
+    "data_levels",
+    "degree_of",
+    "indivisible_samples",
+    "replica_levels",
+    "shard_levels",
+    "summed_once",
+]

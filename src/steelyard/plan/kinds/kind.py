@@ -1,0 +1,231 @@
+"""What a kind of parallelism is: one value that answers whatever is asked of it, without torch.
+
+A kind divides the devices of a stage, one level of the decision tree for each kind that a layer uses. All that is
+particular to it stands in the file of its name in this package, as one `Kind`; search, costs, legality, pins, reports
+and exports ask the values in `steelyard.plan.kinds.KINDS` and name none of them. What makes a real layer so is the
+kind's twin, the file of the same name in `steelyard.modules.kinds`.
+
+| question                                                | answered by                                   |
+|---------------------------------------------------------|-----------------------------------------------|
+| what does a rank hold a part of?                         | `Kind.divides`                                |
+| what becomes of parameters, gradients, optimizer states? | `Kind.states`                                 |
+| how is it written, what else may be chosen with it?      | `Kind.name`, `Kind.variants`                  |
+| beside or inside which other kinds may it stand?         | `Kind.contradiction`                          |
+| which layers, batches and sequences can it divide?       | `Kind.illegal`                                |
+| which of its degrees are worth a search, and which not?  | `Kind.not_worth`                              |
+| what is sent, in which phase of a step?                  | `Kind.traffic`                                |
+| where does the hidden state between two layers lie?      | `Kind.placement`                              |
+| at which degrees must a layer be traced or measured?     | `Kind.shape`                                  |
+| what does it do, in words?                               | `Kind.words`                                  |
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import TYPE_CHECKING, Literal
+
+from steelyard.model.chain import LayerKind, ModelChain
+
+if TYPE_CHECKING:
+    from steelyard.plan.strategy import Strategy
+
+Value = bool | int | str
+"""A value of a variant."""
+
+
+class Divides(Enum):
+    """What the ranks of a level hold different parts of."""
+
+    SAMPLES = auto()
+    TOKENS = auto()
+    """The sequence of every sample, between layers and inside them."""
+    TENSORS = auto()
+    """The layer's matrices, and so its work."""
+    EXPERTS = auto()
+    """The routed experts of a layer, over ranks that other levels use for its samples and tokens."""
+
+
+class States(Enum):
+    """What becomes of a layer's parameters, gradients and optimizer states over the ranks of a level."""
+
+    REPLICATED = auto()
+    SHARDED = auto()
+    FOLLOWING = auto()
+    """Sharded together with a level that shards, else replicated."""
+    DIVIDED = auto()
+    """Each rank has parameters of its own: those of its part of the layer."""
+
+
+class Placed(StrEnum):
+    """How the hidden state lies over the ranks of a level, between two layers: a letter for each axis of the mesh."""
+
+    BATCH = "B"
+    SEQUENCE = "S"
+    """Neighbouring tokens on each rank."""
+    HEAD_TAIL = "C"
+    """A piece from the head of the sequence and one from its tail on each rank."""
+    WHOLE = "R"
+
+
+Phase = Literal["forward", "backward", "recomputation", "step"]
+"""Of a microbatch: forward, backward, and what remat repeats. ``step``: once, when all microbatches are done."""
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Collectives that a kind asks for in one phase, all alike.
+
+    ``tensor_bytes`` is the size of the whole tensor that is gathered or reduced (of an all-to-all, of one rank's part),
+    summed over the ``count`` calls. ``over`` says which ranks take part.
+    """
+
+    phase: Phase
+    collective: Collective
+    tensor_bytes: float
+    count: int = 1
+    over: Literal["level", "shards", "replicas", "experts"] = "level"
+    beside_compute: bool = False
+    """Whether it can run while the layer computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a layer under a strategy gives its collectives to carry, on one rank and for one microbatch."""
+
+    strategy: "Strategy"
+    parameter_bytes: float
+    """Of all parameters that shards are gathered to, as they compute."""
+    gradient_bytes: float
+    """Of their gradients, as they are reduced."""
+    traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
+    """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
+    key_value_bytes: float = 0.0
+    """Keys and values of the whole sequences of the rank's samples."""
+    attention_bytes: float = 0.0
+    """Queries, keys, values and results of the rank's part of the sequences."""
+    routed_bytes: float = 0.0
+    """Inputs of all experts that the rank's tokens take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One level of the decision tree: ``degree`` groups of ranks that share one ``kind`` of parallelism."""
+
+    kind: "Kind"
+    degree: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}{self.degree}"
+
+
+Levels = tuple[Level, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a strategy divides beside the layer: samples of a microbatch over all ranks of a stage, tokens of each."""
+
+    microbatch_samples: int
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contradiction:
+    """Why the parts of a strategy do not go together, whatever layer it is for."""
+
+    field: str
+    expected: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A choice that comes with a kind. ``texts`` has the values with how each is written behind the levels.
+
+    The first value is the default and is written as nothing. A text that begins with + stands directly behind the
+    levels (``tp4+sp``), another one apart (``fsdp8 zero2``). ``pin`` has the values as a pin writes them.
+    """
+
+    key: str
+    texts: Mapping[Value, str]
+    pin: Mapping[str, Value]
+    offered: Callable[[Levels], tuple[Value, ...]] | None = None
+    """The values that levels leave to choose from, where these are not all."""
+
+    def written(self, kind: "Kind", value: Value) -> str:
+        """A value in words, ``zero 2`` or ``tp without sp``."""
+        if isinstance(value, bool):
+            return f"{kind} {'with' if value else 'without'} {self.key}"
+        return f"{self.key} {value}"
+
+    def choices(self, levels: Levels) -> tuple[Value, ...]:
+        """The values that may be chosen with these levels."""
+        return tuple(self.texts) if self.offered is None else self.offered(levels)
+
+    @property
+    def default(self) -> Value:
+        """The value of strategies that say nothing."""
+        return next(iter(self.texts))
+
+
+def nothing_contradicts(_levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
+    """For kinds that go with all others."""
+    return None
+
+
+def always_worth(_levels: Levels, _devices_per_node: int | None, _seq_len: int) -> str:
+    """For kinds all of whose degrees are searched."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kind:
+    """A kind of parallelism; see the module for the questions that it answers."""
+
+    name: str
+    divides: Divides
+    states: States
+    illegal: Callable[[LayerKind, "Strategy", Batch], str | None]
+    """Why a layer of a kind cannot be divided so under a strategy that uses this kind, or None where it can."""
+    traffic: Callable[[Load], Iterator[Traffic]]
+    placement: Callable[["Strategy"], Placed]
+    words: Callable[["Strategy"], str]
+    """What the ranks do, ``samples over 8 ranks, a copy of the parameters on each``."""
+    term: str
+    """What its seconds in a prediction are spent on, in words."""
+    hue: str
+    """The colour of these seconds in a report, of those in `steelyard.report.html.palette`."""
+    variants: tuple[Variant, ...] = ()
+    contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = nothing_contradicts
+    not_worth: Callable[[Levels, int | None, int], str] = always_worth
+    """Given levels, devices of a node and tokens of a sequence: why such levels are not searched unless a pin asks for
+    them; empty where they are."""
+    serves: Callable[[ModelChain], str] = lambda _chain: ""
+    """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
+    shape: Callable[["Strategy"], Mapping[str, int]] = lambda _strategy: {}
+    """Degrees, by name, that change the shape of a layer on a rank."""
+    keeps_gathered: Callable[["Strategy"], bool] = lambda _strategy: False
+    """Whether shards that were gathered for the forward pass stay so until the backward pass."""
+    stays_in_node: bool = False
+    """Whether its groups are kept inside a node, since they communicate inside every layer."""
+    is_of_papers: bool = False
+    """Whether the decision tree of Galvatron has it."""
+
+    @property
+    def is_level(self) -> bool:
+        """Whether it takes ranks of its own, and not those of other levels."""
+        return self.divides is not Divides.EXPERTS
+
+    @property
+    def divides_data(self) -> bool:
+        """Whether the ranks of a level work on different samples or tokens, so that their gradients are summed."""
+        return self.divides in (Divides.SAMPLES, Divides.TOKENS)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Callable[[str], "Kind"], tuple[str]]:
+        from steelyard.plan.kinds import kind_named
+
+        return kind_named, (self.name,)

@@ -1,0 +1,68 @@
+"""Tensor parallelism: each rank has a part of every matrix of the layer, and computes with it on all samples.
+
+Its collectives stand in the trace of the layer: without sequence parallelism an all-reduce behind attention and behind
+the feed-forward part, with it an all-gather before and a reduce-scatter behind. Sequence parallelism divides the hidden
+state between the matrices, too.
+
+Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022, section 4.2, for sequence parallelism.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from steelyard.model.chain import LayerKind
+from steelyard.plan.kinds.kind import Batch, Divides, Kind, Load, Placed, States, Traffic, Variant
+
+if TYPE_CHECKING:
+    from steelyard.plan.strategy import Strategy
+
+SP = Variant(key="sp", texts={False: "", True: "+sp"}, pin={"on": True, "off": False})
+"""Sequence parallelism: the ranks divide the sequence outside the matrices."""
+
+
+def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
+    degree, sp = strategy.degree(TP), strategy.variant("sp")
+    if kind.no_tp:
+        return f"tp is not for the {kind.name} layers: {kind.no_tp}"
+    if sp and kind.no_sp:
+        return f"sp is not for the {kind.name} layers: {kind.no_sp}"
+    for name, size in kind.tp_divides:
+        if size % degree:
+            return f"tp {degree} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
+    if sp and batch.seq_len % strategy.sequence_degree:
+        return f"sp over {strategy.sequence_degree} ranks does not divide the sequence length {batch.seq_len}"
+    return None
+
+
+def _traffic(load: Load) -> Iterator[Traffic]:
+    for phase, collectives in load.traced.items():
+        for collective, count, num_bytes in collectives:
+            yield Traffic(phase=phase, collective=collective, tensor_bytes=num_bytes, count=count)
+
+
+def _shape(strategy: "Strategy") -> Mapping[str, int]:
+    degree = strategy.degree(TP)
+    return {"tp": degree} | ({"sp": degree} if strategy.variant("sp") else {})
+
+
+def _words(strategy: "Strategy") -> str:
+    where = "neighbouring" if strategy.levels[-1].kind is TP else "strided"
+    extra = ", the sequence too (sp)" if strategy.variant("sp") else ""
+    return f"every matrix over {strategy.degree(TP)} {where} ranks{extra}"
+
+
+TP = Kind(
+    name="tp",
+    divides=Divides.TENSORS,
+    states=States.DIVIDED,
+    illegal=_illegal,
+    traffic=_traffic,
+    placement=lambda strategy: Placed.SEQUENCE if strategy.variant("sp") else Placed.WHOLE,
+    words=_words,
+    term="collectives of tensor parallelism",
+    hue="orange",
+    variants=(SP,),
+    shape=_shape,
+    stays_in_node=True,
+    is_of_papers=True,
+)
