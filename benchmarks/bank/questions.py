@@ -61,7 +61,7 @@ CHOSEN: Mapping[str, Mapping[str, Any]] = {
     "memory-balanced cuts": {"partition": "memory-balanced"},
     "cuts of Galvatron-BMW": {"partition": "bmw"},
     "pinned blocks": {"pins": ("blocks 0-7: tp=2, sp=on", "blocks 20-27: remat=full")},
-    "pinned ends": {"pins": ("embedding: fsdp8", "head: tp=4", "stages=2")},
+    "pinned ends": {"pins": ("embedding: fsdp8", "head: tp=8")},
     "pinned setting": {"pins": ("stages=2, microbatches=16", "schedule=interleaved-1f1b")},
     "pinned to what is impossible": {"pins": ("blocks 0-3: tp=3",)},
     "a wrong number of stages": {"num_stages": 3},
@@ -83,11 +83,11 @@ def planning_questions() -> Iterator[tuple[str, Question]]:
     job = partial(job_of, "llama3.2-3b", "1x8xa100-40gb", 32, 4096, "bf16", "16GiB")
     for name, options in CHOSEN.items():
         yield f"plan llama3.2-3b, {name}", partial(answers.planned, job, **options)
-    job = partial(job_of, "llama", "1x8xa100-80gb", 32, 2048)
+    job = partial(job_of, "llama3.2-1b", "1x8xa100-80gb", 32, 2048)
     for schedule in ("gpipe", "1f1b", "interleaved-1f1b"):
         for stages in (2, 4, 8):
             options = {"schedules": (schedule,), "num_stages": stages}
-            yield f"plan small llama, {stages} stages, {schedule}", partial(answers.planned, job, **options)
+            yield f"plan llama3.2-1b, {stages} stages, {schedule}", partial(answers.planned, job, **options)
 
 
 def around_questions() -> Iterator[tuple[str, Question]]:
