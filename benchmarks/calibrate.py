@@ -1,6 +1,8 @@
 r"""Fits the efficiencies of `steelyard/cost/efficiency.yaml` to the open rows of the table of published runs.
 
-    python benchmarks/calibrate.py PATH/published_runs [--write] [--leave-out]
+    python benchmarks/calibrate.py [PATH] [--sources NAME ...] [--write] [--leave-out]
+
+PATH is as in `published_runs.py`.
 
 Fitted are a few numbers that mean something (see `steelyard.cost.efficiency`), the same for every source: the least
 
@@ -13,7 +15,7 @@ reasons of their own. Only recommended rows of dense bf16 and fp16 models are us
 
 The step is put together from unit costs: the cost model's own functions, each called with one rate set to 1 and all
 others without cost, give coefficients that are combined in arrays. The pipeline is the closed form, which differs from
-the simulator by little; `steelyard validate` then scores the result with the simulator. Needs scipy.
+the simulator by little; `published_runs.py` then scores the result with the simulator. Needs scipy.
 """
 
 import argparse
@@ -26,6 +28,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 from numpy.typing import NDArray
+from published_runs.jobs import Case, case_of
+from published_runs.rows import OPEN_RUNS, PublishedRun, of_sources, read_runs
+from published_runs.targets import is_recommended_dense
 from scipy.optimize import least_squares
 
 from steelyard.cost.build import transfer_s
@@ -36,9 +41,6 @@ from steelyard.cost.layer import held_up_s, level_group, num_calls, tied_s
 from steelyard.cost.setting import Job, Setting
 from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
-from steelyard.validation.jobs import Case, case_of
-from steelyard.validation.rows import read_runs
-from steelyard.validation.targets import is_recommended_dense
 
 EFFICIENCY_FILE = Path(__file__).parents[1] / "src/steelyard/cost/efficiency.yaml"
 FREE = 1e15
@@ -402,12 +404,15 @@ def reached(rows: Rows, parameters: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path)
+    parser.add_argument("path", type=Path, nargs="?", default=OPEN_RUNS, metavar="PATH")
+    parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these, as column source_file has them")
     parser.add_argument("--write", action="store_true", help="put the parameters into the cost model's file")
     parser.add_argument("--leave-out", action="store_true", help="fit without each source in turn and score it")
     parser.add_argument("--most", type=int, default=400, help="rows of a source to use, chosen at random (seed 0)")
     options = parser.parse_args()
-    rows = collect(_cases(options.path, options.most))
+    runs = read_runs(options.path)
+    runs = runs if options.sources is None else of_sources(runs, options.sources)
+    rows = collect(_cases(runs, options.most))
     everything = np.ones(len(rows.source), dtype=bool)
     parameters = fit(rows, everything)
     print(yaml.safe_dump({name: float(f"{value:.4g}") for name, value in parameters.items()}, sort_keys=False))
@@ -429,10 +434,10 @@ def main() -> None:
             print(*scores(rows, fit(rows, kept), ~kept), sep="\n")
 
 
-def _cases(path: Path, most: int) -> list[Case]:
+def _cases(runs: tuple[PublishedRun, ...], most: int) -> list[Case]:
     by_source: dict[str, list[Case]] = defaultdict(list)
     chooser = random.Random(0)
-    for run in read_runs(path):
+    for run in runs:
         if run.is_open and run.step_time_s and is_recommended_dense(run):
             case = case_of(run)
             if isinstance(case, Case):

@@ -4,14 +4,11 @@ import csv
 import dataclasses
 import functools
 import itertools
-import sys
 from pathlib import Path
 
+import galvatron_paper
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import galvatron_paper
 from galvatron import cells, cuts, greedy, inputs, rules, tables
 
 from steelyard.search import evaluate, load_problem, solve_problem

@@ -21,7 +21,6 @@ from steelyard.cli import (
     solve,
     timeline,
     train,
-    validate,
 )
 from steelyard.errors import UserError
 from steelyard.processes.start import RankFailedError
@@ -47,7 +46,6 @@ app.command("check")(check.check)
 app.command("parity")(parity.parity)
 app.command("train")(train.train)
 app.command("export")(export.export)
-app.command("validate")(validate.validate)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("devices")(models.devices)

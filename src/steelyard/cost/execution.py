@@ -1,8 +1,8 @@
 """How a framework carries a plan out, where that changes what a step costs; the default is `steelyard.runtime`.
 
-Every field names something that a framework does. The default's values are those of our runtime; which values of
-others were read in code or papers and which were chosen on published runs is said in `steelyard.validation.frameworks`.
-`steelyard.validation` has one value per framework that others published runs of; plans made here take the default.
+Every field names something that a framework does. The default's values are those of our runtime, which plans made here
+take. `benchmarks/published_runs/frameworks.py` has one value per framework that others published runs of, and says
+which were read in code or papers and which were chosen on those runs.
 """
 
 from dataclasses import dataclass

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from published_runs.forecast import Forecast, Unpredicted
+from published_runs.rows import PublishedRun
+from published_runs.score import measured_memory, score_sources
+from published_runs.targets import is_dense, is_recommended_dense, summarise
 
 from steelyard.units import GB, GIB
-from steelyard.validation.forecast import Forecast, Unpredicted
-from steelyard.validation.rows import PublishedRun
-from steelyard.validation.score import measured_memory, score_sources
-from steelyard.validation.targets import is_dense, is_recommended_dense, summarise
-from tests.validation.examples import outcomes, run_of
+from tests.benchmarks.published_runs.examples import outcomes, run_of
 
 
 def made(measured_s: float, predicted_s: float, *, job: str = "j", number: int = 0, **cells: str) -> Forecast:

@@ -9,10 +9,10 @@ allocator holds in reserve is the same for all of them. A framework that is not 
 
 from dataclasses import dataclass, replace
 
+from published_runs.rows import PublishedRun
+from published_runs.shapes import Kernels
 from steelyard.cost.execution import Execution, StateBytes
 from steelyard.plan.strategy import Remat
-from steelyard.validation.rows import PublishedRun
-from steelyard.validation.shapes import Kernels
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
 """Half-precision parameters and gradients, fp32 master and moments (DeepSpeed, fp16)."""

@@ -1,4 +1,4 @@
-"""Tables of a validation for the terminal, and the same figures as a mapping for JSON."""
+"""Tables of predicted against published for the terminal, and the same figures as a mapping for JSON."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,19 +8,19 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from published_runs.forecast import Outcome, Unpredicted
+from published_runs.score import ErrorSummary, RegretSummary, SourceScore
+from published_runs.targets import TargetLine
 from steelyard.units import format_plural
-from steelyard.validation.forecast import Outcome, Unpredicted
-from steelyard.validation.score import ErrorSummary, RegretSummary, SourceScore
-from steelyard.validation.targets import TargetLine
 
 
-def validation_view(
+def comparison_view(
     timed: Sequence[SourceScore],
     held: Sequence[SourceScore],
     targets: Sequence[TargetLine],
     outcomes: Sequence[Outcome],
 ) -> Group:
-    """Everything a validation found: time, memory, what was skipped, and the targets."""
+    """Everything that was found: time, memory, what was skipped, and the targets."""
     return Group(time_table(timed), memory_table(held), skipped_table(outcomes), target_table(targets))
 
 
@@ -97,13 +97,13 @@ def counted(outcomes: Sequence[Outcome]) -> str:
     return f"{format_plural(len(outcomes), 'run')}, {len(outcomes) - skipped} predicted, {skipped} skipped"
 
 
-def validation_json(
+def comparison_json(
     timed: Sequence[SourceScore],
     held: Sequence[SourceScore],
     targets: Sequence[TargetLine],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """The figures of `validation_view`."""
+    """The figures of `comparison_view`."""
     return {
         "num_runs": len(outcomes),
         "num_predicted": sum(not isinstance(outcome, Unpredicted) for outcome in outcomes),

@@ -1,18 +1,20 @@
 """Reads the table of published runs: one row is one run, with its model, hardware, software, plan and measurement.
 
-The folder's own README explains the columns. An empty cell is not known, and nothing is filled in here.
+`data/README.md` explains the columns. An empty cell is not known, and nothing is filled in here.
 """
 
 import csv
-from collections.abc import Mapping
+import gzip
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TextIO
 
 from steelyard.errors import UserError
 
-FILE_NAME = "runs.csv"
-Split = Literal["open", "sealed"]
+FILE_NAMES = ("runs.csv", "runs.csv.gz")
+OPEN_RUNS = Path(__file__).parent / "data"
+"""The folder of the rows whose measurements are shown."""
 
 
 class InvalidRunsError(UserError):
@@ -92,24 +94,20 @@ class PublishedRun:
 
 _NEEDED_TEXT = """
     id split job tier recommended status source_file layers hidden heads kv_heads head_dim ffn mlp_type vocab seq_len
-    tied_emb pos_emb moe_experts gpu gpu_mem_gb gpus gpus_per_node intra_link inter_link framework precision attention
-    compile dp_shard dp_replicate zero_stage tp sp pp vpp cp ep mbs gbs act_ckpt act_ckpt_detail schedule overlap
-    offload step_time_s peak_mem_gib peak_mem mem_unit mem_kind flags notes
+    tied_emb pos_emb moe_experts gpu gpu_mem_gb gpus gpus_per_node inter_link framework precision attention compile
+    dp_shard zero_stage tp sp pp vpp cp ep mbs gbs grad_accum act_ckpt act_ckpt_detail schedule overlap offload
+    step_time_s peak_mem_gib peak_mem mem_kind
 """
 _NEEDED = tuple(_NEEDED_TEXT.split())
 
 
-def read_runs(path: Path) -> tuple[PublishedRun, ...]:
-    """The runs of a folder that holds ``runs.csv``, or of that file, in its order.
+def read_runs(path: Path = OPEN_RUNS) -> tuple[PublishedRun, ...]:
+    """The runs of a folder that holds ``runs.csv`` or ``runs.csv.gz``, or of such a file, in its order.
 
     Raises `InvalidRunsError` where there is no such file, a column is missing or an id stands twice.
     """
-    file = path / FILE_NAME if path.is_dir() else path
-    if not file.is_file():
-        raise InvalidRunsError(
-            field="path", found=str(path), expected=f"a folder that holds {FILE_NAME}, or such a file"
-        )
-    with file.open(newline="", encoding="utf-8") as lines:
+    file = _file(path)
+    with _opened(file) as lines:
         reader = csv.DictReader(lines)
         missing = [column for column in _NEEDED if column not in (reader.fieldnames or ())]
         if missing:
@@ -126,3 +124,29 @@ def read_runs(path: Path) -> tuple[PublishedRun, ...]:
             raise InvalidRunsError(field=f"{file}: id", found=f"{run.id!r} twice", expected="each id once")
         seen.add(run.id)
     return runs
+
+
+def of_sources(runs: Iterable[PublishedRun], sources: Collection[str]) -> tuple[PublishedRun, ...]:
+    """The runs of these sources, in their order. Raises `InvalidRunsError` for a source without a run."""
+    kept = tuple(run for run in runs if run.source in sources)
+    missing = set(sources) - {run.source for run in kept}
+    if missing:
+        raise InvalidRunsError(
+            field="sources", found=", ".join(sorted(missing)), expected="names of the table's column source_file"
+        )
+    return kept
+
+
+def _file(path: Path) -> Path:
+    files = [path / name for name in FILE_NAMES] if path.is_dir() else [path]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        names = " or ".join(FILE_NAMES)
+        raise InvalidRunsError(field="path", found=str(path), expected=f"a folder that holds {names}, or such a file")
+    return found
+
+
+def _opened(file: Path) -> TextIO:
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", newline="", encoding="utf-8")
+    return file.open(newline="", encoding="utf-8")

@@ -21,9 +21,9 @@ from statistics import median
 
 import numpy as np
 
+from published_runs.forecast import Forecast, Outcome
+from published_runs.rows import PublishedRun
 from steelyard.units import GB, GIB
-from steelyard.validation.forecast import Forecast, Outcome
-from steelyard.validation.rows import PublishedRun
 
 MIN_PLANS = 5
 """Measured plans that a job needs to have a regret."""

@@ -1,12 +1,13 @@
 """Reading the table of published runs, and what is said of a wrong one."""
 
 import csv
+import gzip
 from pathlib import Path
 
 import pytest
+from published_runs.rows import InvalidRunsError, of_sources, read_runs
 
-from steelyard.validation.rows import InvalidRunsError, read_runs
-from tests.validation.examples import FOLDER, run_of, sample
+from tests.benchmarks.published_runs.examples import FOLDER, run_of, sample
 
 
 def rows() -> tuple[list[str], list[dict[str, str]]]:
@@ -25,6 +26,27 @@ def write(path: Path, columns: list[str], lines: list[dict[str, str]]) -> Path:
 
 def test_a_folder_and_its_file_read_the_same() -> None:
     assert read_runs(FOLDER / "runs.csv") == sample()
+
+
+def test_a_compressed_table_reads_the_same(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv.gz").write_bytes(gzip.compress((FOLDER / "runs.csv").read_bytes()))
+    assert read_runs(tmp_path) == sample()
+
+
+def test_the_runs_beside_the_package_show_what_was_measured_of_every_job_that_ran() -> None:
+    runs = read_runs()
+    assert all(run.is_open for run in runs)
+    assert all(run.step_time_s or run.text("peak_mem") for run in runs if run.status == "ok")
+
+
+def test_the_runs_of_a_source_are_kept_in_their_order() -> None:
+    kept = of_sources(sample(), ["vtrain", "torchtitan"])
+    assert list(kept) == [run for run in sample() if run.source in {"torchtitan", "vtrain"}]
+
+
+def test_a_source_without_a_run_is_named() -> None:
+    with pytest.raises(InvalidRunsError, match="sources: found vtrian"):
+        of_sources(sample(), ["vtrain", "vtrian"])
 
 
 def test_an_empty_cell_is_not_known() -> None:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from published_runs.jobs import Case, Skipped, case_of
+from published_runs.rows import PublishedRun
 from steelyard.cost.predict import predict
 from steelyard.units import GIB
-from steelyard.validation.jobs import Case, Skipped, case_of
-from steelyard.validation.rows import PublishedRun
 
 STATES = ("parameters", "gradients", "optimizer")
 RESERVED = 0.23

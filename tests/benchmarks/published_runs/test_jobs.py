@@ -3,10 +3,11 @@
 from collections import Counter
 
 import pytest
+from published_runs.jobs import Case, Skipped, case_of
+from published_runs.rows import read_runs
 
 from steelyard.plan.strategy import Remat
-from steelyard.validation.jobs import Skipped, case_of
-from tests.validation.examples import case, outcomes, run_of, sample
+from tests.benchmarks.published_runs.examples import case, outcomes, run_of, sample
 
 ULTRA, VTRAIN, MEGATRON = "ultrascale_playbook", "vtrain", "megatron_lm"
 
@@ -85,6 +86,11 @@ def test_what_cannot_be_priced_is_skipped_with_its_reason(cells: dict[str, str],
     found = case_of(run_of(VTRAIN, **cells))
     assert isinstance(found, Skipped)
     assert reason in found.reason
+
+
+def test_rows_of_every_published_source_but_of_zero_bubble_schedules_become_cases() -> None:
+    found = {(run.source, type(case_of(run))) for run in read_runs()}
+    assert {source for source, _ in found} - {source for source, kind in found if kind is Case} == {"zero_bubble"}
 
 
 def test_every_row_has_a_prediction_or_a_reason() -> None:

@@ -3,9 +3,9 @@
 from functools import cache
 from pathlib import Path
 
-from steelyard.validation.forecast import Forecast, Outcome, forecast_all
-from steelyard.validation.jobs import Case, case_of
-from steelyard.validation.rows import PublishedRun, read_runs
+from published_runs.forecast import Forecast, Outcome, forecast_all
+from published_runs.jobs import Case, case_of
+from published_runs.rows import PublishedRun, read_runs
 
 FOLDER = Path(__file__).parent / "data"
 

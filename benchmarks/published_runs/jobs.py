@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
+from published_runs.frameworks import Framework, framework_of
+from published_runs.rows import PublishedRun
+from published_runs.shapes import Kernels, ModelShape, layer_profiles
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, find_device, find_link
@@ -21,9 +24,6 @@ from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
 from steelyard.units import GB
-from steelyard.validation.frameworks import Framework, framework_of
-from steelyard.validation.rows import PublishedRun
-from steelyard.validation.shapes import Kernels, ModelShape, layer_profiles
 
 _GATED = {"swiglu": True, "geglu": True, "gelu": False, "squared_relu": False}
 _VOCAB_MULTIPLE = 128

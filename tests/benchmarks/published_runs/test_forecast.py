@@ -5,10 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from steelyard.cost.build import ALLOCATOR_SLACK
-from steelyard.cost.predict import predict_memory
-from steelyard.validation.forecast import (
+from published_runs.forecast import (
     COLUMNS,
     Forecast,
     counted_bytes,
@@ -16,10 +13,13 @@ from steelyard.validation.forecast import (
     forecast_case,
     write_predictions,
 )
-from steelyard.validation.frameworks import framework_of
-from steelyard.validation.jobs import Case, case_of
-from steelyard.validation.shapes import ModelShape, layer_profiles
-from tests.validation.examples import case, forecasts, outcomes, run_of, sample
+from published_runs.frameworks import framework_of
+from published_runs.jobs import Case, case_of
+from published_runs.shapes import ModelShape, layer_profiles
+
+from steelyard.cost.build import ALLOCATOR_SLACK
+from steelyard.cost.predict import predict_memory
+from tests.benchmarks.published_runs.examples import case, forecasts, outcomes, run_of, sample
 
 SHAPE = ModelShape(
     num_layers=4,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steelyard.validation.forecast import Outcome, Unpredicted
-from steelyard.validation.rows import PublishedRun
-from steelyard.validation.score import SourceScore
+from published_runs.forecast import Outcome, Unpredicted
+from published_runs.rows import PublishedRun
+from published_runs.score import SourceScore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,13 @@
+"""Training runs that others measured and published, predicted; `../published_runs.py` prints how far off it is.
+
+| module       | idea                                                                                |
+|--------------|-------------------------------------------------------------------------------------|
+| `rows`       | the table of runs, read: one row is one run; `data/` holds those with a measurement |
+| `shapes`     | a layer's profile in closed form from the sizes that a publication states           |
+| `frameworks` | what each framework does otherwise than our runtime                                 |
+| `jobs`       | a row as a job and a plan that the cost model can price, or why not                 |
+| `forecast`   | seconds, memory and whether it fits, of every row                                   |
+| `score`      | errors, verdicts on memory and regret, per source                                   |
+| `targets`    | the project's targets and what was reached                                          |
+| `table`      | all of this for the terminal and as JSON                                            |
+"""

@@ -1,1 +1,0 @@
-"""Predicts training runs that others measured and published, and scores the predictions against them."""
