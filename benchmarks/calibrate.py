@@ -37,9 +37,11 @@ from steelyard.cost.build import transfer_s
 from steelyard.cost.communication import collective_s
 from steelyard.cost.compute import ACCUMULATION_BYTES, OPTIMIZER_BYTES, launch_s, work_s
 from steelyard.cost.efficiency import Efficiency, LinkEfficiency
-from steelyard.cost.layer import held_up_s, level_group, num_calls, tied_s
+from steelyard.cost.layer import held_up_s, levels_group, num_calls, tied_s
 from steelyard.cost.setting import Job, Setting
-from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
+from steelyard.plan.kinds import TP
+from steelyard.plan.kinds.data import data_levels
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
 
 EFFICIENCY_FILE = Path(__file__).parents[1] / "src/steelyard/cost/efficiency.yaml"
@@ -183,7 +185,7 @@ def _row(case: Case) -> dict[str, object]:
             for name in ("work", "launch", "tp", "jitter", "gather", "reduce", "tied", "moved")
         },
         "is_fsdp": block.fsdp > 1,
-        "gathers_again": block.zero == 3,
+        "gathers_again": not block.keeps_gathered,
         "overlaps": job.overlaps,
         "gathers_once": job.execution.optimizer_shards(block.dp) > 1,
         "stages": np.array(stages, dtype=float),
@@ -210,16 +212,16 @@ def _composition(plan: object, stage: int, job: Job) -> tuple[int, ...]:
 def _kind(name: str, strategy: Strategy, setting: Setting, share: float) -> dict[str, Array]:
     """Coefficients of a layer kind, ``share`` of whose layers recompute what their strategy says."""
     job = setting.job
-    layer = job.profile.layer(name, strategy.tp, strategy.sp)
+    layer = job.profile.layer(name, strategy.shape)
     assert layer is not None, "the profile was made for this degree"
-    samples = setting.microbatch_samples // strategy.data_degree
+    samples = setting.microbatch_samples // strategy.sample_degree
     passes = _passes(layer, strategy, job, share)
-    group = level_group(strategy, setting, *DATA_KINDS)
-    shards = job.execution.optimizer_shards(strategy.dp)
-    sharded = strategy.fsdp > 1 or shards > 1
+    group = levels_group(strategy, data_levels(strategy.levels), setting)
+    shards = job.execution.optimizer_shards(strategy.replicas)
+    sharded = strategy.state_shards > 1 or shards > 1
     bandwidth = job.cluster.device.known_memory_bytes_per_s()
     accumulated = layer.num_params * ACCUMULATION_BYTES if job.execution.accumulates_apart else 0
-    owned = layer.num_params / (strategy.fsdp * shards)
+    owned = layer.num_params / (strategy.state_shards * shards)
 
     pieces = job.execution.shard_pieces if shards > 1 else 1
 
@@ -239,7 +241,9 @@ def _kind(name: str, strategy: Strategy, setting: Setting, share: float) -> dict
             ]
         ),
         "tp": np.array([part * _tensor(calls, strategy, setting, samples) for _, calls, part in passes]),
-        "jitter": np.array([part * 1e-6 * num_calls(calls) * (strategy.tp - 1) ** 2 for _, calls, part in passes]),
+        "jitter": np.array(
+            [part * 1e-6 * num_calls(calls) * (strategy.tensor_degree - 1) ** 2 for _, calls, part in passes]
+        ),
         "gather": links("all_gather", layer.num_params * job.compute_bytes if sharded else 0),
         "reduce": links("reduce_scatter" if sharded else "all_reduce", layer.num_params * job.execution.reduce_bytes),
         "tied": _tied(name, strategy, setting),
@@ -278,9 +282,9 @@ def _unit(work: Work, samples: int, job: Job, rates: Efficiency) -> float:
 
 def _tensor(calls: tuple[CollectiveCount, ...], strategy: Strategy, setting: Setting, samples: int) -> Array:
     job = setting.job
-    group = level_group(strategy, setting, Parallelism.TP)
+    group = levels_group(strategy, [level for level in strategy.levels if level.kind is TP], setting)
     total = np.zeros(len(UNIT_LINKS))
-    for each in calls if strategy.tp > 1 else ():
+    for each in calls if strategy.tensor_degree > 1 else ():
         size = each.tensor_bytes.at(samples) / each.count
         total += each.count * np.array(
             [collective_s(each.kind, size, group, job.cluster, job.profile, links) for links in UNIT_LINKS.values()]

@@ -69,7 +69,7 @@ def small() -> None:
         global_batch=64,
         most_stages=8,
         most_microbatches=64,
-        space=SpaceOptions(max_tp=8, devices_per_node=8),
+        space=SpaceOptions(max_degrees={"tp": 8}, devices_per_node=8),
         most_strategies=50,
     )
     print(f"32 layers, embedding and head, 8 devices, {len(settings)} settings, up to 50 strategies")

@@ -13,6 +13,7 @@ from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_model
 from steelyard.tracer.trace import trace
 from tests.runtime.family_chain import loss_of_chain, loss_of_model
+from tests.shapes import tp_shape
 
 TEXT = (Path(__file__).parents[1] / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
@@ -48,9 +49,9 @@ def test_a_family_of_the_page_computes_and_divides_as_the_real_model(
     model = build_model(chain, seed=1)
     expected = loss_of_model(model, chain, inputs, labels).item()
     assert loss_of_chain(model, chain, inputs, labels).item() == pytest.approx(expected, rel=1e-6)
-    profile = trace(chain, seq_len=16, precision="bf16", tp_degrees=(1, 2))
+    profile = trace(chain, seq_len=16, precision="bf16", degrees=(1, 2))
     for kind in ("embedding", "block", "head"):
-        whole, part = profile.layer(kind, 1, False), profile.layer(kind, 2, False)
+        whole, part = profile.layer(kind, tp_shape(1, False)), profile.layer(kind, tp_shape(2, False))
         assert whole is not None
         assert part is not None
         assert part.forward.matmul_flop.at(1) <= whole.forward.matmul_flop.at(1)

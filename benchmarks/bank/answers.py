@@ -172,7 +172,7 @@ def measured(model: str, batch: int, seq_len: int, memory: str) -> Job:
 
 
 def _options(job: Job, *, remats: Sequence[str] = (), pins: Sequence[str] = (), **others: Any) -> PlanOptions:
-    options = PlanOptions(**others)
+    options = PlanOptions(space="paper", **others)
     if remats:
         options = replace(options, remats=tuple(Remat(each) for each in remats))
     return replace(options, pins=tuple(_pin(text, job) for text in pins))
@@ -291,7 +291,7 @@ def _problem(settings: Sequence[CostTables]) -> Problem:
 @cache
 def decoder_problem() -> Problem:
     """All settings of tables the size of a decoder of 34 layers."""
-    space = SpaceOptions(max_tp=8, devices_per_node=8)
+    space = SpaceOptions(max_degrees={"tp": 8}, devices_per_node=8)
     return _problem(
         decoder_settings(LLAMA3_8B, num_devices=8, global_batch=64, most_stages=8, most_microbatches=64, space=space)
     )
@@ -370,8 +370,8 @@ def switches(cluster: str) -> Record:
 
 def counted(count: int) -> Record:
     """How many strategies so many devices have: in the papers, and in the search."""
-    papers = SpaceOptions(sp=(False,), remats=(Remat.NONE,))
-    everything = SpaceOptions(zero_stages=(3, 2), devices_per_node=8)
+    papers = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
+    everything = SpaceOptions(variants={}, devices_per_node=8)
     return {
         "levels, unpruned": len(enumerate_levels(count, papers.kinds)),
         "of the papers": len(enumerate_strategies(count, papers)),

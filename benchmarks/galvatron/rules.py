@@ -31,7 +31,8 @@ import math
 from dataclasses import dataclass
 
 from galvatron.inputs import Inputs, Layer, Other
-from steelyard.plan.strategy import Level, Parallelism, Strategy
+from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.strategy import Level, Strategy
 
 MB = 1024**2
 SLOWDOWN = 0.3
@@ -62,8 +63,8 @@ def layer_s(point: Point, layer: Layer, strategy: Strategy) -> float:
     samples = point.batch / strategy.data_degree
     m = microbatches(point, strategy)
     boundary = samples * layer.seq * layer.hidden * 4 / MB
-    message = 2 * (strategy.tp - 1) / strategy.tp * boundary * layer.tp_allreduces
-    forward = layer.fwd_ms * samples / strategy.tp
+    message = 2 * (strategy.degree(TP) - 1) / strategy.degree(TP) * boundary * layer.tp_allreduces
+    forward = layer.fwd_ms * samples / strategy.degree(TP)
     compute = 3 * forward + message * _coefficient(point, strategy, is_tp=True)
     extra = _synchronisation_ms(point, layer, strategy, 2 * forward)
     if strategy.data_degree > 1:
@@ -76,12 +77,12 @@ def layer_s(point: Point, layer: Layer, strategy: Strategy) -> float:
 
 def _synchronisation_ms(point: Point, layer: Layer, strategy: Strategy, backward: float) -> float:
     """What data parallelism adds to the compute of a layer."""
-    data, is_sharded, is_16 = strategy.data_degree, strategy.fsdp > 1, point.inputs.num_gpus == 16
-    whole = 2 * (data - 1) / data * layer.param_mb / strategy.tp * _coefficient(point, strategy, is_tp=False)
+    data, is_sharded, is_16 = strategy.data_degree, strategy.degree(FSDP) > 1, point.inputs.num_gpus == 16
+    whole = 2 * (data - 1) / data * layer.param_mb / strategy.degree(TP) * _coefficient(point, strategy, is_tp=False)
     sync = whole / 2 if is_sharded and is_16 else whole
     overlappable = backward * overlapping_share(point, layer, strategy)
     rest = max(sync - overlappable, 0.0)
-    if strategy.tp == 1 and not is_sharded and not is_16:
+    if strategy.degree(TP) == 1 and not is_sharded and not is_16:
         rest /= point.num_stages
     gather = 0.0 if not is_sharded else whole if is_16 else whole / 2
     return SLOWDOWN * min(sync, overlappable) + rest + gather
@@ -89,9 +90,9 @@ def _synchronisation_ms(point: Point, layer: Layer, strategy: Strategy, backward
 
 def overlapping_share(point: Point, layer: Layer, strategy: Strategy) -> float:
     """The part of the backward that may overlap with the data-parallel all-reduce."""
-    if strategy.tp == 1 or strategy.data_degree == 1:
+    if strategy.degree(TP) == 1 or strategy.data_degree == 1:
         return 1.0
-    if strategy.tp == strategy.data_degree == 2 and point.num_stages > 1:
+    if strategy.degree(TP) == strategy.data_degree == 2 and point.num_stages > 1:
         return 1 / 2
     if layer.is_decoder:
         return 2 / 3
@@ -106,10 +107,10 @@ def microbatches(point: Point, strategy: Strategy) -> float:
         return 1.0
     if point.inputs.num_gpus == 16:
         size = 4 if point.inputs.model in {"bert", "t5"} else 16 if stages <= 8 else 32
-        return float(max(1, math.ceil(samples // strategy.tp / size)))
+        return float(max(1, math.ceil(samples // strategy.degree(TP) / size)))
     match point.inputs.model:
         case "bert":
-            is_quarter = (stages, strategy.tp) in {(2, 4), (4, 2)}
+            is_quarter = (stages, strategy.degree(TP)) in {(2, 4), (4, 2)}
             found = samples / 4 if is_quarter else samples / 2 if samples < 6 else samples / 8 + 2
         case "vit":
             found = 1 if samples == 8 else 2
@@ -122,10 +123,10 @@ def microbatches(point: Point, strategy: Strategy) -> float:
 
 def _coefficient(point: Point, strategy: Strategy, *, is_tp: bool) -> float:
     """Milliseconds per MB of an all-reduce over the tensor-parallel or the data-parallel group."""
-    size = strategy.tp if is_tp else strategy.data_degree
+    size = strategy.degree(TP) if is_tp else strategy.data_degree
     if size == 1:
         return 0.0
-    is_inner = (strategy.levels[-1].kind is Parallelism.TP) == is_tp
+    is_inner = (strategy.levels[-1].kind is TP) == is_tp
     return point.inputs.allreduce_ms_per_mb[point.num_stages, size, is_inner]
 
 
@@ -152,15 +153,15 @@ def _is_moved(point: Point, before: Strategy, after: Strategy) -> bool:
 
 
 def _is_tp_inner(strategy: Strategy) -> bool:
-    return strategy.levels[-1].kind is Parallelism.TP
+    return strategy.levels[-1].kind is TP
 
 
 def layer_mb(point: Point, layer: Layer, strategy: Strategy) -> float:
     """Model states and activations of one layer; raises `KeyError` where no activation was published for its tp."""
-    states = 4 * layer.param_mb / strategy.tp
-    if strategy.fsdp > 1:
-        states *= 1 / strategy.fsdp + (0.003 if point.inputs.num_gpus == 16 else 0.025)
-    return states + layer.act_mb[strategy.tp] * point.batch / strategy.data_degree
+    states = 4 * layer.param_mb / strategy.degree(TP)
+    if strategy.degree(FSDP) > 1:
+        states *= 1 / strategy.degree(FSDP) + (0.003 if point.inputs.num_gpus == 16 else 0.025)
+    return states + layer.act_mb[strategy.degree(TP)] * point.batch / strategy.data_degree
 
 
 def other_mb(point: Point) -> tuple[float, ...]:
@@ -180,7 +181,7 @@ def other_mb(point: Point) -> tuple[float, ...]:
 def _ends_mb(point: Point, samples: float) -> tuple[float, float]:
     """16 GPUs: the first and the last stage; an end that runs one microbatch at a time saves a part of the others."""
     outside, model = point.inputs.outside, point.inputs.model
-    pure = Strategy(levels=(Level(kind=Parallelism.DP, degree=point.num_devices),) if point.num_devices > 1 else ())
+    pure = Strategy(levels=(Level(kind=DP, degree=point.num_devices),) if point.num_devices > 1 else ())
     saved = outside.reduction_mb * samples * (1 - 1 / min(microbatches(point, pure), samples))
     first, last = _held(outside.first, samples) - saved, _held(outside.last, samples) - saved
     if model in {"bert", "t5"}:

@@ -20,7 +20,8 @@ import numpy as np
 from galvatron.inputs import Layer
 from galvatron.rules import MB, Point, layer_mb, layer_s, other_mb, switch_s
 from steelyard.cost.tables import CostTables
-from steelyard.plan.strategy import Level, Parallelism, Remat, Strategy
+from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.strategy import Level, Remat, Strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 
 Space = Literal["full", "dp+pp", "dp+tp"]
@@ -42,7 +43,7 @@ class _Kind:
 
 def strategies_of(point: Point, space: Space) -> tuple[Strategy, ...]:
     """The strategies of one stage in a space of the published table."""
-    options = SpaceOptions(sp=(False,), remats=(Remat.NONE,))
+    options = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
     return tuple(
         each
         for each in enumerate_strategies(point.num_devices, options)
@@ -126,8 +127,8 @@ def _whole_mb(point: Point, kind: _Kind, strategy: Strategy) -> int:
 def parse_strategy_name(name: str) -> tuple[int, Strategy]:
     """Pipeline degree and strategy of a name such as ``2-2*-2f``: the star marks the level on neighbouring ranks."""
     stages, tp, data = name.split("-")
-    kind = Parallelism.FSDP if "f" in data else Parallelism.DP
-    pairs = [(Parallelism.TP, int(tp.strip("*"))), (kind, int(data.strip("f*")))]
+    kind = FSDP if "f" in data else DP
+    pairs = [(TP, int(tp.strip("*"))), (kind, int(data.strip("f*")))]
     ordered = reversed(pairs) if "*" in tp else pairs
     return int(stages), Strategy(levels=tuple(Level(kind=k, degree=n) for k, n in ordered if n > 1))
 
@@ -135,9 +136,10 @@ def parse_strategy_name(name: str) -> tuple[int, Strategy]:
 def strategy_name(num_stages: int, strategy: Strategy) -> str:
     """The published name of a strategy."""
     is_mixed = len(strategy.levels) > 1
-    is_tp_inner = is_mixed and strategy.levels[-1].kind is Parallelism.TP
-    tp = f"{strategy.tp}{'*' * is_tp_inner}"
-    return f"{num_stages}-{tp}-{strategy.data_degree}{'f' * (strategy.fsdp > 1)}{'*' * (is_mixed and not is_tp_inner)}"
+    is_tp_inner = is_mixed and strategy.levels[-1].kind is TP
+    tp = f"{strategy.degree(TP)}{'*' * is_tp_inner}"
+    data = f"{strategy.data_degree}{'f' * (strategy.degree(FSDP) > 1)}{'*' * (is_mixed and not is_tp_inner)}"
+    return f"{num_stages}-{tp}-{data}"
 
 
 def parse_plan(text: str) -> tuple[tuple[Strategy, ...], ...]:

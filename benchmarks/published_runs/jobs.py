@@ -20,8 +20,9 @@ from steelyard.hardware.catalogue import default_links
 from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.plan.kinds import DP, FSDP, TP
 from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
-from steelyard.plan.strategy import Level, Parallelism, Remat, Strategy
+from steelyard.plan.strategy import Level, Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
 from steelyard.units import GB
 
@@ -74,7 +75,7 @@ def _case(run: PublishedRun) -> Case:
     strategy, framework = _strategy(run, framework, degrees)
     job = Job(
         chain=chain,
-        profile=_profile(shape, framework.kernels, degrees.tp, strategy.sp),
+        profile=_profile(shape, framework.kernels, degrees.tp, bool(strategy.variant("sp"))),
         cluster=cluster,
         seq_len=shape.seq_len,
         global_batch=degrees.global_batch,
@@ -199,18 +200,22 @@ def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tup
     levels = []
     if degrees.dp > 1:
         sharded = execution.states is None and zero >= 2
-        if execution.states is None and shards not in (None, 1, degrees.dp):
-            raise _SkipError("hybrid sharded data parallel")
-        levels.append(Level(kind=Parallelism.FSDP if sharded else Parallelism.DP, degree=degrees.dp))
+        group = shards if sharded and shards not in (None, 1) else degrees.dp
+        if degrees.dp % group:
+            raise _SkipError(f"shard groups of {group} of {degrees.dp} data ranks")
+        if group < degrees.dp:
+            levels.append(Level(kind=DP, degree=degrees.dp // group))
+        levels.append(Level(kind=FSDP if sharded else DP, degree=group))
     if degrees.tp > 1:
-        levels.append(Level(kind=Parallelism.TP, degree=degrees.tp))
+        levels.append(Level(kind=TP, degree=degrees.tp))
     if execution.states is not None and shards not in (None, degrees.dp) and zero == 1:
         execution = replace(execution, shard_degree=shards)
-    fsdp = any(level.kind is Parallelism.FSDP for level in levels)
-    strategy = Strategy(
+    fsdp = any(level.kind is FSDP for level in levels)
+    has_sp = run.text("sp") == "True" if run.text("sp") else framework.default_sp
+    strategy = Strategy.of(
         levels=tuple(levels),
-        sp=degrees.tp > 1 and (run.text("sp") == "True" if run.text("sp") else framework.default_sp),
         remat=_remat(run, framework),
+        sp=degrees.tp > 1 and has_sp,
         zero=2 if zero == 2 and fsdp else 3,
     )
     return strategy, replace(framework, execution=execution)

@@ -99,6 +99,11 @@ class _Local:
     sp: bool
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """What divides the layer's shape."""
+        return ({"tp": self.tp} if self.tp > 1 else {}) | ({"sp": self.tp} if self.sp else {})
+
+    @property
     def sigma(self) -> float:
         return 1 / self.tp if self.sp else 1.0
 
@@ -353,8 +358,7 @@ class _Local:
         back = self._collectives(calls, into=kind != "head", out=kind != "embedding")
         return LayerProfile(
             kind=kind,
-            tp=self.tp,
-            sp=self.sp,
+            degrees=self.degrees,
             num_params=round(num_params),
             forward=forward,
             backward=backward,

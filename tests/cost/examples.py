@@ -18,6 +18,7 @@ from steelyard.profiles.profile import (
     Recomputation,
     Work,
 )
+from tests.shapes import tp_shape
 
 CONFIG = {
     "model_type": "llama",
@@ -106,8 +107,7 @@ def _layer(kind: str, tp: int, sp: bool) -> LayerProfile:
     collectives = () if tp == 1 else (gather, scatter) if sp else (reduce,)
     return LayerProfile(
         kind=kind,
-        tp=tp,
-        sp=sp,
+        degrees=tp_shape(tp, sp),
         num_params=params,
         forward=work,
         backward=work,

@@ -150,7 +150,7 @@ def _job(case: Case, traces: Traces) -> Job:
     key = case.model, case.precision, case.vocab, case.seq_len
     if key not in traces:
         degrees = (1, 2) if case.model == "llama" else (1,)
-        traces[key] = trace(plain, seq_len=seq_len, precision=case.precision, tp_degrees=degrees)
+        traces[key] = trace(plain, seq_len=seq_len, precision=case.precision, degrees=degrees)
     return Job(
         chain=_chain(case, tie_word_embeddings=case.tied) if case.tied else plain,
         profile=traces[key],

@@ -19,11 +19,11 @@ from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
 from steelyard.cost.execution import Execution, StateBytes
-from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, level_group, pipeline_buffer_bytes
+from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, levels_group, pipeline_buffer_bytes
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.plan import Schedule
-from steelyard.plan.strategy import Parallelism, parse_strategy
+from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import ShardingTime
 from tests.cost.examples import PARAMS, SEQ_LEN, cluster, job, setting, unprofiled_job
 
@@ -214,8 +214,8 @@ def test_a_degree_that_the_profile_lacks_is_an_error() -> None:
 
 def test_the_groups_of_a_level_are_as_strided_as_the_levels_inside_it() -> None:
     strategy = parse_strategy("fsdp4-tp2")
-    assert level_group(strategy, setting(), Parallelism.FSDP) == Group(size=4, stride=2, span=8)
-    assert level_group(strategy, setting(), Parallelism.TP) == Group(size=2, stride=1, span=8)
+    assert levels_group(strategy, strategy.levels[:1], setting()) == Group(size=4, stride=2, span=8)
+    assert levels_group(strategy, strategy.levels[1:], setting()) == Group(size=2, stride=1, span=8)
 
 
 @given(seconds, seconds)

@@ -35,7 +35,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @cache
 def _job(precision: Precision) -> Job:
     model = chain(**LARGER)
-    traced = trace(model, seq_len=32, precision=precision, tp_degrees=(1,))
+    traced = trace(model, seq_len=32, precision=precision, degrees=(1,))
     made_up = made_up_job(cluster(1, 1), precision=precision, **LARGER)
     return Job(**{**vars(made_up), "profile": traced})
 

@@ -21,7 +21,7 @@ OPTIONS = PlanOptions(num_stages=1, num_microbatches=8)
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    profile = trace(load_model(MODEL), seq_len=SEQ_LEN, precision="bf16", tp_degrees=(1, 2, 4, 8))
+    profile = trace(load_model(MODEL), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2, 4, 8))
     return make_job(
         MODEL, "1x8xa100-80gb", global_batch=64, seq_len=SEQ_LEN, precision="bf16", memory=None, profile=profile
     )
@@ -42,7 +42,7 @@ def test_roomy_memory_gives_plain_data_parallel(job: Job) -> None:
 
 
 def test_less_memory_shards_the_states_of_every_block(job: Job) -> None:
-    assert all(strategy.fsdp > 1 and strategy.remat is Remat.NONE for strategy in blocks(planned(job, 10)))
+    assert all(strategy.state_shards > 1 and strategy.remat is Remat.NONE for strategy in blocks(planned(job, 10)))
 
 
 def test_still_less_memory_recomputes_activations(job: Job) -> None:

@@ -13,6 +13,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import LayerProfile, MeasuredTime
 from tests.cost.examples import SEQ_LEN, job, setting
+from tests.shapes import tp_shape
 
 STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
 strategies = st.sampled_from(STRATEGIES)
@@ -25,7 +26,7 @@ def block(text: str, where: Setting | None = None) -> LayerCost:
 
 
 def profile_of(of: Job, tp: int = 1) -> LayerProfile:
-    found = of.profile.layer("block", tp, False)
+    found = of.profile.layer("block", tp_shape(tp, False))
     assert found is not None
     return found
 

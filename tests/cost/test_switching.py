@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steelyard.cost.communication import Group, collective_s
-from steelyard.cost.switching import moves, placements, switch_table
-from steelyard.plan.strategy import Strategy, mesh_axes, parse_strategy
+from steelyard.cost.switching import moves, switch_table
+from steelyard.plan.strategy import mesh_axes, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 from tests.cost.examples import job, setting
 
@@ -65,8 +65,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
 def _layouts(num_devices: int) -> list[str]:
     found = enumerate_strategies(num_devices, SpaceOptions(devices_per_node=num_devices))
     sizes = mesh_axes(num_devices)
-    both = [Strategy(levels=s.levels, sp=sp) for s in found for sp in ((False, True) if s.tp > 1 else (False,))]
-    return list(dict.fromkeys(placements(s.layout, sizes) for s in both))
+    return list(dict.fromkeys(strategy.layout.placements(sizes) for strategy in found))
 
 
 def _issued(before: str, after: str, mesh: DeviceMesh) -> list[Call]:

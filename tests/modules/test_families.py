@@ -11,6 +11,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import IGNORED, decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_model, layer_modules, prepare_model
 from steelyard.modules.structure import kinds_by_structure
+from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
 from tests.runtime.family_chain import chain_of, length_of, loss_of_chain, loss_of_model
@@ -141,7 +142,7 @@ def test_names_of_layers_are_counted_anew_behind_each_embedding():
 )
 def test_what_a_kind_cannot_do_has_a_reason(name, kind, strategy, reason):
     (found,) = (each for each in chain_of(name).kinds if each.name == kind)
-    text = illegal_reason(found, parse_strategy(strategy), microbatch_samples=8, seq_len=16)
+    text = illegal_reason(found, parse_strategy(strategy), Batch(microbatch_samples=8, seq_len=16))
     assert reason in str(text)
 
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.seen import SeenOperations, look
+from steelyard.plan.strategy import parse_strategy
 from steelyard.tracer.counting import OpCounter, Operations
 from steelyard.tracer.layer import LayerSetting, fake_world, observe
 from tests.runtime.family_chain import chain_of, length_of
@@ -178,7 +179,7 @@ def test_a_layer_answered_from_memory_is_observed_as_one_that_is_run(name: str, 
                     seq_len=length_of(chain),
                     precision="bf16",
                     mesh=mesh,
-                    sp=sp,
+                    strategy=parse_strategy("single" if tp == 1 else f"tp{tp}" + "+sp" * sp),
                     model=model,
                     seen=seen,
                 ),

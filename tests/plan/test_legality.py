@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
@@ -21,7 +22,7 @@ STRATEGIES = [
 
 
 def reason(text, kind=BLOCK, *, samples=8, seq_len=64):
-    return illegal_reason(kind, parse_strategy(text), microbatch_samples=samples, seq_len=seq_len)
+    return illegal_reason(kind, parse_strategy(text), Batch(microbatch_samples=samples, seq_len=seq_len))
 
 
 @pytest.mark.parametrize("text", ["single", "dp8", "fsdp4-tp2", "tp4+sp", "tp2-dp4 remat=full"])
@@ -66,12 +67,12 @@ def test_levels_must_be_runs_of_the_mesh():
 @given(st.sampled_from(STRATEGIES), st.integers(1, 24), st.integers(1, 24))
 def test_nothing_is_ever_rounded(strategy, samples, seq_len):
     whole = (
-        samples % strategy.data_degree == 0
-        and all(size % strategy.tp == 0 for _, size in BLOCK.tp_divides)
-        and (not strategy.sp or seq_len % strategy.tp == 0)
+        samples % strategy.sample_degree == 0
+        and all(size % strategy.tensor_degree == 0 for _, size in BLOCK.tp_divides)
+        and seq_len % strategy.sequence_degree == 0
         and strategy.is_aligned
     )
-    assert (illegal_reason(BLOCK, strategy, microbatch_samples=samples, seq_len=seq_len) is None) == whole
+    assert (illegal_reason(BLOCK, strategy, Batch(microbatch_samples=samples, seq_len=seq_len)) is None) == whole
 
 
 def test_selective_remat_is_for_blocks():

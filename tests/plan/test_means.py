@@ -9,9 +9,8 @@ from tests.export.examples import mixed, uneven_pipeline, uniform
 EVERY = Means(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
-    zero_stages=frozenset({2, 3}),
-    zero_stages_with_tp=frozenset({3}),
-    sp=frozenset({False, True}),
+    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
+    variants_beside={"tp": {"zero": frozenset({3})}},
     remats=frozenset(Remat),
     remats_first_blocks=True,
     pipeline="any cuts",

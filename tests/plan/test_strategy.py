@@ -1,16 +1,16 @@
 """Strategies: their text, the axes that they take, the layouts that they leave, and their contradictions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidPlanError
+from steelyard.plan.kinds import DP, FSDP, TP, level_kinds
 from steelyard.plan.strategy import (
-    DATA_KINDS,
     Level,
-    Parallelism,
     Remat,
     Strategy,
     mesh_axes,
@@ -19,8 +19,9 @@ from steelyard.plan.strategy import (
 )
 from steelyard.search import SpaceOptions, enumerate_strategies
 
-ALL_KINDS = tuple(Parallelism)
-EVERYTHING = SpaceOptions(zero_stages=(3, 2), aligned_only=False)
+DP_OUTSIDE = "dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones"
+ALL_KINDS = (DP, FSDP, TP)
+EVERYTHING = SpaceOptions(variants={"zero": (3, 2)}, aligned_only=False)
 COUNTS = (1, 2, 3, 4, 6, 7, 8, 12, 16, 30)
 STRATEGIES = tuple(strategy for count in COUNTS for strategy in enumerate_strategies(count, EVERYTHING))
 ALIGNED = tuple(strategy for strategy in STRATEGIES if strategy.is_aligned)
@@ -45,14 +46,14 @@ def test_no_two_strategies_print_alike(num_devices):
     ("text", "strategy"),
     [
         ("single", Strategy()),
-        ("dp2", Strategy(levels=(Level(kind=Parallelism.DP, degree=2),))),
+        ("dp2", Strategy(levels=(Level(kind=DP, degree=2),))),
         ("single remat=full", Strategy(remat=Remat.FULL)),
         (
             "fsdp4-tp2+sp zero2 remat=selective",
-            Strategy(
-                levels=(Level(kind=Parallelism.FSDP, degree=4), Level(kind=Parallelism.TP, degree=2)),
+            Strategy.of(
                 sp=True,
                 zero=2,
+                levels=(Level(kind=FSDP, degree=4), Level(kind=TP, degree=2)),
                 remat=Remat.SELECTIVE,
             ),
         ),
@@ -69,13 +70,13 @@ def test_remat_none_may_be_written():
 
 @given(every_strategy)
 def test_degrees_multiply_to_the_devices(strategy):
-    assert strategy.dp * strategy.fsdp * strategy.tp == strategy.num_devices
-    assert strategy.data_degree * strategy.tp == strategy.num_devices
+    assert math.prod(strategy.degree(kind) for kind in level_kinds()) == strategy.num_devices
+    assert strategy.data_degree * strategy.tensor_degree == strategy.num_devices
 
 
 @given(every_strategy)
 def test_one_of_dp_and_fsdp_is_unused(strategy):
-    assert strategy.data_degree == max(strategy.dp, strategy.fsdp)
+    assert strategy.data_degree == max(strategy.dp, strategy.degree(FSDP))
 
 
 @given(st.integers(1, 100_000))
@@ -128,7 +129,7 @@ def test_the_axes_of_a_kind_are_neighbours(strategy, kind):
 )
 def test_the_outermost_level_takes_the_first_axes(text, dp, tp):
     strategy = parse_strategy(text)
-    assert (strategy.axes_of(Parallelism.DP), strategy.axes_of(Parallelism.TP)) == (dp, tp)
+    assert (strategy.axes_of(DP), strategy.axes_of(TP)) == (dp, tp)
 
 
 @pytest.mark.parametrize("text", ["dp2-tp6", "tp2-fsdp3", "dp4-tp3", "fsdp2-tp3+sp", "dp10-tp3"])
@@ -136,7 +137,7 @@ def test_a_level_that_cuts_through_an_axis_is_not_aligned(text):
     strategy = parse_strategy(text)
     assert not strategy.is_aligned
     with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*runs of the stage mesh"):
-        strategy.axes_of(Parallelism.TP)
+        strategy.axes_of(TP)
 
 
 @pytest.mark.parametrize("text", ["dp3-tp2", "tp3-fsdp4", "dp6-tp2", "dp12", "tp5-dp6", "single"])
@@ -151,25 +152,25 @@ def test_powers_of_two_are_always_aligned(strategy):
 
 @given(every_strategy)
 def test_a_layout_divides_samples_as_the_strategy_does(strategy):
-    assert strategy.layout.batch_degree == strategy.data_degree
+    assert strategy.layout.batch_degree == strategy.sample_degree
 
 
 @given(every_strategy)
 def test_a_layout_divides_the_sequence_only_under_sp(strategy):
-    assert strategy.layout.sequence_degree == (strategy.tp if strategy.sp else 1)
+    assert strategy.layout.sequence_degree == (strategy.degree(TP) if strategy.variant("sp") else 1)
 
 
 @given(every_strategy, st.sampled_from(Remat))
 def test_remat_does_not_change_the_layout(strategy, remat):
-    other = Strategy(levels=strategy.levels, sp=strategy.sp, zero=strategy.zero, remat=remat)
+    other = replace(strategy, remat=remat)
     assert other.layout == strategy.layout
 
 
 @given(every_strategy)
 def test_dp_and_fsdp_leave_the_same_layout(strategy):
-    swap = {Parallelism.DP: Parallelism.FSDP, Parallelism.FSDP: Parallelism.DP, Parallelism.TP: Parallelism.TP}
+    swap = {DP: FSDP, FSDP: DP, TP: TP}
     levels = tuple(Level(kind=swap[level.kind], degree=level.degree) for level in strategy.levels)
-    assert Strategy(levels=levels, sp=strategy.sp).layout == strategy.layout
+    assert Strategy.of(levels=levels, sp=strategy.variant("sp")).layout == strategy.layout
 
 
 @pytest.mark.parametrize(
@@ -179,23 +180,19 @@ def test_unlike_placements_are_unlike_layouts(one, other):
     assert parse_strategy(one).layout != parse_strategy(other).layout
 
 
-def test_data_kinds_are_dp_and_fsdp():
-    assert set(DATA_KINDS) == {Parallelism.DP, Parallelism.FSDP}
-
-
 @pytest.mark.parametrize(
     ("text", "field", "found", "expected"),
     [
         ("dp2-dp2", "parallel", "dp2-dp2", "each kind of parallelism on one level only"),
         ("tp2-dp2-tp2", "parallel", "tp2-dp2-tp2", "each kind of parallelism on one level only"),
-        ("dp2-fsdp2", "parallel", "dp2-fsdp2", "dp or fsdp in one layer, not both"),
-        ("fsdp2-tp2-dp2", "parallel", "fsdp2-tp2-dp2", "dp or fsdp in one layer, not both"),
+        ("fsdp2-dp2", "parallel", "fsdp2-dp2", DP_OUTSIDE),
+        ("fsdp2-tp2-dp2", "parallel", "fsdp2-tp2-dp2", DP_OUTSIDE),
         ("dp1", "parallel", "dp1", "a degree of 2 or more"),
         ("dp2-tp0", "parallel", "tp0", "a degree of 2 or more"),
-        ("dp2+sp", "sp", "sp with dp2", "sp only together with tp"),
-        ("single+sp", "sp", "sp with single", "sp only together with tp"),
-        ("dp2 zero2", "zero", "zero 2 with dp2", "zero 2 only together with fsdp"),
-        ("tp2+sp zero2", "zero", "zero 2 with tp2", "zero 2 only together with fsdp"),
+        ("dp2+sp", "sp", "dp2+sp", "+sp only together with tp"),
+        ("single+sp", "sp", "single+sp", "+sp only together with tp"),
+        ("dp2 zero2", "zero", "dp2 zero2", "zero2 only together with fsdp"),
+        ("tp2+sp zero2", "zero", "tp2+sp zero2", "zero2 only together with fsdp"),
     ],
 )
 def test_a_contradiction_names_the_field(text, field, found, expected):
@@ -208,13 +205,13 @@ def test_a_contradiction_names_the_field(text, field, found, expected):
     "text", ["", "dp", "2", "DP2", "pp2", "dp2-", "-dp2", "dp2tp2", "dp-2", "dp2.5", "dp2_tp2", "dp²"]
 )
 def test_levels_that_cannot_be_read_show_the_form(text):
-    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*fsdp4-tp2 with kinds dp, fsdp, tp, or single"):
+    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*fsdp4-tp2 with kinds dp, fsdp, tp, cp, or single"):
         parse_parallel(text)
 
 
 def test_an_unknown_kind_is_named():
-    with pytest.raises(InvalidPlanError, match="correct the level 'cp2'"):
-        parse_parallel("dp2-cp2")
+    with pytest.raises(InvalidPlanError, match="correct the level 'xp2'"):
+        parse_parallel("dp2-xp2")
 
 
 @pytest.mark.parametrize(

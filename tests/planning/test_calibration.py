@@ -77,7 +77,7 @@ def test_a_record_of_a_calibrated_plan_replaces_its_factor(tmp_path: Path) -> No
 
 def test_a_plan_says_by_what_its_times_were_scaled_and_keeps_it_when_priced_again(tmp_path: Path) -> None:
     of = calibrate(job(), record(tmp_path, job()))
-    found = plan_job(of, PlanOptions(num_stages=1, num_microbatches=4, max_tp=1)).plan
+    found = plan_job(of, PlanOptions(num_stages=1, num_microbatches=4, max_degrees={"tp": 1})).plan
     assert found is not None
     assert found.prediction is not None
     assert found.prediction.time_factor == pytest.approx(1.5)

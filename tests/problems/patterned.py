@@ -22,7 +22,7 @@ def deep_tables(
     all_unlike: bool = False,
 ) -> CostTables:
     """Tables of one setting; ``all_unlike`` gives every block times and sizes of its own, up to a fifth larger."""
-    space = SpaceOptions(max_tp=8, devices_per_node=8)
+    space = SpaceOptions(max_degrees={"tp": 8}, devices_per_node=8)
     blocks = [
         decoder_tables(
             Decoder(num_blocks=1, hidden=hidden, ffn=ffn, vocab=128256, seq_len=4096),

@@ -3,13 +3,14 @@
 import numpy as np
 
 from steelyard.cost.tables import CostTables
+from steelyard.plan.kinds import DP
 from steelyard.plan.plan import Schedule
-from steelyard.plan.strategy import Level, Parallelism, Strategy
+from steelyard.plan.strategy import Level, Strategy
 
 
 def placeholder_strategies(count: int) -> tuple[Strategy, ...]:
     """Distinct strategies to label columns; the search never looks inside them."""
-    return tuple(Strategy(levels=(Level(kind=Parallelism.DP, degree=degree + 2),)) for degree in range(count))
+    return tuple(Strategy(levels=(Level(kind=DP, degree=degree + 2),)) for degree in range(count))
 
 
 def random_tables(

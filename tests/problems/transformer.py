@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.tables import CostTables
+from steelyard.plan.kinds import DP
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_strategies
 
@@ -55,7 +56,7 @@ def decoder_tables(
 ) -> CostTables:
     """Tables for embedding, blocks and head; ``jitter`` spreads the times so that few are equal."""
     devices = num_devices // num_stages
-    space = space or SpaceOptions(max_tp=8, devices_per_node=8)
+    space = space or SpaceOptions(max_degrees={"tp": 8}, devices_per_node=8)
     strategies = enumerate_strategies(devices, space)[:most_strategies]
     rng = np.random.default_rng(devices)
     samples = global_batch / num_microbatches
@@ -90,28 +91,32 @@ def _layer_costs(
     decoder: Decoder, strategy: Strategy, kind: int, params: float, samples: float, num_microbatches: int
 ) -> tuple[float, float, float, float]:
     """Seconds per microbatch, static, saved and transient bytes of one layer."""
-    tokens = samples / strategy.data_degree * decoder.seq_len
-    flop = 0.0 if kind == 0 else 6 * params / strategy.tp * tokens
+    tokens = samples / strategy.sample_degree * decoder.seq_len
+    flop = 0.0 if kind == 0 else 6 * params / strategy.tensor_degree * tokens
     seconds = flop * (1 + RECOMPUTED[strategy.remat] / 3) / PEAK_FLOP_PER_S
     message = tokens * decoder.hidden * 2
-    if strategy.tp > 1:
+    if strategy.tensor_degree > 1:
         calls = 4 if kind == 1 else 2
         extra = 1 + RECOMPUTED[strategy.remat] / 2
-        seconds += calls * extra * 2 * (strategy.tp - 1) / strategy.tp * message / NODE_BYTES_PER_S
-    weights = 2 * params / strategy.tp
+        seconds += (
+            calls * extra * 2 * (strategy.tensor_degree - 1) / strategy.tensor_degree * message / NODE_BYTES_PER_S
+        )
+    weights = 2 * params / strategy.tensor_degree
     speed = NODE_BYTES_PER_S if strategy.num_devices <= DEVICES_PER_NODE else NETWORK_BYTES_PER_S
-    if strategy.fsdp > 1:
+    if strategy.state_shards > 1:
         exposed = 0.3 if strategy.num_devices <= DEVICES_PER_NODE else 1.0
-        seconds += 3 * weights * (strategy.fsdp - 1) / strategy.fsdp / speed * exposed
-    if strategy.dp > 1:
-        seconds += 2 * weights * (strategy.dp - 1) / strategy.dp / speed / num_microbatches
-    static = 8 * weights / strategy.fsdp
+        seconds += 3 * weights * (strategy.state_shards - 1) / strategy.state_shards / speed * exposed
+    if strategy.degree(DP) > 1:
+        seconds += 2 * weights * (strategy.degree(DP) - 1) / strategy.degree(DP) / speed / num_microbatches
+    static = 8 * weights / strategy.state_shards
     kept = KEPT[strategy.remat] if kind == 1 else 2.0
-    split = strategy.tp if strategy.sp else (strategy.tp + 1) / 2
+    split = strategy.tensor_degree if strategy.variant("sp") else (strategy.tensor_degree + 1) / 2
     saved = kept * tokens * decoder.hidden / split
-    transient = 2 * weights * (strategy.fsdp > 1) + (34.0 * message / 2 / strategy.tp if kind == 1 else message)
+    transient = 2 * weights * (strategy.state_shards > 1) + (
+        34.0 * message / 2 / strategy.tensor_degree if kind == 1 else message
+    )
     if kind == 2:
-        transient += 8 * tokens * decoder.vocab / strategy.tp
+        transient += 8 * tokens * decoder.vocab / strategy.tensor_degree
     return seconds, static, saved, transient
 
 

@@ -3,6 +3,7 @@
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.profiles.profile import Affine, LayerProfile, Profile, ProfileIdentity, Recomputation, Work
+from tests.shapes import tp_shape
 
 CONFIG = {
     "model_type": "llama",
@@ -46,7 +47,7 @@ def empty_layer(kind: str, tp: int = 1, sp: bool = False, **changes: object) -> 
             for remat in ("full", "selective")
         ),
     }
-    return LayerProfile(kind=kind, tp=tp, sp=sp, **(fields | changes))
+    return LayerProfile(kind=kind, degrees=tp_shape(tp, sp), **(fields | changes))
 
 
 def identity(**changes: object) -> ProfileIdentity:

@@ -8,6 +8,7 @@ from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
 from tests.profiler.examples import empty_trace, tiny_chain
+from tests.shapes import tp_shape
 
 pytestmark = pytest.mark.processes
 
@@ -27,7 +28,7 @@ def test_every_layer_that_the_processes_can_run_is_timed_at_every_size(profile):
 
 
 def test_a_block_takes_longer_for_many_times_the_samples(profile):
-    few, many = profile.layer("block", 1, False).times
+    few, many = profile.layer("block", tp_shape(1, False)).times
     assert few.forward_s < many.forward_s
     assert few.backward_s < many.backward_s
 

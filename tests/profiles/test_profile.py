@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.file import dump_json, parse_file, parse_value
 from steelyard.profiles.profile import Affine, CollectiveProfile, LayerProfile, MeasuredTime, Profile
+from tests.shapes import tp_shape
 
 AFFINE = {"constant": 1.0, "per_sample": 2.0}
 WORK = {
@@ -183,19 +184,19 @@ def test_measurements_out_of_order_or_repeated_are_an_error(samples):
 
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
 def test_a_layer_is_found_by_kind_degree_and_sp(tp, sp):
-    layer = read(PROFILE).layer("block", tp, sp)
+    layer = read(PROFILE).layer("block", tp_shape(tp, sp))
     assert isinstance(layer, LayerProfile)
     assert (layer.tp, layer.sp) == (tp, sp)
 
 
 def test_sp_makes_no_difference_without_tp():
     profile = read(PROFILE)
-    assert profile.layer("block", 1, True) == profile.layer("block", 1, False)
+    assert profile.layer("block", tp_shape(1, True)) == profile.layer("block", tp_shape(1, False))
 
 
 @pytest.mark.parametrize(("kind", "tp"), [("head", 1), ("block", 4)])
 def test_a_layer_that_was_not_profiled_is_none(kind, tp):
-    assert read(PROFILE).layer(kind, tp, False) is None
+    assert read(PROFILE).layer(kind, tp_shape(tp, False)) is None
 
 
 def test_a_collective_is_found_by_kind_group_and_stride():

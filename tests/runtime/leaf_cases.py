@@ -6,10 +6,11 @@ Every pipeline degree runs under every schedule, with the leaves of its stages i
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.search.space import SpaceOptions, enumerate_levels
+from steelyard.search.space import SpaceOptions, enumerate_levels, mixing
 from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
@@ -21,11 +22,11 @@ def leaves(num_devices: int) -> list[Strategy]:
     """Every strategy of a stage: orders and degrees, sp, ZeRO stage and remat, as far as the runtime has them."""
     found = []
     for levels in enumerate_levels(num_devices, SpaceOptions().kinds):
-        kinds = {level.kind.value for level in levels}
-        if {"dp", "fsdp"} <= kinds:
+        kinds = {level.kind.name for level in levels}
+        if mixing(levels, SpaceOptions()) is not None:
             continue
         choices = product((False, True) if "tp" in kinds else (False,), (2, 3) if "fsdp" in kinds else (3,), Remat)
-        found += [Strategy(levels=levels, sp=sp, zero=zero, remat=remat) for sp, zero, remat in choices]
+        found += [Strategy.of(levels=levels, sp=sp, zero=zero, remat=remat) for sp, zero, remat in choices]
     return [strategy for strategy in found if strategy.is_aligned]
 
 
@@ -37,7 +38,7 @@ def _config(num_blocks: int) -> dict[str, object]:
 def _edge(strategy: Strategy) -> Strategy:
     """The strategy for an embedding or a head, which take no selective remat."""
     remat = Remat.NONE if strategy.remat is Remat.SELECTIVE else strategy.remat
-    return Strategy(levels=strategy.levels, sp=strategy.sp, zero=strategy.zero, remat=remat)
+    return replace(strategy, remat=remat)
 
 
 def one_remat_each(strategies: list[Strategy]) -> list[Strategy]:

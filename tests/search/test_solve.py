@@ -127,7 +127,7 @@ def test_roomy_memory_gives_replication_and_tight_memory_gives_sharding() -> Non
     assert tight is not None
     blocks = {tables.strategies[index].parallel for index in roomy.solution.strategies[1:-1]}
     assert blocks == {"dp8"}
-    assert any(tables.strategies[index].fsdp > 1 for index in tight.solution.strategies)
+    assert any(tables.strategies[index].state_shards > 1 for index in tight.solution.strategies)
 
 
 def test_a_setting_with_more_stages_than_layers_says_so() -> None:

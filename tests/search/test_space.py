@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat
+from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.strategy import Remat
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies
 
 # devices -> (per pipeline degree: unpruned, pruned); Galvatron's published decision tree (VLDB 2023, PKU-DAIR/Hetu)
@@ -18,8 +19,8 @@ PUBLISHED_COUNTS = {
 }
 DESIGN_TOTALS = {4: (13, 11, 22), 8: (34, 22, 44), 16: (73, 37, 74), 32: (136, 56, 112), 64: (229, 79, 158)}
 
-PAPER = SpaceOptions(sp=(False,), remats=(Remat.NONE,))
-PAPER_WITH_REMAT = SpaceOptions(sp=(False,), remats=(Remat.NONE, Remat.FULL))
+PAPER = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
+PAPER_WITH_REMAT = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE, Remat.FULL))
 
 
 @pytest.mark.parametrize("devices", PUBLISHED_COUNTS)
@@ -40,7 +41,7 @@ def test_total_counts_are_those_of_the_design(devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 6, 7, 12, 15, 24, 30])
 def test_any_device_count_gives_distinct_strategies_that_span_it(devices: int) -> None:
-    options = SpaceOptions(zero_stages=(3, 2), aligned_only=False)
+    options = SpaceOptions(variants={"zero": (3, 2)}, aligned_only=False)
     strategies = enumerate_strategies(devices, options)
     assert len(set(strategies)) == len(strategies) > 0
     assert all(strategy.num_devices == devices for strategy in strategies)
@@ -69,11 +70,13 @@ def test_one_device_has_only_the_choice_of_remat() -> None:
 
 def test_variants_multiply_the_leaves_that_have_them() -> None:
     assert len(enumerate_strategies(2, SpaceOptions())) == 3 * (1 + 1 + 2)
-    assert len(enumerate_strategies(2, SpaceOptions(zero_stages=(2, 3)))) == 3 * (1 + 2 + 2)
+    assert len(enumerate_strategies(2, SpaceOptions(variants={"zero": (2, 3)}))) == 3 * (1 + 2 + 2)
 
 
 def test_max_tp_bounds_the_degree() -> None:
-    assert max(strategy.tp for strategy in enumerate_strategies(16, SpaceOptions(max_tp=4))) == 4
+    assert (
+        max(strategy.tensor_degree for strategy in enumerate_strategies(16, SpaceOptions(max_degrees={"tp": 4}))) == 4
+    )
 
 
 def test_devices_per_node_keeps_strided_tensor_parallelism_inside_a_node() -> None:
@@ -90,7 +93,7 @@ def test_unaligned_leaves_are_left_out_unless_asked_for() -> None:
 
 
 def test_fewer_kinds_give_a_subset() -> None:
-    options = SpaceOptions(kinds=(Parallelism.FSDP, Parallelism.TP))
+    options = SpaceOptions(kinds=(FSDP, TP))
     few = enumerate_strategies(8, options)
     assert set(few) < set(enumerate_strategies(8))
-    assert all(len(DATA_KINDS & {level.kind for level in strategy.levels}) <= 1 for strategy in few)
+    assert all(strategy.level(DP) is None for strategy in few)

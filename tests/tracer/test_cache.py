@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _trace(folder: Path, **changes):
-    arguments = {"seq_len": SEQ_LEN, "precision": "bf16", "tp_degrees": (1,)} | changes
+    arguments = {"seq_len": SEQ_LEN, "precision": "bf16", "degrees": (1,)} | changes
     return cached_trace(llama(), folder=folder, **arguments)
 
 
@@ -46,7 +46,7 @@ def test_a_second_call_reads_the_file_without_importing_torch(tmp_path: Path) ->
         "import sys; from pathlib import Path; from steelyard.tracer.cache import cached_trace;"
         "from tests.tracer.examples import SEQ_LEN, llama;"
         f"folder = Path({str(tmp_path)!r});"
-        "found = cached_trace(llama(), seq_len=SEQ_LEN, precision='bf16', tp_degrees=(1,), folder=folder);"
+        "found = cached_trace(llama(), seq_len=SEQ_LEN, precision='bf16', degrees=(1,), folder=folder);"
         "assert 'torch' not in sys.modules; print(found.identity.created)"
     )
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_traced_again(
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("change", [{"seq_len": 16}, {"precision": "fp32"}, {"tp_degrees": (1, 2)}])
+@pytest.mark.parametrize("change", [{"seq_len": 16}, {"precision": "fp32"}, {"degrees": (1, 2)}])
 def test_whatever_enters_a_trace_is_part_of_its_key(tmp_path: Path, change: dict) -> None:
     _trace(tmp_path)
     _trace(tmp_path, **change)

@@ -9,6 +9,7 @@ from steelyard.modules.build import build_meta_model, layer_modules, prepare_mod
 from steelyard.tracer.trace import trace
 from tests.runtime.family_chain import chain_of, length_of
 from tests.runtime.models import FAMILY_CONFIGS
+from tests.shapes import tp_shape
 from tests.tracer.traces import DIVIDED
 from tests.tracer.traces import traced_family as traced
 
@@ -41,7 +42,7 @@ def entries(shape: tuple[int, ...]) -> int:
 @families
 def test_parameters_of_each_kind_are_those_of_the_real_module(name: str) -> None:
     for kind, parameters in modules_of_kinds(name).items():
-        found = traced(name).layer(kind, 1, False)
+        found = traced(name).layer(kind, tp_shape(1, False))
         assert found is not None
         assert found.num_params == sum(entries(shape) for _, shape in parameters)
 
@@ -68,7 +69,7 @@ def test_a_block_takes_two_flop_per_matrix_entry_and_token_forward_and_four_back
             continue
         layer = chain.layers.index(index)
         tokens = chain.hidden_shape(layer, length_of(chain))[0]
-        found = traced(name).layer(kind.name, 1, False)
+        found = traced(name).layer(kind.name, tp_shape(1, False))
         assert found is not None
         forward = 2 * matrix_entries(name, modules_of_kinds(name)[kind.name]) * tokens * 3
         steps = 3 * step_by_step_flop(name, kind.name)
@@ -100,7 +101,7 @@ def test_fused_attention_counts_what_each_family_attends_to() -> None:
         ("swin", "stage 0 block"): 0,
     }
     for (name, kind), flop in expected.items():
-        found = traced(name).layer(kind, 1, False)
+        found = traced(name).layer(kind, tp_shape(1, False))
         assert found is not None
         assert (kind, found.forward.attention_flop.at(1)) == (kind, flop)
 
@@ -109,7 +110,10 @@ def test_fused_attention_counts_what_each_family_attends_to() -> None:
 def test_tp_divides_the_flop_of_blocks_exactly(name: str) -> None:
     chain = chain_of(name)
     for kind in chain.kinds:
-        whole, part = traced(name).layer(kind.name, 1, False), traced(name).layer(kind.name, 2, False)
+        whole, part = (
+            traced(name).layer(kind.name, tp_shape(1, False)),
+            traced(name).layer(kind.name, tp_shape(2, False)),
+        )
         if part is None or whole is None or kind.role is not LayerRole.BLOCK:
             continue
         routed = sum(entries(shape) for path, shape in modules_of_kinds(name)[kind.name] if "gate.weight" in path)
@@ -119,7 +123,7 @@ def test_tp_divides_the_flop_of_blocks_exactly(name: str) -> None:
 
 
 def test_experts_are_divided_in_memory_too() -> None:
-    whole, part = (traced("mixtral").layer("block", tp, False) for tp in (1, 2))
+    whole, part = (traced("mixtral").layer("block", tp_shape(tp, False)) for tp in (1, 2))
     assert whole is not None
     assert part is not None
     parameters = modules_of_kinds("mixtral")["block"]
@@ -128,7 +132,7 @@ def test_experts_are_divided_in_memory_too() -> None:
 
 
 def test_the_matrix_of_query_key_and_value_of_gpt2_stays_whole_on_every_rank() -> None:
-    part = traced("gpt2").layer("block", 2, False)
+    part = traced("gpt2").layer("block", tp_shape(2, False))
     assert part is not None
     gathers = {each.kind: each.count for each in part.backward_collectives}
     assert gathers["all_gather"] == 2  # the gradients of matrix and bias
@@ -142,8 +146,8 @@ def test_work_of_a_token_does_not_grow_with_the_number_of_experts() -> None:
     from steelyard.model.read import chain_from_config
 
     many = chain_from_config({**FAMILY_CONFIGS["mixtral"], "num_local_experts": 8}, name="many")
-    found = trace(many, seq_len=16, precision="bf16", tp_degrees=(1,)).layer("block", 1, False)
-    few = traced("mixtral").layer("block", 1, False)
+    found = trace(many, seq_len=16, precision="bf16", degrees=(1,)).layer("block", tp_shape(1, False))
+    few = traced("mixtral").layer("block", tp_shape(1, False))
     assert found is not None
     assert few is not None
     router = 2 * 4 * 32 * 16  # four more outputs of the router

@@ -5,9 +5,10 @@ import torch
 
 from steelyard.modules.build import build_meta_model, build_model, build_rotary
 from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
-from steelyard.plan.strategy import Remat
+from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile, Recomputation
 from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world, observe, run_layer, side_inputs
+from tests.shapes import tp_shape
 from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN
 from tests.tracer.traces import FAMILIES, traced
 
@@ -17,7 +18,7 @@ SAMPLES = 3
 
 
 def layer(family: str, tp: int = 1, sp: bool = False, kind: str = "block") -> LayerProfile:
-    found = traced(family, "bf16").layer(kind, tp, sp)
+    found = traced(family, "bf16").layer(kind, tp_shape(tp, sp))
     assert found is not None
     return found
 
@@ -99,7 +100,10 @@ def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: s
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(tp) as mesh:
         model = build_meta_model(chain)
-        where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model)
+        strategy = parse_strategy("single" if mesh.size() == 1 else f"tp{mesh.size()}" + "+sp" * sp)
+        where = LayerSetting(
+            chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, strategy=strategy, model=model
+        )
         derived = observe(where, (SAMPLES,))[0].recomputed[Remat.FULL]
         with fake_layer(where) as under_test:
             side = side_inputs(where, under_test)

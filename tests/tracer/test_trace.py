@@ -14,11 +14,12 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, build_model, build_rotary, layer_modules
 from steelyard.modules.layers import BlockLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.plan import Precision
-from steelyard.plan.strategy import Remat
+from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile
 from steelyard.tracer.counting import OpCounter
 from steelyard.tracer.layer import LayerSetting, fake_world, observe
 from steelyard.tracer.trace import trace
+from tests.shapes import tp_shape
 from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, VOCAB, llama
 from tests.tracer.traces import FAMILIES, traced
 
@@ -30,7 +31,7 @@ sequence_parallel = pytest.mark.parametrize("sp", [False, True])
 
 
 def layer(family: str, kind: str, tp: int = 1, *, sp: bool = False, precision: Precision = "bf16") -> LayerProfile:
-    found = traced(family, precision).layer(kind, tp, sp)
+    found = traced(family, precision).layer(kind, tp_shape(tp, sp))
     assert found is not None
     return found
 
@@ -125,7 +126,10 @@ def test_a_trace_is_affine_in_the_samples(family: str, kind: str, sp: bool) -> N
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(2) as mesh:
         model = build_meta_model(chain)
-        where = LayerSetting(chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, sp=sp, model=model)
+        strategy = parse_strategy("single" if mesh.size() == 1 else f"tp{mesh.size()}" + "+sp" * sp)
+        where = LayerSetting(
+            chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, strategy=strategy, model=model
+        )
         (seen,) = observe(where, (5,))
     line = layer(family, kind, 2, sp=sp)
     assert line.saved_bytes.at(5) == seen.saved_bytes
@@ -191,7 +195,7 @@ def test_tracing_inside_a_process_group_is_an_error() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         with pytest.raises(InvalidProfileError, match="process group"):
-            trace(FAMILIES["llama"], seq_len=SEQ_LEN, precision="bf16", tp_degrees=[1])
+            trace(FAMILIES["llama"], seq_len=SEQ_LEN, precision="bf16", degrees=[1])
     finally:
         dist.destroy_process_group()
 
@@ -202,9 +206,9 @@ def test_a_trace_leaves_no_process_group_behind() -> None:
 
 
 def test_a_degree_that_does_not_divide_is_left_out() -> None:
-    odd = trace(llama(num_key_value_heads=2), seq_len=SEQ_LEN, precision="fp32", tp_degrees=[4])
-    assert odd.layer("block", 4, False) is None
-    assert odd.layer("head", 4, False) is not None
+    odd = trace(llama(num_key_value_heads=2), seq_len=SEQ_LEN, precision="fp32", degrees=[4])
+    assert odd.layer("block", tp_shape(4, False)) is None
+    assert odd.layer("head", tp_shape(4, False)) is not None
 
 
 # memory

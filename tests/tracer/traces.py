@@ -17,7 +17,7 @@ DIVIDED = ["gpt2", "gemma2", "mixtral", "qwen3_moe", "bert", "t5"]
 def traced(family: str, precision: Precision) -> Profile:
     """The trace of one of `FAMILIES`, in bf16 at tp 1, 2 and 4."""
     degrees = [1, 2, 4] if precision == "bf16" else [1]
-    return trace(FAMILIES[family], seq_len=SEQ_LEN, precision=precision, tp_degrees=degrees)
+    return trace(FAMILIES[family], seq_len=SEQ_LEN, precision=precision, degrees=degrees)
 
 
 @cache
@@ -25,4 +25,4 @@ def traced_family(name: str) -> Profile:
     """The trace of a family of the runtime's tests."""
     chain = chain_of(name)
     degrees = (1, 2) if name in DIVIDED else (1,)
-    return trace(chain, seq_len=length_of(chain), precision="bf16", tp_degrees=degrees)
+    return trace(chain, seq_len=length_of(chain), precision="bf16", degrees=degrees)

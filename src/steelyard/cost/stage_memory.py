@@ -426,17 +426,17 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
     kind = job.chain.kinds[kind_index]
     layer = layer_profile(kind, strategy, setting)
     held = held_bytes(layer, strategy)
-    samples, held = rank_samples(strategy, setting), held_params(layer, strategy)
+    samples, params = rank_samples(strategy, setting), held_params(layer, strategy)
     return LayerMemory(
-        params=held,
+        params=params,
         shards=strategy.state_shards,
         shard=MASTER_BYTES * sharded_params(layer, strategy),
         copy=copy_bytes(layer, strategy, setting),
         keeps_copy=keeps_copy(strategy),
         kept_gradients=kept_gradient_bytes(layer, strategy),
-        made_gradients=job.compute_bytes * held * gradient_copies(kind, strategy),
-        cut_gradients=job.compute_bytes * held if gradient_copies(kind, strategy) > 1 else 0,
-        scratch=0 if job.overlaps or strategy.state_shards == 1 else MASTER_BYTES * held,
+        made_gradients=job.compute_bytes * params * gradient_copies(kind, strategy),
+        cut_gradients=job.compute_bytes * params if gradient_copies(kind, strategy) > 1 else 0,
+        scratch=0 if job.overlaps or strategy.state_shards == 1 else MASTER_BYTES * params,
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),

@@ -13,9 +13,10 @@ from steelyard.errors import UserError
 from steelyard.export import pytorch_parts as parts
 from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
+from steelyard.plan.kinds import TP
 from steelyard.plan.means import Means
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Parallelism, Remat, Strategy, mesh_axes
+from steelyard.plan.strategy import Remat, Strategy, mesh_axes
 from steelyard.units import format_plural
 
 MEANS = Means(mixes_layers=True)
@@ -63,7 +64,7 @@ class _Needs:
     def of(cls, plan: Plan, chain: ModelChain) -> "_Needs":
         return cls(
             pipeline=plan.num_stages > 1,
-            tensor=any(strategy.tp > 1 for strategy in plan.strategies),
+            tensor=any(strategy.tensor_degree > 1 for strategy in plan.strategies),
             switch=len({strategy.layout for strategy in plan.strategies}) > 1,
             remats=frozenset(strategy.remat for strategy in plan.strategies),
             tied=chain.tied_embeddings,
@@ -133,7 +134,7 @@ def _imports(plan: Plan, needs: _Needs) -> str:
         text += parts.IMPORT_PIPELINE.format(schedule=_SCHEDULES[plan.schedule])
     text += parts.IMPORT_TENSOR if needs.tensor or needs.switch else "from torch.distributed.tensor import DTensor\n"
     if needs.tensor:
-        is_parallel = plan.strategies[-1].tp > 1
+        is_parallel = plan.strategies[-1].tensor_degree > 1
         text += parts.IMPORT_TP.replace("{loss_parallel}", "    loss_parallel,\n" if is_parallel else "")
     if Remat.SELECTIVE in needs.remats:
         text += parts.IMPORT_SELECTIVE
@@ -187,12 +188,16 @@ def _layer_lines(plan: Plan) -> list[str]:
 
 
 def _layer(strategy: Strategy) -> str:
-    arguments = [f"data={strategy.data_degree}", f"tensor={strategy.tp}", f"shard={strategy.fsdp > 1}"]
-    if strategy.fsdp > 1 and strategy.zero == 2:
+    arguments = [
+        f"data={strategy.sample_degree}",
+        f"tensor={strategy.tensor_degree}",
+        f"shard={strategy.state_shards > 1}",
+    ]
+    if strategy.state_shards > 1 and strategy.variant("zero") == 2:
         arguments.append("free=False")
-    if strategy.sp:
+    if strategy.variant("sp"):
         arguments.append("sp=True")
-    if len(strategy.levels) > 1 and strategy.levels[-1].kind is not Parallelism.TP:
+    if len(strategy.levels) > 1 and strategy.levels[-1].kind is not TP:
         arguments.append("tensor_outside=True")
     if strategy.remat is not Remat.NONE:
         arguments.append(f'remat="{strategy.remat}"')
@@ -237,7 +242,7 @@ def _step(plan: Plan, needs: _Needs) -> str:
 
 
 def _train(plan: Plan, needs: _Needs) -> str:
-    is_parallel = plan.strategies[-1].tp > 1
+    is_parallel = plan.strategies[-1].tensor_degree > 1
     text = parts.TRAIN.replace("{run}", parts.RUN_LOSS_PARALLEL if is_parallel else parts.RUN)
     text = text.replace("{stage_mesh}", "build_stage_mesh(device_type)" if needs.switch else "None")
     text = text.replace("{pair}", "    pair = tied_pair()\n" if needs.tied else "")

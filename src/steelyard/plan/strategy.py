@@ -18,7 +18,7 @@ Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2 (decision tree); Korthi
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -217,8 +217,8 @@ class Strategy:
     def _divided(self, what: Divides) -> int:
         return degree_of(tuple(level for level in self.levels if level.kind.divides is what))
 
-    def axes_of(self, levels: Collection[Level]) -> tuple[int, ...]:
-        """Indices into `mesh_axes` of the axes that some of the levels use, outermost first.
+    def axes_of(self, *kinds: Kind) -> tuple[int, ...]:
+        """Indices into `mesh_axes` of the axes that these kinds use, outermost first.
 
         Raises `InvalidPlanError` if a level boundary falls inside an axis of the stage mesh.
         """
@@ -237,35 +237,38 @@ class Strategy:
                     expected=f"levels that are runs of the stage mesh {'×'.join(map(str, sizes))}, outermost first",
                     hint="swap the levels or move a factor from one to the other",
                 )
-            if level in levels:
+            if level.kind in kinds:
                 found.extend(range(start, position))
         return tuple(found)
+
+    def _axes(self, levels: Iterable[Level]) -> tuple[int, ...]:
+        return self.axes_of(*(level.kind for level in levels))
 
     @property
     def sample_axes(self) -> tuple[int, ...]:
         """The axes of the stage mesh over which samples are divided."""
-        return self.axes_of([level for level in self.levels if level.kind.divides is Divides.SAMPLES])
+        return self._axes([level for level in self.levels if level.kind.divides is Divides.SAMPLES])
 
     @property
     def data_axes(self) -> tuple[int, ...]:
         """The axes of the stage mesh over which gradients are summed."""
-        return self.axes_of(data_levels(self.levels))
+        return self._axes(data_levels(self.levels))
 
     @property
     def shard_axes(self) -> tuple[int, ...]:
         """The axes over which states are sharded."""
-        return self.axes_of(shard_levels(self.levels))
+        return self._axes(shard_levels(self.levels))
 
     @property
     def replica_axes(self) -> tuple[int, ...]:
         """The axes over which a layer's shards are replicated."""
-        return self.axes_of(replica_levels(self.levels))
+        return self._axes(replica_levels(self.levels))
 
     @property
     def is_aligned(self) -> bool:
         """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
         try:
-            self.axes_of(())
+            self.axes_of()
         except InvalidPlanError:
             return False
         return True
@@ -281,6 +284,11 @@ class HiddenLayout:
     """Placement of the hidden state over a stage, outermost first: how it lies there and over how many ranks."""
 
     axes: tuple[tuple[Placed, int], ...]
+
+    @property
+    def batch_degree(self) -> int:
+        """Ways in which samples are divided."""
+        return math.prod(degree for placed, degree in self.axes if placed is Placed.BATCH)
 
     @property
     def sequence_degree(self) -> int:
@@ -367,6 +375,10 @@ def parse_strategy(text: str) -> Strategy:
             remat = Remat(flag.removeprefix("remat="))
             continue
         key, value = _parse_flag(flag)
+        if key in chosen:
+            raise InvalidPlanError(
+                field="strategy", found=repr(text), expected=f"one choice of {key}", hint=f"write {flag} once"
+            )
         chosen[key] = value
     return Strategy.of(levels=parse_parallel(parallel), remat=remat, **chosen)
 

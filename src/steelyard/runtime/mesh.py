@@ -63,7 +63,7 @@ class PlanMesh:
 
     def kind(self, strategy: Strategy, kind: Kind) -> DeviceMesh:
         """The one-axis mesh of the ranks that share a kind of the strategy."""
-        return self._run(_kind_axes(strategy, kind))
+        return self._run(strategy.axes_of(kind))
 
     def activation_placements(self, strategy: Strategy) -> tuple[Placement, ...]:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
@@ -91,11 +91,7 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
 def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:
     """Every run of axes over which layers of a strategy communicate."""
     yield from (strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes)
-    yield from (_kind_axes(strategy, kind) for kind in strategy.kinds)
-
-
-def _kind_axes(strategy: Strategy, kind: Kind) -> tuple[int, ...]:
-    return strategy.axes_of([level for level in strategy.levels if level.kind is kind])
+    yield from (strategy.axes_of(kind) for kind in strategy.kinds)
 
 
 def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -8,6 +8,7 @@ from published_runs.rows import read_runs
 
 from steelyard.plan.strategy import Remat
 from tests.benchmarks.published_runs.examples import case, outcomes, run_of, sample
+from tests.shapes import tp_shape
 
 ULTRA, VTRAIN, MEGATRON = "ultrascale_playbook", "vtrain", "megatron_lm"
 
@@ -56,7 +57,7 @@ def test_what_a_row_leaves_open_is_the_frameworks_default() -> None:
 
 def test_a_tied_matrix_on_one_rank_is_held_once() -> None:
     one = case(ULTRA, tied_emb="True", pp="1", tp="1", dp="8", gpus="8", zero_stage="0", mbs="1", gbs="64")
-    head = one.job.profile.layer("head", 1, False)
+    head = one.job.profile.layer("head", tp_shape(1, False))
     assert head is not None
     assert head.num_params == one.job.chain.hidden_size
     assert not one.job.chain.tied_embeddings
