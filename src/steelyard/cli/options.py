@@ -1,11 +1,13 @@
-"""Options that several commands share, and what they print."""
+"""Options that several commands share, and what they print and write."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from steelyard.cli.completion import complete_cluster, complete_model
+from steelyard.errors import UserError
 
 Model = Annotated[
     str,
@@ -39,3 +41,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 def print_json(value: Any) -> None:
     """Prints a value as indented JSON on standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes what ``--output`` asked for; raises `UserError` where that cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            field="--output",
+            found=f"{path}: {error.strerror}",
+            expected="a path that can be written",
+            hint="check the path",
+        ) from error
