@@ -16,7 +16,7 @@
 | `evaluate`    | time and bytes of a given choice, from the definition                               |
 | `solve`       | the search over all pipeline settings, with reasons and proof                       |
 | `reasons`   | which strategies are illegal or dominated, and by which                       |
-| `tradeoff`    | all steps of time against memory, or many                                            |
+| `tradeoff`    | time against memory, in as many steps as are asked for                              |
 | `problem`     | cost tables as versioned files                                                      |
 """
 
