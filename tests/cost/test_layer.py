@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.build import (
-    ALLOCATOR_SLACK,
     CUDA_CONTEXT_BYTES,
     PIPELINE_CHANNEL_BYTES,
     context_bytes,
@@ -18,7 +17,7 @@ from steelyard.cost.build import (
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
-from steelyard.cost.execution import Execution, StateBytes
+from steelyard.cost.execution import OURS, Execution, StateBytes
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, levels_group, pipeline_buffer_bytes
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
@@ -71,7 +70,7 @@ def test_bytes_of_the_precisions() -> None:
 
 def test_the_context_is_one_gibibyte_and_the_slack_a_fraction() -> None:
     assert CUDA_CONTEXT_BYTES == 2**30
-    assert 0 < ALLOCATOR_SLACK < 0.25
+    assert 0 < OURS.reserve < 0.25
 
 
 @pytest.mark.parametrize(("num_stages", "extra"), [(1, 0), (2, PIPELINE_CHANNEL_BYTES)])

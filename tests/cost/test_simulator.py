@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.simulator import Event, StageTimes, Timeline, closed_form_s, simulate
+from steelyard.cost.simulator import Event, StageTimes, Timeline, simulate
 from steelyard.errors import InvalidPlanError, InvalidProblemError
 from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
 from tests.cost.examples import cluster, job, setting
+from tests.oracles.closed_form import closed_form_s
 
 schedules = st.sampled_from(["gpipe", "1f1b"])
 seconds = st.integers(0, 20).map(float)

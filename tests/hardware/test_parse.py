@@ -172,4 +172,4 @@ def test_a_missing_file_is_a_user_error(tmp_path):
 def test_networks_of_published_runs_can_be_written(device, inter_link, bytes_per_s):
     cluster = read(device=device, inter_link=inter_link)
     assert cluster.device == find_device(device)
-    assert cluster.slowest_link([0, 8]).bytes_per_s == pytest.approx(bytes_per_s)
+    assert cluster.inter_link.bytes_per_s == pytest.approx(bytes_per_s)

@@ -25,41 +25,8 @@ def cluster(num_nodes: int, devices_per_node: int) -> Cluster:
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "link"),
-    [([0], FAST), ([0, 1, 2, 3], FAST), ([4, 7], FAST), ([3, 4], SLOW), ([0, 4], SLOW), (range(8), SLOW), ([], FAST)],
-)
-def test_a_group_uses_the_link_between_nodes_only_when_it_spans_them(ranks, link):
-    assert cluster(2, 4).slowest_link(ranks) is link
-
-
-def test_ranks_are_node_major():
-    assert [cluster(3, 2).node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
-
-
 def test_num_devices_is_the_product():
     assert cluster(3, 2).num_devices == 6
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_adding_a_rank_never_makes_the_link_faster(num_nodes, devices_per_node, data):
-    machine = cluster(num_nodes, devices_per_node)
-    rank = st.integers(0, machine.num_devices - 1)
-    group = data.draw(st.lists(rank, min_size=1, unique=True))
-    larger = [*group, data.draw(rank)]
-    assert machine.slowest_link(larger).bytes_per_s <= machine.slowest_link(group).bytes_per_s
-
-
-@given(st.integers(1, 6), st.integers(1, 6))
-def test_all_ranks_span_nodes_exactly_when_there_are_several(num_nodes, devices_per_node):
-    machine = cluster(num_nodes, devices_per_node)
-    assert machine.spans_nodes(range(machine.num_devices)) == (num_nodes > 1)
-
-
-@pytest.mark.parametrize("rank", [-1, 8])
-def test_a_rank_outside_the_cluster_is_an_error(rank):
-    with pytest.raises(InvalidClusterError, match="0 to 7"):
-        cluster(2, 4).spans_nodes([0, rank])
 
 
 @pytest.mark.parametrize(("num_nodes", "devices_per_node"), [(0, 8), (1, 0), (-1, 8)])
@@ -74,7 +41,7 @@ def test_several_nodes_need_a_link_between_them():
 
 
 def test_one_node_needs_no_link_to_others():
-    assert replace(cluster(1, 4), inter_link=None).slowest_link([0, 3]) is FAST
+    assert replace(cluster(1, 4), inter_link=None).inter_link is None
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])

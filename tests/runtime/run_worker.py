@@ -20,8 +20,8 @@ import torch.distributed as dist
 from steelyard.plan.file import read_plan
 from steelyard.processes.group import quiet_notices
 from steelyard.processes.parent import end_process, end_with_parent
-from steelyard.runtime.options import options_from
 from steelyard.runtime.train import train
+from tests.runtime.arguments import options_from
 
 TIMEOUT_S = 100
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from steelyard.errors import UserError
-from steelyard.runtime.options import TrainOptions, options_from
+from steelyard.runtime.options import TrainOptions
+from tests.runtime.arguments import options_from
 
 
 def test_options_survive_the_command_line() -> None:

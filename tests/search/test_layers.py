@@ -8,7 +8,7 @@ import pytest
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import stage_bounds
 from steelyard.search.evaluate import evaluate
-from steelyard.search.layers import Pruning, chain_frontier, option_table, switch_classes
+from steelyard.search.layers import Pruning, chain_frontier, option_table
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
@@ -72,7 +72,7 @@ def test_a_narrow_width_still_gives_a_plan_that_fits() -> None:
 def test_strategies_share_a_class_exactly_if_every_legal_receiver_pays_the_same() -> None:
     for seed in range(100):
         tables = random_tables(np.random.default_rng(seed))
-        group = switch_classes(tables)
+        group = option_table(tables).switches.group
         for one, other in itertools.combinations(range(len(tables.strategies)), 2):
             same = all(
                 tables.switch_s[kind, one, receiver] == tables.switch_s[kind, other, receiver]

@@ -10,7 +10,7 @@ import pytest
 
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError
-from steelyard.search import cost_graph, evaluate, graph_frontier, memory_frontier, search
+from steelyard.search import cost_graph, evaluate, graph_frontier, sampled_frontier, search
 from steelyard.search.balance import Partition, even_boundaries
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.side_inputs import all_conditions, assess, conditioned, settle, source_classes
@@ -161,8 +161,7 @@ def test_the_graph_of_a_stage_and_the_search_give_the_same_frontier() -> None:
         tables = replace(tables, transient_bytes=np.zeros_like(tables.transient_bytes))
         graph = graph_frontier(cost_graph(tables, transient_bytes=0))
         assert graph.exact
-        steps = memory_frontier([tables])
-        for step in steps:
+        for step in sampled_frontier([tables], max_searches=1000).steps:
             point = graph.frontier.at(step.peak_bytes - tables.overhead_bytes)
             assert point is not None, seed
             seconds = float(graph.frontier.seconds[point]) * tables.num_microbatches

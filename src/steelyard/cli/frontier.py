@@ -17,16 +17,14 @@ from steelyard.cli.options import (
     SeqLen,
     most_tp,
     print_json,
+    write_page,
 )
 from steelyard.cli.plan import check_precision
 from steelyard.cli.progress import progress
 from steelyard.errors import UserError
-from steelyard.plan.choices import TradeOffs
 from steelyard.planning import PlanOptions, find_trade_offs, make_job
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
-from steelyard.report.panels import figure_title, panels
-from steelyard.report.svg import svg_figure
 
 POINTS = 16
 
@@ -37,7 +35,7 @@ def frontier(
     seq_len: SeqLen,
     global_batch: GlobalBatch,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a figure: a path that ends in .html or .svg.")
+        Path | None, typer.Option("--output", "-o", help="Write the figures: a path that ends in .html.")
     ] = None,
     memory: Memory = None,
     precision: PrecisionOption = "bf16",
@@ -56,7 +54,8 @@ def frontier(
     as_json: AsJson = False,
 ) -> None:
     """Show every time/memory trade-off, and what more or fewer devices would do."""
-    draw = None if output is None else _check_figure(output)
+    if output is not None:
+        _check_page(output)
     counts = None if devices is None else parse_counts(devices)
     with progress("counting the model's layers", silent=as_json) as show:
         job = make_job(
@@ -76,15 +75,15 @@ def frontier(
             price_per_device_hour=price,
             progress=show,
         )
-    if output is not None and draw is not None:
-        _write(output, draw, found)
+    if output is not None:
+        write_page(output, frontier_page(found))
     if as_json:
         print_json(found.model_dump(mode="json", exclude_none=True))
     else:
         console = Console()
         console.print(frontier_view(found))
         if output is not None:
-            console.print(f"figure written to {output}")
+            console.print(f"figures written to {output}")
     if not found.points and all(point.step_time_s is None for point in found.devices):
         raise typer.Exit(1)
 
@@ -102,23 +101,11 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _check_figure(path: Path) -> str:
-    kind = path.suffix.lower().lstrip(".")
-    if kind not in ("html", "svg"):
+def _check_page(path: Path) -> None:
+    if path.suffix.lower() != ".html":
         raise UserError(
             field="--output",
             found=repr(str(path)),
-            expected="a path that ends in .html or .svg",
+            expected="a path that ends in .html",
             hint=f"write for example -o {path.with_suffix('.html').name}",
         )
-    return kind
-
-
-def _write(path: Path, kind: str, found: TradeOffs) -> None:
-    text = svg_figure(figure_title(found), panels(found)) if kind == "svg" else frontier_page(found)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            field="--output", found=f"{path}: {error.strerror}", expected="a path that can be written"
-        ) from error

@@ -1,11 +1,13 @@
-"""Options that several commands share, and what they print."""
+"""Options that several commands share, and what they print and write."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from steelyard.cli.completion import complete_cluster, complete_model
+from steelyard.errors import UserError
 
 Model = Annotated[
     str,
@@ -44,3 +46,16 @@ def print_json(value: Any) -> None:
 def most_tp(degree: int | None) -> dict[str, int]:
     """The largest degrees of kinds that ``--max-tp`` allows."""
     return {} if degree is None else {"tp": degree}
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes what ``--output`` asked for; raises `UserError` where that cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            field="--output",
+            found=f"{path}: {error.strerror}",
+            expected="a path that can be written",
+            hint="check the path",
+        ) from error

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, write_page
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
@@ -65,7 +65,7 @@ def report(
                 record=record,
             )
         text = report_page(found)
-    _write(output, text)
+    write_page(output, text)
     if as_json:
         print_json(_as_json(found))
     else:
@@ -113,18 +113,6 @@ def _why_only_the_file(plan: Plan) -> str | None:
             f"({error.found}): add --cluster with the file or name of the cluster."
         )
     return None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            field="--output",
-            found=f"{path}: {error.strerror}",
-            expected="a path that can be written",
-            hint="check the path",
-        ) from error
 
 
 def _as_json(found: ReportContents) -> dict[str, Any]:

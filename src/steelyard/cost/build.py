@@ -3,7 +3,6 @@
 import numpy as np
 
 from steelyard.cost.communication import send_recv_s
-from steelyard.cost.execution import OURS
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_buffer_bytes
@@ -20,8 +19,6 @@ CUDA_CONTEXT_BYTES = 1024 * MIB
 """Context and libraries of a GPU process and its NCCL buffers: 0.5 to 1 GiB on current drivers."""
 PIPELINE_CHANNEL_BYTES = 1024 * MIB
 """Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
-ALLOCATOR_SLACK = OURS.reserve
-"""Reserved over allocated memory minus one: 6 to 23 % were measured on public torchtitan runs, less without remat."""
 
 
 def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTables:

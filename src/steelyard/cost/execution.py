@@ -54,7 +54,8 @@ class Execution:
     transfer: Literal["divided", "whole"] = "divided"
     """Whether tensor-parallel ranks without sp send each a part of the activation between stages, or all of it."""
     reserve: float = 0.08
-    """Part of the memory that comes and goes in a step by which the allocator holds more when it is short of memory."""
+    """Part of the memory that comes and goes in a step by which the allocator holds more when it is short of memory:
+    reserved was 6 to 23 % above allocated on public torchtitan runs, less without remat."""
     bucket_bytes: int = 0
     """Buffers of a fixed size in which gradients are reduced and parameters gathered."""
     step_shard_bytes: int = 0

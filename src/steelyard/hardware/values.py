@@ -6,7 +6,7 @@ Not modelled: more than two levels of links, different devices in one cluster, a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from steelyard.errors import InvalidClusterError
@@ -152,28 +152,6 @@ class Cluster:
     def num_devices(self) -> int:
         """Devices in all nodes together, which is the number of ranks."""
         return self.num_nodes * self.devices_per_node
-
-    def node_of(self, rank: int) -> int:
-        """The node that a rank runs on; raises `InvalidClusterError` for a rank that the cluster does not have."""
-        if not 0 <= rank < self.num_devices:
-            raise InvalidClusterError(
-                field="rank",
-                found=str(rank),
-                expected=f"0 to {self.num_devices - 1} on cluster {self.name!r}",
-                hint="use a larger cluster or fewer ranks",
-            )
-        return rank // self.devices_per_node
-
-    def spans_nodes(self, ranks: Sequence[int]) -> bool:
-        """Whether a group of ranks lies on more than one node."""
-        return len({self.node_of(rank) for rank in ranks}) > 1
-
-    def slowest_link(self, ranks: Sequence[int]) -> Link:
-        """The link that bounds a collective over ``ranks``: the inter-node one when they span nodes, else the other."""
-        if not self.spans_nodes(ranks):
-            return self.intra_link
-        assert self.inter_link is not None, "checked when the cluster was made"
-        return self.inter_link
 
     def with_memory(self, memory_bytes: int) -> "Cluster":
         """The same cluster where each device offers ``memory_bytes``: what ``--memory`` asks for."""

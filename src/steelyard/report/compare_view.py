@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.plan import Plan, Prediction
 from steelyard.report.plan_table import headline
+from steelyard.report.tables import plain_table
 from steelyard.units import format_bytes, format_seconds
 
 LEAST = 1e-9
@@ -56,7 +56,7 @@ def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> Renderable
     rows = list(changed_layers(first, second))
     if not rows:
         return Text("All layers have the same stage and strategy in both.")
-    table = _table("Layers that differ")
+    table = plain_table("Layers that differ")
     for column in ("layers", *names):
         table.add_column(column)
     for start, end, before, after in rows:
@@ -75,7 +75,7 @@ def _layers(plan: Plan) -> list[str]:
 def _term_table(
     title: str, terms: tuple[dict[str, float], dict[str, float]], names: tuple[str, str], show: Callable[[float], str]
 ) -> Table:
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("")
     for column in (*names, "difference"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -93,7 +93,3 @@ def _signed(value: float, show: Callable[[float], str]) -> str:
     if abs(value) < LEAST:
         return "–"
     return ("+" if value >= 0 else "−") + show(abs(value))
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))

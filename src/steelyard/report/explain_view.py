@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from steelyard.report.plan_table import (
     term_table,
     total_table,
 )
+from steelyard.report.tables import plain_table
 from steelyard.units import format_bytes, format_seconds
 
 SHOWN_ROWS = 14
@@ -100,7 +100,7 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
 
     A row takes one line, cut off where it is longer, unless ``whole``.
     """
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("", no_wrap=True, min_width=max((len(rival.name) for rival in rivals), default=0))
     for column, width in (("step", len("9.99 ms")), ("slower", len("+99.9%"))):
         table.add_column(column, justify="right", no_wrap=True, min_width=width)
@@ -119,7 +119,7 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
 
 def excluded_table(excluded: Sequence[ExcludedValues]) -> Table:
     """Pipeline settings that were never searched."""
-    table = _table("Never searched")
+    table = plain_table("Never searched")
     for column in ("", "values", "why"):
         table.add_column(column)
     for each in excluded:
@@ -135,7 +135,7 @@ def verdict_table(verdicts: Sequence[StrategyVerdict]) -> Table:
     strategies: dict[tuple[str, str, str], list[str]] = {}
     for (verdict, reason, strategy), found in kinds.items():
         strategies.setdefault((verdict, reason, ", ".join(found)), []).append(strategy)
-    table = _table("Strategies in the pipeline setting of this plan")
+    table = plain_table("Strategies in the pipeline setting of this plan")
     for column in ("verdict", "layers", "strategies", "why"):
         table.add_column(column)
     order = list(get_args(Verdict))
@@ -170,7 +170,3 @@ def _usage(plan: Plan) -> str:
 
 def _stage(plan: Plan, index: int, what: str) -> str:
     return f"stage {index} {what}, " if plan.num_stages > 1 else ""
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))

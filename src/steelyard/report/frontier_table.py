@@ -1,12 +1,11 @@
 """Trade-offs as tables for the terminal: time against memory, time and money against devices."""
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.choices import DevicePoint, TradeOffs
-from steelyard.report.panels import figure_title
+from steelyard.report.tables import plain_table
 from steelyard.units import format_bytes, format_count, format_seconds
 
 SAMPLED = (
@@ -14,6 +13,11 @@ SAMPLED = (
     "(--points looks at more budgets)"
 )
 COMPLETE = "complete: no plan between these rows is worth having"
+
+
+def figure_title(found: TradeOffs) -> str:
+    """What the figure is about, in one line."""
+    return f"{found.model} on {found.cluster}, {found.global_batch} × {found.seq_len} tokens a step, {found.precision}"
 
 
 def frontier_view(found: TradeOffs) -> RenderableType:
@@ -33,7 +37,7 @@ def frontier_note(found: TradeOffs) -> str:
 
 def frontier_table(found: TradeOffs) -> Table:
     """A row for every point, most memory first; the plan within the budget is marked."""
-    table = _table(f"Least step time within a memory budget (here {format_bytes(found.budget_bytes)} per device)")
+    table = plain_table(f"Least step time within a memory budget (here {format_bytes(found.budget_bytes)} per device)")
     table.add_column("")
     for column in ("memory", "step", "tokens/s", "stages", "micro\nbatches"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -56,7 +60,7 @@ def frontier_table(found: TradeOffs) -> Table:
 def device_table(found: TradeOffs) -> Table:
     """A row for every number of devices: its best plan, or why there is none."""
     priced = found.price_per_device_hour is not None
-    table = _table(f"Best plan on a number of devices, {format_bytes(found.budget_bytes)} each")
+    table = plain_table(f"Best plan on a number of devices, {format_bytes(found.budget_bytes)} each")
     cost = ("cost of\n10⁹ tokens",) if priced else ()
     for column in ("devices", "step", "tokens/s", *cost, "stages", "micro\nbatches"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -80,10 +84,6 @@ def _device_cells(point: DevicePoint, priced: bool) -> list[str]:
         None if point.num_microbatches is None else str(point.num_microbatches),
     ]
     return [str(point.num_devices), *(cell or "–" for cell in cells), point.strategies or point.reason]
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))
 
 
 def _money(amount: float) -> str:

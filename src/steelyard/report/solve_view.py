@@ -2,11 +2,11 @@
 
 from itertools import pairwise
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from steelyard.report.tables import plain_table
 from steelyard.search import SampledFrontier, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural, format_seconds
 
@@ -50,7 +50,7 @@ def choice_lines(outcome: SettingOutcome) -> list[str]:
 
 def setting_table(result: SearchResult) -> Table:
     """Every pipeline setting of the tables, best first, and why it won, lost or does not fit."""
-    table = Table(title="Settings", title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = plain_table("Settings")
     table.add_column("setting")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("why")
@@ -64,7 +64,7 @@ def setting_table(result: SearchResult) -> Table:
 def step_table(frontier: SampledFrontier) -> Table:
     """Time against memory, most memory first."""
     title = "Time against memory" + ("" if frontier.is_complete else " (sampled)")
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = plain_table(title)
     for column in ("memory", "bytes", "step"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("setting")

@@ -1,7 +1,6 @@
 """Options of a training run, as values, as arguments of `python -m steelyard.train`, and back."""
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -70,7 +69,7 @@ class TrainOptions:
         )
 
     def arguments(self) -> list[str]:
-        """The command-line arguments that `options_from` reads back to equal options."""
+        """The command-line arguments that a parser with `add_train_options` reads back to equal options."""
         given = ((flag(option), getattr(self, option.name)) for option in fields(self))
         return [part for name, value in given if value is not None for part in (name, str(value))]
 
@@ -96,10 +95,3 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
             help=option.metadata["help"] + default,
             metavar=option.metadata["kind"].__name__.upper(),
         )
-
-
-def options_from(arguments: Sequence[str]) -> TrainOptions:
-    """The options that command-line arguments give."""
-    parser = argparse.ArgumentParser()
-    add_train_options(parser)
-    return TrainOptions.from_namespace(parser.parse_args(arguments))

@@ -16,7 +16,7 @@
 | `evaluate`    | time and bytes of a given choice, from the definition                               |
 | `solve`       | the search over all pipeline settings, with reasons and proof                       |
 | `reasons`   | which strategies are illegal or dominated, and by which                       |
-| `tradeoff`    | time against memory, and time against devices                                       |
+| `tradeoff`    | time against memory, in as many steps as are asked for                              |
 | `problem`     | cost tables as versioned files                                                      |
 """
 
@@ -31,19 +31,14 @@ from steelyard.search.reasons import strategy_verdicts
 from steelyard.search.solve import SearchResult, SettingOutcome, search
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, paper_kinds, refusal
 from steelyard.search.tradeoff import (
-    DeviceOption,
     SampledFrontier,
     TradeOff,
-    device_frontier,
-    fewest_devices,
-    memory_frontier,
     sampled_frontier,
 )
 
 __all__ = [
     "BalancedResult",
     "CostGraph",
-    "DeviceOption",
     "Frontier",
     "GraphEdge",
     "GraphNode",
@@ -61,15 +56,12 @@ __all__ = [
     "StageCost",
     "TradeOff",
     "cost_graph",
-    "device_frontier",
     "enumerate_levels",
     "enumerate_strategies",
     "evaluate",
-    "fewest_devices",
     "frontier",
     "graph_frontier",
     "load_problem",
-    "memory_frontier",
     "mixing",
     "nearest_miss",
     "paper_kinds",

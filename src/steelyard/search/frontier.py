@@ -7,8 +7,8 @@ $$\mathrm{reduce}(X) = \{x \in X : \text{no point of } X \text{ beats } x\}$$
 $$A \cup B = \mathrm{reduce}(A + B) \qquad A \times B = \mathrm{reduce}\{(b_a + b_b,\; s_a + s_b)\}$$
 
 so that alternatives are a union and things done together are a product. Union is idempotent, commutative and
-associative with `EMPTY` as its unit; product is commutative and associative with `ZERO` as its unit, and distributes
-over union. Bytes are exact (int64); seconds are float64, so product laws hold up to rounding of the seconds.
+associative with `EMPTY` as its unit; product is commutative and associative with the point (0, 0) as its unit, and
+distributes over union. Bytes are exact (int64); seconds are float64, so product laws hold up to their rounding.
 
 | field     | unit  | meaning                                                                                  |
 |-----------|-------|------------------------------------------------------------------------------------------|
@@ -120,4 +120,3 @@ def _falls(values: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.bool_]
 
 
 EMPTY = frontier([], [])
-ZERO = frontier([0], [0.0])

@@ -216,11 +216,6 @@ def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
     return np.asarray((paid[:, None, :] - paid[None, :, :]).max(axis=2, initial=0.0))
 
 
-def switch_classes(tables: CostTables) -> IntArray:
-    """[S] class of each strategy as the sender of an activation: equal where every legal receiver pays the same."""
-    return option_table(tables).switches.group
-
-
 def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
     """Kinds with different switch tables or legal strategies, the first of each, and for every kind which one it is."""
     seen: dict[tuple[object, bytes], int] = {}

@@ -1,29 +1,28 @@
-r"""Time against memory, and time against devices: not one plan but all that are worth having.
+r"""Time against memory: not one plan but all that are worth having.
 
-*Profiling*: the least step time as a function of the budget is a falling staircase. Starting without a limit, the
-search is repeated with a budget one byte below the peak of the plan it found last, so every step of the staircase is
-met and nothing between two steps is missed (`memory_frontier`). Where steps are too many, a bounded number of searches
-looks where the two known neighbours leave most room, so that the steps found are spread over the whole staircase
-(`sampled_frontier`): each is exact, and between two neighbours the time lies between theirs.
+*Profiling*: the least step time as a function of the budget is a falling staircase. The searches, a bounded number of
+them, look where the two known neighbours leave most room, so that the steps found are spread over the whole staircase:
+each is exact, and between two neighbours the time lies between theirs. Two steps are next to each other once a budget
+one byte below the peak of the fast one gives the slow one.
 
-*Mini-time* is `search` itself, and *mini-parallelism* takes the smallest device count for which something fits, then
-the least time.
-
-Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 5, for the three objectives.
+Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 5. Of its other two objectives *mini-time* is `search`
+itself, and *mini-parallelism* is that on the smallest number of devices that holds a plan (`steelyard.planning`).
 """
 
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.memory import nearest_miss
-from steelyard.search.solve import SearchResult, SettingOutcome, search
+from steelyard.search.solve import SettingOutcome, search
 
 UNLIMITED_BYTES = 2**62
 """A budget that never binds."""
+LEAST_S = 1e-12
+"""A time that any other is compared with instead of one of zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,45 +41,6 @@ class SampledFrontier:
     steps: tuple[TradeOff, ...]
     is_complete: bool
     """No step is missing between the first and the last."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DeviceOption:
-    """What a number of devices can do within the budget per device."""
-
-    num_devices: int
-    result: SearchResult
-
-
-def memory_frontier(
-    tables: Iterable[CostTables],
-    *,
-    samples: Sequence[int] | None = None,
-    most_bytes: int = UNLIMITED_BYTES,
-    max_points: int | None = None,
-) -> tuple[TradeOff, ...]:
-    """Every step of time against memory, least memory last; with ``max_points``, only the first so many steps.
-
-    Steps are found from ``most_bytes`` downwards, so a limited frontier holds the fastest plans.
-    """
-    found: list[TradeOff] = []
-    for step in _descend(tuple(tables), samples, most_bytes):
-        if found and step.score_s <= found[-1].score_s:
-            found.pop()
-        elif max_points is not None and len(found) == max_points:
-            break
-        found.append(step)
-    return tuple(found)
-
-
-def _descend(tables: Sequence[CostTables], samples: Sequence[int] | None, budget_bytes: int) -> Iterator[TradeOff]:
-    while True:
-        best = search(tables, budget_bytes, samples=samples, num_alternatives=0).best
-        if best is None:
-            return
-        peak = best.solution.peak_bytes
-        yield TradeOff(peak_bytes=peak, score_s=best.score_s, outcome=best)
-        budget_bytes = peak - 1
 
 
 def sampled_frontier(
@@ -179,7 +139,7 @@ class _Gap:
         if not self.is_open:
             return -1.0
         bytes_ratio = (self.fast.step.peak_bytes - 1) / max(self.explored_bytes, 1)
-        return math.log(bytes_ratio) * (self.slow.score_s / self.fast.step.score_s - 1)
+        return math.log(bytes_ratio) * (self.slow.score_s / max(self.fast.step.score_s, LEAST_S) - 1)
 
 
 def _found(tables: Sequence[CostTables], samples: Sequence[int], settings: Sequence[int], budget_bytes: int) -> _Found:
@@ -199,27 +159,3 @@ def _found(tables: Sequence[CostTables], samples: Sequence[int], settings: Seque
         if each.result.status != "infeasible"
     }
     return _Found(step=step, bounds_s=bounds)
-
-
-def device_frontier(
-    tables_for: Callable[[int], Iterable[CostTables]], counts: Iterable[int], budget_bytes: int
-) -> tuple[DeviceOption, ...]:
-    """The search result for each device count, fewest devices first; ``tables_for`` gives the settings of a count."""
-    return tuple(
-        DeviceOption(num_devices=count, result=search(tables_for(count), budget_bytes)) for count in sorted(set(counts))
-    )
-
-
-def fewest_devices(
-    tables_for: Callable[[int], Iterable[CostTables]], counts: Iterable[int], budget_bytes: int
-) -> tuple[DeviceOption, ...]:
-    """Device counts from the fewest up to the first for which something fits (the last entry), with their results.
-
-    If even the most devices do not suffice, the last entry is infeasible too, and its nearest miss says by how much.
-    """
-    tried: list[DeviceOption] = []
-    for count in sorted(set(counts)):
-        tried.append(DeviceOption(num_devices=count, result=search(tables_for(count), budget_bytes)))
-        if tried[-1].result.best is not None:
-            break
-    return tuple(tried)

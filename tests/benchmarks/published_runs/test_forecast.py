@@ -17,7 +17,7 @@ from published_runs.frameworks import framework_of
 from published_runs.jobs import Case, case_of
 from published_runs.shapes import ModelShape, layer_profiles
 
-from steelyard.cost.build import ALLOCATOR_SLACK
+from steelyard.cost.execution import OURS
 from steelyard.cost.predict import predict_memory
 from tests.benchmarks.published_runs.examples import case, forecasts, outcomes, run_of, sample
 
@@ -99,7 +99,7 @@ def test_a_step_that_takes_less_than_the_passes_freed_takes_nothing_more() -> No
 
 def test_the_allocator_holds_the_same_reserve_in_every_framework() -> None:
     found = [case_of(run) for run in sample()]
-    assert {each.job.execution.reserve for each in found if isinstance(each, Case)} == {ALLOCATOR_SLACK}
+    assert {each.job.execution.reserve for each in found if isinstance(each, Case)} == {OURS.reserve}
 
 
 @pytest.mark.parametrize("source", ["aleph_alpha", "ultrascale_playbook"])

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from steelyard.report.html.markup import Html, tag
-from steelyard.report.svg import nice_ticks
 
 LEAST_SPAN = 0.04
 """Of the values: what an axis spans at least, so that next to no difference looks like none."""
@@ -43,6 +42,15 @@ class Chart:
     limit: tuple[float, str] | None = None
     x_ticks: tuple[float, ...] | None = None
     """Where x has marks; chosen evenly where absent."""
+
+
+def nice_ticks(low: float, high: float, wanted: int = 6) -> tuple[float, ...]:
+    """Round numbers, about as many as wanted, from at or below ``low`` to at or above ``high``."""
+    span = (high - low) or abs(high) or 1.0
+    magnitude = 10.0 ** math.floor(math.log10(span / wanted))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if span / (factor * magnitude) <= wanted)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return tuple(index * step for index in range(first, last + 1))
 
 
 def staircase(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

@@ -3,11 +3,11 @@
 from importlib.metadata import version
 
 from steelyard.plan.choices import DevicePoint, TradeOffs
-from steelyard.report.frontier_table import frontier_note
-from steelyard.report.html.chart import Chart, Line, Mark, chart, staircase
+from steelyard.report.frontier_table import figure_title, frontier_note
+from steelyard.report.html.chart import chart
 from steelyard.report.html.document import document
 from steelyard.report.html.markup import Html, folded, section, table, tag
-from steelyard.report.panels import Panel, figure_title, panels
+from steelyard.report.html.trade_off_charts import trade_off_charts
 from steelyard.units import format_bytes, format_count, format_seconds
 
 
@@ -19,7 +19,7 @@ def frontier_page(found: TradeOffs) -> str:
         tag("h1", found.model, tag("span", " on "), found.cluster),
         tag("p", _lead(found), class_="decision"),
     )
-    drawn = [_section(index, panel) for index, panel in enumerate(panels(found))]
+    drawn = [section(f"panel-{index}", each.title, chart(each)) for index, each in enumerate(trade_off_charts(found))]
     rows = section("numbers", "In numbers", *_tables(found))
     footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
     return document(figure_title(found), figure_title(found), (header, *drawn, rows, footer))
@@ -34,30 +34,6 @@ def _lead(found: TradeOffs) -> str:
         f"{batch}. Within {format_bytes(found.budget_bytes)} per device a step takes at least "
         f"{format_seconds(chosen.step_time_s)}: {chosen.setting}; {chosen.strategies}."
     )
-
-
-def _section(index: int, panel: Panel) -> Html:
-    points = tuple((point.x, point.y) for point in panel.points)
-    marks = tuple(
-        Mark(
-            x=point.x,
-            y=point.y,
-            title=point.text,
-            look="here" if point.is_chosen else "step",
-            label="this plan" if point.is_chosen else "",
-        )
-        for point in panel.points
-    )
-    drawn = Chart(
-        title=panel.title,
-        x_label=panel.x_label,
-        y_label=panel.y_label,
-        lines=(Line(points=staircase(points) if panel.is_staircase else points),),
-        marks=marks,
-        limit=panel.limit,
-        x_ticks=panel.ticks,
-    )
-    return section(f"panel-{index}", panel.title, chart(drawn))
 
 
 def _tables(found: TradeOffs) -> list[Html]:

@@ -1,0 +1,86 @@
+"""Trade-offs as charts: time against memory, time and money against devices."""
+
+from collections.abc import Iterable
+
+from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
+from steelyard.report.html.chart import Chart, Line, Mark, staircase
+from steelyard.units import GIB, MIB, format_bytes, format_seconds
+
+
+def trade_off_charts(found: TradeOffs) -> tuple[Chart, ...]:
+    """Time against memory; time, and money where there is a price, against devices where several counts were asked."""
+    drawn = [_memory_chart(found)] if found.points else []
+    counted = [point for point in found.devices if point.step_time_s is not None]
+    if len(counted) > 1:
+        drawn.append(_device_chart(found, counted))
+        if found.price_per_device_hour is not None:
+            drawn.append(_cost_chart(found, counted))
+    return tuple(drawn)
+
+
+def _memory_chart(found: TradeOffs) -> Chart:
+    unit, name = (GIB, "GiB") if found.budget_bytes >= GIB else (MIB, "MiB")
+
+    def title(point: FrontierPoint) -> str:
+        size, seconds = format_bytes(point.memory_bytes), format_seconds(point.step_time_s)
+        return f"{size}, {seconds} a step: {point.setting}; {point.strategies}"
+
+    marks = tuple(
+        _mark(point.memory_bytes / unit, point.step_time_s, title(point), is_chosen=point.is_chosen)
+        for point in reversed(found.points)
+    )
+    return Chart(
+        title="Least step time within a memory budget",
+        x_label=f"memory per device ({name})",
+        y_label="step time (s)",
+        lines=(Line(points=staircase(_places(marks))),),
+        marks=marks,
+        limit=(found.budget_bytes / unit, f"budget {format_bytes(found.budget_bytes)}"),
+    )
+
+
+def _device_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
+    marks = tuple(
+        _mark(
+            point.num_devices,
+            point.step_time_s or 0.0,
+            f"{point.cluster}: {format_seconds(point.step_time_s or 0.0)} a step; {point.setting}; {point.strategies}",
+            is_chosen=point.cluster == found.cluster,
+        )
+        for point in counted
+    )
+    return _by_devices("Least step time on a number of devices", "step time (s)", marks)
+
+
+def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
+    marks = tuple(
+        _mark(
+            point.num_devices,
+            point.cost_per_billion_tokens or 0.0,
+            f"{point.cluster}: {point.cost_per_billion_tokens or 0.0:,.2f} per billion tokens",
+            is_chosen=point.cluster == found.cluster,
+        )
+        for point in counted
+    )
+    return _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
+
+
+def _by_devices(title: str, y_label: str, marks: tuple[Mark, ...]) -> Chart:
+    return Chart(
+        title=title,
+        x_label="devices",
+        y_label=y_label,
+        lines=(Line(points=_places(marks)),),
+        marks=marks,
+        x_ticks=tuple(mark.x for mark in marks),
+    )
+
+
+def _mark(x: float, y: float, title: str, *, is_chosen: bool) -> Mark:
+    return Mark(
+        x=float(x), y=y, title=title, look="here" if is_chosen else "step", label="this plan" if is_chosen else ""
+    )
+
+
+def _places(marks: Iterable[Mark]) -> tuple[tuple[float, float], ...]:
+    return tuple((mark.x, mark.y) for mark in marks)
