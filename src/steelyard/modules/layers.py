@@ -54,7 +54,7 @@ class LayerContext:
     config, twice per layer and pass. None of these tensors does.
     """
 
-    __slots__ = ("config", "decoder_ids", "labels_BS", "num_targets", "side")
+    __slots__ = ("config", "decoder_ids", "labels_BS", "num_targets", "own", "side")
 
     def __init__(
         self,
@@ -73,6 +73,8 @@ class LayerContext:
         """Targets of the whole global batch, over which the loss is the mean."""
         self.decoder_ids = decoder_ids
         """Token ids [B, S] that a decoder's embedding reads."""
+        self.own: dict[tuple[int, int], LayerContext] = {}
+        """The same for the tokens of one rank of several (their number, its place), under context parallelism."""
 
 
 class ChainLayer(nn.Module):
@@ -85,6 +87,7 @@ class ChainLayer(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
+        self.family = family
         self.kind = kind
         self.remat = remat
         run = family.of_kind(family.run, kind)
