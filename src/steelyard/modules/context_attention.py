@@ -135,7 +135,7 @@ class _GatheredAttention(torch.autograd.Function):
         of_keys, of_values = _unpaired(of_pairs)
         of_queries = []
         ends = _prefixes(keys, ctx.mesh)
-        halves = (tensor.transpose(1, 2).chunk(2, 2) for tensor in (gradient_BshD, output_BshD))
+        halves = (tensor.transpose(1, 2).chunk(2, 2) for tensor in (gradient_BshD.contiguous(), output_BshD))
         for gradient, output, query, sums, end in zip(*halves, query_BhsD.chunk(2, 2), log_sums, ends, strict=True):
             found, reach = attend_backward(
                 gradient, query, keys[:, :, :end], values[:, :, :end], Attended(output, sums), ctx.scores
