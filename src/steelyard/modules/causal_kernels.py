@@ -59,8 +59,7 @@ class Gradients(NamedTuple):
 
 def attend(query_BhPD: Tensor, key_BgND: Tensor, value_BgND: Tensor, scores: Scores) -> Attended:  # noqa: N803
     """What the last P places attend to, of N."""
-    reach = scores.reach(query_BhPD.size(2), key_BgND.size(2))
-    inputs = query_BhPD, _last(key_BgND, reach), _last(value_BgND, reach)
+    inputs, scores = _in_reach(query_BhPD, key_BgND, value_BgND, scores)
     if query_BhPD.device.type == "cpu":
         return _cpu_forward(*inputs, scores)
     if _has_cuda_flash(query_BhPD, scores):
@@ -78,8 +77,8 @@ def attend_backward(
     scores: Scores,
 ) -> tuple[Gradients, int]:
     """The gradients, of keys and values those of the last in reach alone, and how many these are."""
-    reach = scores.reach(query_BhPD.size(2), key_BgND.size(2))
-    inputs = query_BhPD, _last(key_BgND, reach), _last(value_BgND, reach)
+    inputs, scores = _in_reach(query_BhPD, key_BgND, value_BgND, scores)
+    reach = inputs[1].size(2)
     if query_BhPD.device.type == "cpu":
         return _cpu_backward(gradient, *inputs, attended, scores), reach
     if _has_cuda_flash(query_BhPD, scores):
@@ -95,8 +94,15 @@ def window_mask(num_queries: int, num_keys: int, window: int | None, device: tor
     return seen if window is None else seen & (keys > places - window)
 
 
-def _last(tensor: Tensor, size: int) -> Tensor:
-    return tensor.narrow(2, tensor.size(2) - size, size)
+def _in_reach(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores
+) -> tuple[tuple[Tensor, Tensor, Tensor], Scores]:
+    """Query, and the keys and values that any query sees; without the window where it hides none of these."""
+    num_keys = key.size(2)
+    reach = scores.reach(query.size(2), num_keys)
+    hides = scores.window is not None and scores.window < reach
+    inputs = query, key.narrow(2, num_keys - reach, reach), value.narrow(2, num_keys - reach, reach)
+    return inputs, scores if hides else Scores(scale=scores.scale)
 
 
 # CPU
@@ -154,11 +160,10 @@ def _cpu_backward(
 
 
 def _cpu_mask(query: Tensor, key: Tensor, scores: Scores) -> Tensor | None:
-    """What is added to the scores, in their type, where the window hides any key."""
-    num_queries, num_keys = query.size(2), key.size(2)
-    if scores.window is None or scores.window >= num_keys:
+    """What is added to the scores, in their type, where a window hides any key."""
+    if scores.window is None:
         return None
-    seen = window_mask(num_queries, num_keys, scores.window, query.device)
+    seen = window_mask(query.size(2), key.size(2), scores.window, query.device)
     return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, float("-inf"))
 
 

@@ -17,6 +17,7 @@ from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_model, build_rotary, layer_modules, prepare_model
+from steelyard.modules.data_parallel import shard_over
 from steelyard.modules.head_tail import from_natural, local_tokens, to_natural
 from steelyard.modules.kinds import cp
 from steelyard.modules.kinds.cp import apply_context_parallel
@@ -44,6 +45,7 @@ class Case:
     remat: Remat = Remat.NONE
     tp: bool = False
     sp: bool = False
+    fsdp: bool = False
     seq_len: int = SEQ_LEN
     fault: bool = False
 
@@ -61,6 +63,7 @@ CASES: dict[str, Case] = {
     "llama, tp inside gather": replace(_LLAMA, tp=True),
     "llama, tp with sp inside gather, selective": replace(_LLAMA, tp=True, sp=True, remat=Remat.SELECTIVE),
     "llama, tp with sp inside ulysses": Case(config="llama", degree=2, method="ulysses", tp=True, sp=True),
+    "llama, gather over 4 that share parameters": replace(_LLAMA, degree=4, fsdp=True, remat=Remat.SELECTIVE),
     "qwen3, gather over 4, selective": Case(config="qwen3", degree=4, remat=Remat.SELECTIVE),
     "qwen3, ulysses over 2": Case(config="qwen3", degree=2, method="ulysses"),
     "gpt2, gather over 4": Case(config="gpt2", degree=4),
@@ -114,6 +117,8 @@ def divided(case: Case) -> tuple[float, dict[str, Tensor]]:
         if case.tp:
             apply_tensor_parallel(layer, model, chain, tensor, sp=case.sp)
         apply_context_parallel(layer, mesh, case.method)
+        if case.fsdp:
+            shard_over(layer, mesh, "fp32", reshard_after_forward=True)
     inputs, labels = samples(case.seq_len)
     attends = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
     side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), attends)
@@ -152,10 +157,13 @@ def _remat(role: LayerRole, case: Case) -> Remat:
 
 
 def _summed(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
-    whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    summed = whole.clone()
-    dist.all_reduce(summed, group=mesh.get_group())
-    return summed
+    gradient = parameter.grad
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    if not (
+        isinstance(gradient, DTensor) and gradient.device_mesh == mesh
+    ):  # sharded over the axis it is summed already
+        dist.all_reduce(whole, group=mesh.get_group())
+    return whole
 
 
 def _first_tokens(side: Any, mesh: DeviceMesh) -> Any:
