@@ -60,14 +60,16 @@ class ContextDivision:
     method: ContextMethod
     window: int | None
 
-    def __deepcopy__(self, _memo: Any) -> "ContextDivision":
-        """Itself: a copy of a layer communicates over the same ranks."""
-        return self
-
 
 def divide(attention: nn.Module, division: ContextDivision) -> None:
     """Marks an attention module, in place."""
     setattr(attention, _ATTRIBUTE, division)
+
+
+def reads_mask(block: nn.Module) -> bool:
+    """Whether the attention of a block needs the mask of the whole sequence, which grows with its square."""
+    divisions = (getattr(module, _ATTRIBUTE, None) for module in block.modules())
+    return not any(division is not None and division.method is ContextMethod.GATHER for division in divisions)
 
 
 def run_attention(

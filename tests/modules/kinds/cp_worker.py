@@ -17,6 +17,7 @@ from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_model, build_rotary, layer_modules, prepare_model
+from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.data_parallel import shard_over
 from steelyard.modules.head_tail import from_natural, local_tokens, to_natural
 from steelyard.modules.kinds import cp
@@ -120,8 +121,10 @@ def divided(case: Case) -> tuple[float, dict[str, Tensor]]:
         if case.fsdp:
             shard_over(layer, mesh, "fp32", reshard_after_forward=True)
     inputs, labels = samples(case.seq_len)
-    attends = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
-    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), attends)
+    blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
+    attends = {block.attention_type for block in blocks}
+    masked = {block.attention_type for block in blocks if reads_mask(block)}
+    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), attends, masked)
     context = LayerContext(
         side=side(case.seq_len, torch.float32, torch.device("cpu")),
         config=model.config,

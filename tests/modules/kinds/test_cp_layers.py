@@ -1,4 +1,4 @@
-"""Which layers can be under cp, and what becomes of attention that is not."""
+"""Which layers can be under cp, what they read, and what becomes of attention that is not."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from steelyard.errors import InvalidModelError
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, prepare_model
-from steelyard.modules.context_attention import IMPLEMENTATION
+from steelyard.modules.context_attention import IMPLEMENTATION, reads_mask
 from steelyard.modules.kinds.cp import apply_context_parallel
 from steelyard.modules.layers import build_layer
 from steelyard.plan.strategy import Remat
@@ -33,6 +33,15 @@ def test_every_layer_of_a_causal_family_can_be_under_cp(mesh: DeviceMesh, name: 
     prepare_model(model, chain)
     for index in range(chain.num_layers):
         apply_context_parallel(build_layer(model, chain, index, Remat.NONE), mesh, "gather")
+
+
+@pytest.mark.parametrize(("method", "reads"), [("gather", False), ("ulysses", True)])
+def test_only_ulysses_reads_the_mask_of_the_whole_sequence(mesh: DeviceMesh, method: str, reads: bool) -> None:
+    chain = chain_from_config(FAMILY_CONFIGS["mistral"], name="mistral")
+    block = build_layer(build_meta_model(chain), chain, 1, Remat.NONE)
+    assert reads_mask(block)
+    apply_context_parallel(block, mesh, method)
+    assert reads_mask(block) is reads
 
 
 @pytest.mark.parametrize("name", NOT_CAUSAL)
