@@ -18,11 +18,12 @@ from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_model, build_rotary, layer_modules, prepare_model
 from steelyard.modules.context_attention import reads_mask
-from steelyard.modules.data_parallel import shard_over
+from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.head_tail import from_natural, local_tokens, to_natural
 from steelyard.modules.kinds import cp
 from steelyard.modules.kinds.cp import apply_context_parallel
 from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.replicated import Replicas
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
@@ -47,6 +48,7 @@ class Case:
     tp: bool = False
     sp: bool = False
     fsdp: bool = False
+    replicas: bool = False
     seq_len: int = SEQ_LEN
     fault: bool = False
 
@@ -64,7 +66,8 @@ CASES: dict[str, Case] = {
     "llama, tp inside gather": replace(_LLAMA, tp=True),
     "llama, tp with sp inside gather, selective": replace(_LLAMA, tp=True, sp=True, remat=Remat.SELECTIVE),
     "llama, tp with sp inside ulysses": Case(config="llama", degree=2, method="ulysses", tp=True, sp=True),
-    "llama, gather over 4 that share parameters": replace(_LLAMA, degree=4, fsdp=True, remat=Remat.SELECTIVE),
+    "llama, parameters sharded over the 4 that gather": replace(_LLAMA, degree=4, fsdp=True, remat=Remat.SELECTIVE),
+    "llama, replicas over the 4 that gather": replace(_LLAMA, degree=4, replicas=True, remat=Remat.FULL),
     "qwen3, gather over 4, selective": Case(config="qwen3", degree=4, remat=Remat.SELECTIVE),
     "qwen3, ulysses over 2": Case(config="qwen3", degree=2, method="ulysses"),
     "gpt2, gather over 4": Case(config="gpt2", degree=4),
@@ -120,6 +123,8 @@ def divided(case: Case) -> tuple[float, dict[str, Tensor]]:
         apply_context_parallel(layer, mesh, case.method)
         if case.fsdp:
             shard_over(layer, mesh, "fp32", reshard_after_forward=True)
+    replicas = Replicas([replicate_over(layer, mesh, "fp32") for layer in layers] if case.replicas else [])
+    replicas.begin_step(1)
     inputs, labels = samples(case.seq_len)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     attends = {block.attention_type for block in blocks}
@@ -138,6 +143,7 @@ def divided(case: Case) -> tuple[float, dict[str, Tensor]]:
             stack.enter_context(mock.patch.object(cp, "_own_side", _first_tokens))
         loss = run(layers, inputs, context)
         loss.backward()
+    replicas.end_step()
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.get_group())
     gradients = {}
@@ -162,9 +168,7 @@ def _remat(role: LayerRole, case: Case) -> Remat:
 def _summed(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
     gradient = parameter.grad
     whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
-    if not (
-        isinstance(gradient, DTensor) and gradient.device_mesh == mesh
-    ):  # sharded over the axis it is summed already
+    if not (isinstance(gradient, DTensor) and gradient.device_mesh == mesh):  # else the axis has summed it
         dist.all_reduce(whole, group=mesh.get_group())
     return whole
 
