@@ -75,11 +75,13 @@ def decoder(
     no_sp_embedding: str = "",
     kind_of_block: Callable[[Sizes, int], str] | None = None,
     fused_attention: bool = True,
+    attention_dropout: Mapping[str, float] | None = None,
 ) -> Family:
     """A family of decoders; names of modules are below ``body``, but for ``output``, which is the model's own.
 
     ``block_tp`` holds the styles of a block's modules. ``attention`` and ``ffn`` are for families whose blocks differ
-    in what they attend to or whose feed-forward part is of another shape; ``kind_of_block`` names what else tells
+    in what they attend to or whose feed-forward part is of another shape; ``attention_dropout`` has the key and the
+    default of dropout inside attention; ``kind_of_block`` names what else tells
     blocks apart (nothing: an empty text).
     """
     keys = keys or Keys()
@@ -99,6 +101,10 @@ def decoder(
         distinct = list(dict.fromkeys(names))
         tied = sizes.flag("tie_word_embeddings", default=keys.default_tied)
         no_cp = "" if fused_attention else "its attention runs step by step, with a mask of the whole sequence"
+        if any(
+            sizes.config.get(key, default) for key, default in (attention_dropout or {"attention_dropout": 0.0}).items()
+        ):
+            no_cp = "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
         kinds = (
             LayerKind(
                 name="embedding",

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
+from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
 
 _SEED_STRIDE = 1_000_003
@@ -39,7 +40,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     """The model for the family's task on the meta device: its structure, no memory."""
     config = hub_config(chain)
     auto_class = getattr(transformers, chain.family.task.auto_class)
-    options = {"attn_implementation": "sdpa" if chain.family.fused_attention else "eager"}
+    options = {"attn_implementation": ATTENTION if chain.family.fused_attention else "eager"}
     if getattr(config, "num_experts", None) is not None:
         options["experts_implementation"] = IMPLEMENTATION
     with torch.device("meta"), warnings.catch_warnings():
@@ -55,6 +56,8 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     chain.family.prepare(model)
     if getattr(model.config, "num_experts", None) is not None:
         model.set_experts_implementation(IMPLEMENTATION)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(ATTENTION)
     for shared in chain.shared:
         owners = [(_owner(model, chain, layer, path), path.rpartition(".")[2]) for layer, path in shared.copies]
         first_owner, first_name = owners[0]

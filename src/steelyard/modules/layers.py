@@ -54,7 +54,7 @@ class LayerContext:
     config, twice per layer and pass. None of these tensors does.
     """
 
-    __slots__ = ("config", "decoder_ids", "labels_BS", "num_targets", "side")
+    __slots__ = ("config", "decoder_ids", "labels_BS", "num_targets", "own", "side")
 
     def __init__(
         self,
@@ -73,6 +73,8 @@ class LayerContext:
         """Targets of the whole global batch, over which the loss is the mean."""
         self.decoder_ids = decoder_ids
         """Token ids [B, S] that a decoder's embedding reads."""
+        self.own: dict[tuple[int, int], LayerContext] = {}
+        """The same for the tokens of one rank of several (their number, its place), under context parallelism."""
 
 
 class ChainLayer(nn.Module):
@@ -85,6 +87,7 @@ class ChainLayer(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
+        self.family = family
         self.kind = kind
         self.remat = remat
         run = family.of_kind(family.run, kind)
@@ -167,17 +170,24 @@ class SideInputBuilder(nn.Module):
     """Computes the `SideInputs` of a forward pass from the unmodified model's rotary embedding and masks.
 
     Plain causal attention needs no mask where the attention kernel is causal by itself. A sliding window shorter than
-    the sequence gets the mask that `transformers` makes, and so does attention that runs step by step.
+    the sequence gets the mask that `transformers` makes, and so does attention that runs step by step; none is made
+    for types outside ``masked_types`` (None: for all types).
     """
 
     def __init__(
-        self, model: PreTrainedModel, chain: ModelChain, rotary: nn.Module | None, attention_types: set[str]
+        self,
+        model: PreTrainedModel,
+        chain: ModelChain,
+        rotary: nn.Module | None,
+        attention_types: set[str],
+        masked_types: set[str] | None = None,
     ) -> None:
         super().__init__()
         self.model_config = model.config
         self.rotary = rotary
         self._by_attention = chain.family.rotary_by_attention
         self.attention_types = attention_types if rotary is not None else set()
+        self.masked_types = self.attention_types if masked_types is None else masked_types
 
     @torch.no_grad()
     def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
@@ -201,7 +211,7 @@ class SideInputBuilder(nn.Module):
         config = self.model_config
         window = getattr(config, "sliding_window", None)
         slides = attention_type == "sliding_attention" and window is not None and window < like.shape[1]
-        if not slides and config._attn_implementation != "eager":
+        if attention_type not in self.masked_types or (not slides and config._attn_implementation != "eager"):
             return None
         return (create_sliding_window_causal_mask if slides else create_causal_mask)(
             config=config, inputs_embeds=like, attention_mask=None, past_key_values=None, position_ids=positions_1S

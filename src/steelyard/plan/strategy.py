@@ -296,6 +296,11 @@ class HiddenLayout:
         return math.prod(degree for placed, degree in self.axes if placed in (Placed.SEQUENCE, Placed.HEAD_TAIL))
 
     @property
+    def head_tail_degree(self) -> int:
+        """Ranks over which tokens are divided in head-tail order."""
+        return math.prod(degree for placed, degree in self.axes if placed is Placed.HEAD_TAIL)
+
+    @property
     def copies(self) -> int:
         """Ranks that hold the same part of the hidden state."""
         return math.prod(degree for placed, degree in self.axes if placed is Placed.WHOLE)

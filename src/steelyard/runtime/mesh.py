@@ -29,6 +29,15 @@ _PLACEMENTS: Mapping[str, Placement] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenPlacement:
+    """How a hidden state [B, S, H] lies on a stage: a placement for each small axis, and the order of its tokens."""
+
+    axes: tuple[Placement, ...]
+    head_tail_degree: int = 1
+    """Ranks over which tokens are divided in head-tail order; 1 for the order in which they read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMesh:
     """The meshes of a plan as one rank sees them."""
 
@@ -65,11 +74,18 @@ class PlanMesh:
         """The one-axis mesh of the ranks that share a kind of the strategy."""
         return self._run(strategy.axes_of(kind))
 
-    def activation_placements(self, strategy: Strategy) -> tuple[Placement, ...]:
+    def data(self, strategy: Strategy) -> DeviceMesh:
+        """The one-axis mesh of the ranks with different samples or tokens."""
+        return self._run(strategy.data_axes)
+
+    def hidden_placement(self, strategy: Strategy) -> HiddenPlacement:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
         if not strategy.levels:
-            return (Replicate(),)
-        return tuple(_PLACEMENTS[letter] for letter in strategy.layout.placements(mesh_axes(strategy.num_devices)))
+            return HiddenPlacement(axes=(Replicate(),))
+        letters = strategy.layout.placements(mesh_axes(strategy.num_devices))
+        return HiddenPlacement(
+            axes=tuple(_PLACEMENTS[letter] for letter in letters), head_tail_degree=strategy.layout.head_tail_degree
+        )
 
     def _run(self, axes: tuple[int, ...]) -> DeviceMesh:
         return self.runs[axes]

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_rotary, materialize_layer, prepare_model
+from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.dropout import has_dropout, seed_dropout
+from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -28,7 +30,7 @@ from steelyard.modules.layers import (
 )
 from steelyard.modules.replicated import Replica, Replicas
 from steelyard.plan.plan import Plan, StagePlan
-from steelyard.runtime.mesh import PlanMesh, data_index
+from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
 from steelyard.runtime.sharding import shard_layer
 
 
@@ -44,8 +46,8 @@ class LayerLoop(nn.Module):
         self,
         layers: dict[str, ChainLayer],
         *,
-        placements: list[tuple[Placement, ...]],
-        incoming: tuple[Placement, ...],
+        placements: list[HiddenPlacement],
+        incoming: HiddenPlacement,
         mesh: DeviceMesh,
         shares: list[int],
     ) -> None:
@@ -159,10 +161,29 @@ class StageModule(nn.Module):
         self.loop.set_requires_all_reduce(is_last)
 
 
-def redistribute(
+def redistribute(local: Tensor, mesh: DeviceMesh, current: HiddenPlacement, wanted: HiddenPlacement) -> Tensor:
+    """This rank's part of the activation in the wanted placement; backward brings the gradient back the same way.
+
+    Where the order of tokens changes, each rank has whole sequences in between.
+    """
+    if current.head_tail_degree != wanted.head_tail_degree:
+        whole, again = _whole_sequences(current.axes), _whole_sequences(wanted.axes)
+        local = _redistribute(_redistribute(local, mesh, current.axes, whole), mesh, whole, again)
+        for degree, order in ((current.head_tail_degree, natural_order), (wanted.head_tail_degree, rank_order)):
+            local = in_order(local, order(degree)) if degree > 1 else local
+        return _redistribute(local, mesh, again, wanted.axes)
+    return _redistribute(local, mesh, current.axes, wanted.axes)
+
+
+def _whole_sequences(axes: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if axis.is_shard(SEQUENCE_DIM) else axis for axis in axes)
+
+
+def _redistribute(
     local: Tensor, mesh: DeviceMesh, current: tuple[Placement, ...], wanted: tuple[Placement, ...]
 ) -> Tensor:
-    """This rank's part of the activation in the wanted placement; backward brings the gradient back the same way."""
+    if current == wanted:
+        return local
     part = DTensor.from_local(local, mesh, current, run_check=False).redistribute(placements=wanted).to_local()
     # a part cut out of a whole (as always over gloo, which exchanges nothing but gathers) would keep the whole alive
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
@@ -201,19 +222,21 @@ def _build_chunk(
     before = plan.strategies[stage_plan.first_layer - 1] if stage_plan.first_layer else strategies[0]
     loop = LayerLoop(
         layers,
-        placements=[mesh.activation_placements(strategy) for strategy in strategies],
-        incoming=mesh.activation_placements(before),
+        placements=[mesh.hidden_placement(strategy) for strategy in strategies],
+        incoming=mesh.hidden_placement(before),
         mesh=mesh.stage,
-        shares=[data_index(mesh, strategy) for strategy in strategies],
+        shares=[mesh.data(strategy).get_local_rank() for strategy in strategies],
     )
     if len(replicas) < len(layers):
         not_sharded = {parameter for each in replicas for parameter in each.parameters()}
         fully_shard(loop, mesh=mesh.states(strategies[0])[1], reshard_after_forward=True, ignored_params=not_sharded)
-    attention_types = {layer.attention_type for layer in layers.values() if isinstance(layer, BlockLayer)}
+    blocks = [layer for layer in layers.values() if isinstance(layer, BlockLayer)]
+    attention_types = {block.attention_type for block in blocks}
+    masked_types = {block.attention_type for block in blocks if reads_mask(block)}
     return StageModule(
         loop,
         replicas=Replicas(replicas),
-        side=SideInputBuilder(model, chain, build_rotary(model, chain, device), attention_types),
+        side=SideInputBuilder(model, chain, build_rotary(model, chain, device), attention_types, masked_types),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),
         num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.reads_text else 1),

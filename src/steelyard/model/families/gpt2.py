@@ -44,5 +44,6 @@ FAMILY = decoder(
     run={"embedding": _embed, "block": _block},
     rotary=None,
     ffn=_ffn,
+    attention_dropout={"attn_pdrop": 0.1},
     no_sp_embedding="learned positions are added to whole sequences",
 )

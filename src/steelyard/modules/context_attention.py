@@ -1,0 +1,227 @@
+"""Attention of unmodified `transformers` modules whose sequence is divided over ranks in head-tail order.
+
+It is an attention implementation of transformers like its own ``sdpa``, under the name `IMPLEMENTATION`, and the same
+to the bit but for the modules that `divide` has marked. A marked module is given query, key and value of this rank's
+tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks help each other is its method:
+
+| method  | forward                                                 | backward                                        |
+|---------|---------------------------------------------------------|-------------------------------------------------|
+| gather  | all-gather of K and V                                   | the same again, reduce-scatter of dK and dV     |
+| ulysses | all-to-all of Q, K and V to all tokens of a rank's      | the same all-to-alls of the gradients, in       |
+|         | heads; all-to-all of the output back                    | reverse                                         |
+
+What is named together goes in one collective. Gathered keys and values are not kept: what backward reads is of this
+rank's tokens. A layer that is computed again communicates again as in its forward pass. Gradients of keys and values
+are summed over ranks in the type of the keys.
+
+With gather a rank attends with two pieces of the sequence, each to its own causal prefix: equal work for all ranks.
+With ulysses the numbers of query and of key-value heads must be multiples of the degree. Neither drops entries. With a
+sliding window gather builds what each piece sees and reads no mask; ulysses reads the mask of the whole sequence.
+
+Source: Dubey et al. 2024, section 3.3.2 (gather); Jacobs et al. 2023 (ulysses). Not here: ring attention.
+
+Legend of shapes: B samples, S tokens, s tokens of this rank (S/c), P of one piece (S/2c), h query heads, g key-value
+heads, D head size, c ranks.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from steelyard.errors import InvalidModelError, InvalidPlanError
+from steelyard.modules.causal_kernels import Attended, Scores, attend, attend_backward
+from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, pieces_of, rank_order
+
+IMPLEMENTATION = "steelyard"
+_ATTRIBUTE = "context_division"
+_collective = torch.ops._c10d_functional
+
+
+class ContextMethod(StrEnum):
+    """How ranks that hold different tokens attend to each other's."""
+
+    GATHER = "gather"
+    ULYSSES = "ulysses"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextDivision:
+    """Over which ranks an attention module's sequence is divided, by which method, and the window it slides."""
+
+    mesh: DeviceMesh
+    method: ContextMethod
+    window: int | None
+
+
+def divide(attention: nn.Module, division: ContextDivision) -> None:
+    """Marks an attention module, in place."""
+    setattr(attention, _ATTRIBUTE, division)
+
+
+def reads_mask(block: nn.Module) -> bool:
+    """Whether the attention of a block needs the mask of the whole sequence, which grows with its square."""
+    divisions = (getattr(module, _ATTRIBUTE, None) for module in block.modules())
+    return not any(division is not None and division.method is ContextMethod.GATHER for division in divisions)
+
+
+def run_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The output [B, s, h, D] of attention [B, h or g, s, D], in the signature of attention functions of transformers.
+
+    Raises `InvalidModelError` where entries drop out, and `InvalidPlanError` where the heads cannot be divided.
+    """
+    division: ContextDivision | None = getattr(module, _ATTRIBUTE, None)
+    if division is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    if dropout:
+        raise InvalidModelError(
+            field="attention dropout",
+            found=f"{dropout} in a layer under cp",
+            expected="0: ranks that hold different tokens do not drop entries of attention alike",
+            hint="set the config's attention dropout to 0, or plan without cp",
+        )
+    if division.method is ContextMethod.GATHER:
+        scores = Scores(scale=scaling, window=division.window)
+        return _GatheredAttention.apply(query, key, value, division.mesh, scores), None
+    query, key, value = _heads_to_tokens(query, key, value, division.mesh)
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    return _tokens_to_heads(output, division.mesh), None
+
+
+# gather
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """Keeps query, output, and this rank's own keys and values; gathers those of the others in each direction."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        query_BhsD: Tensor,  # noqa: N803
+        key_BgsD: Tensor,  # noqa: N803
+        value_BgsD: Tensor,  # noqa: N803
+        mesh: DeviceMesh,
+        scores: Scores,
+    ) -> Tensor:
+        keys, values = _gather_keys(key_BgsD, value_BgsD, mesh)
+        done = [
+            attend(query, keys[:, :, :end], values[:, :, :end], scores)
+            for query, end in zip(query_BhsD.chunk(2, 2), _prefixes(keys, mesh), strict=True)
+        ]
+        output_BshD = torch.cat([each.output.transpose(1, 2) for each in done], 1)  # noqa: N806
+        ctx.save_for_backward(query_BhsD, key_BgsD, value_BgsD, output_BshD, *(each.log_sums for each in done))
+        ctx.mesh, ctx.scores = mesh, scores
+        return output_BshD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BshD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: N803
+        query_BhsD, key_BgsD, value_BgsD, output_BshD, *log_sums = ctx.saved_tensors  # noqa: N806
+        keys, values = _gather_keys(key_BgsD, value_BgsD, ctx.mesh)
+        of_pairs = key_BgsD.new_zeros(_pairs_shape(keys))
+        of_keys, of_values = _unpaired(of_pairs)
+        of_queries = []
+        ends = _prefixes(keys, ctx.mesh)
+        halves = (tensor.transpose(1, 2).chunk(2, 2) for tensor in (gradient_BshD.contiguous(), output_BshD))
+        for gradient, output, query, sums, end in zip(*halves, query_BhsD.chunk(2, 2), log_sums, ends, strict=True):
+            found, reach = attend_backward(
+                gradient, query, keys[:, :, :end], values[:, :, :end], Attended(output, sums), ctx.scores
+            )
+            of_queries.append(found.query)
+            of_keys[:, :, end - reach : end] += found.key
+            of_values[:, :, end - reach : end] += found.value
+        del keys, values
+        return torch.cat(of_queries, 2), *_scatter_sums(of_pairs, ctx.mesh), None, None
+
+
+def _prefixes(keys: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
+    """Where the causal prefixes of this rank's two pieces end."""
+    size = keys.size(2) // (2 * mesh.size())
+    first, second = pieces_of(mesh.get_local_rank(), mesh.size())
+    return (first + 1) * size, (second + 1) * size
+
+
+def _gather_keys(key_BgsD: Tensor, value_BgsD: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:  # noqa: N803
+    """Keys and values [B, g, S, D] of all ranks in natural order."""
+    pairs_Bs2gD = torch.stack([key_BgsD.transpose(1, 2), value_BgsD.transpose(1, 2)], 2)  # noqa: N806
+    pieces = pairs_Bs2gD.unflatten(1, (2, -1)).movedim(1, 0).contiguous()
+    group = mesh.get_group().group_name
+    gathered = _collective.wait_tensor(_collective.all_gather_into_tensor(pieces, mesh.size(), group))
+    in_rank_order = gathered.unbind()
+    pairs_BS2gD = torch.cat([in_rank_order[place] for place in natural_order(mesh.size())], 1)  # noqa: N806
+    return _unpaired(pairs_BS2gD)
+
+
+def _pairs_shape(keys_BgSD: Tensor) -> tuple[int, ...]:  # noqa: N803
+    """Shape [B, S, 2, g, D] of keys and values side by side."""
+    batch, heads, length, size = keys_BgSD.shape
+    return batch, length, 2, heads, size
+
+
+def _unpaired(pairs_BS2gD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
+    """Views [B, g, S, D] of keys and values side by side."""
+    key, value = pairs_BS2gD.transpose(1, 3).unbind(2)
+    return key, value
+
+
+def _scatter_sums(of_pairs_BS2gD: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:  # noqa: N803
+    """Of gradients of all keys and values the sums over ranks of this rank's own, [B, g, s, D] each."""
+    pieces = of_pairs_BS2gD.chunk(2 * mesh.size(), 1)
+    in_rank_order = torch.stack([pieces[place] for place in rank_order(mesh.size())])
+    group = mesh.get_group().group_name
+    scattered = _collective.reduce_scatter_tensor(in_rank_order, "sum", mesh.size(), group)
+    return _unpaired(torch.cat(_collective.wait_tensor(scattered).unbind(), 1))
+
+
+# ulysses
+
+
+def _heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens in natural order of this rank's heads, [B, h/c or g/c, S, D], of this rank's tokens of all heads."""
+    for tensor, name in ((query, "attention heads"), (key, "key-value heads")):
+        if tensor.size(1) % mesh.size():
+            raise InvalidPlanError(
+                field="cp method",
+                found=f"ulysses over {mesh.size()} ranks of {tensor.size(1)} {name}",
+                expected=f"a divisor of the {name} that a rank has",
+                hint="choose the method gather, or a smaller degree",
+            )
+    parts = [tensor.transpose(1, 2).unflatten(2, (mesh.size(), -1)) for tensor in (query, key, value)]
+    mine = _exchanged(torch.cat(parts, 3).movedim(2, 0), mesh)
+    whole = in_order(mine.transpose(0, 1).flatten(1, 2), natural_order(mesh.size()))
+    query, key, value = whole.transpose(1, 2).split([part.size(3) for part in parts], 1)
+    return query, key, value
+
+
+def _tokens_to_heads(output_BShD: Tensor, mesh: DeviceMesh) -> Tensor:  # noqa: N803
+    """This rank's tokens of all heads, [B, s, h, D], of all tokens in natural order of this rank's heads."""
+    ranked = in_order(output_BShD, rank_order(mesh.size()))
+    heads = _exchanged(ranked.unflatten(SEQUENCE_DIM, (mesh.size(), -1)).movedim(1, 0), mesh)
+    return heads.movedim(0, 2).flatten(2, 3)
+
+
+def _exchanged(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """From every rank what it holds for this one, [c, …], of what this one holds for each, [c, …]."""
+    equal = [1] * mesh.size()
+    received = _collective.all_to_all_single(tensor.contiguous(), equal, equal, mesh.get_group().group_name)
+    return _collective.wait_tensor(received)
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, run_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, sdpa_mask)
