@@ -125,7 +125,7 @@ def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] |
 
 def context_bytes(setting: Setting) -> int:
     """Bytes of the process and its communicators on a GPU; a CPU has none of its own."""
-    if setting.job.cluster.device.needs_profile:
+    if not setting.job.cluster.device.is_gpu:
         return 0
     return CUDA_CONTEXT_BYTES + (PIPELINE_CHANNEL_BYTES if setting.num_stages > 1 else 0)
 
@@ -137,7 +137,7 @@ def usable_bytes(job: Job) -> int:
 
 def slack_fraction(job: Job) -> float:
     """Reserved over allocated memory minus one, as measured on a GPU; the CPU's allocator keeps nothing."""
-    if job.cluster.device.needs_profile:
+    if not job.cluster.device.is_gpu:
         return 0.0
     measured = job.profile.reserved_over_allocated
     return job.execution.reserve if measured is None else measured - 1

@@ -341,13 +341,20 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
     reduction = input_bytes + made if strategy.fsdp == 1 else 0
     if strategy.fsdp > 1 and kind.role is not LayerRole.BLOCK:
-        scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
         gathers = copy and (kind.role is LayerRole.HEAD or setting.num_microbatches > 1)
-        reduction = input_bytes + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
+        reduction = input_bytes + gradients + MASTER_BYTES * params + (buffer if gathers else 0)
+        reduction += scratch_bytes(layer, strategy, setting)
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 
 def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
+def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """What a sharded layer's gradients are copied to once more while the backend reduces and scatters them."""
+    if strategy.fsdp == 1 or not setting.job.cluster.device.backend.copies_what_it_scatters:
+        return 0
+    return MASTER_BYTES * layer.num_params
+
+
     """The buffer of the reduction before, which FSDP holds until the next one.
 
     Behind a block there is a block or the head, whose own working set is the larger then: it is taken as large as this

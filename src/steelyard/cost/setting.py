@@ -60,7 +60,7 @@ class Job:
     @property
     def overlaps(self) -> bool:
         """Whether sharded-data communication runs beside compute: on GPUs it has streams of its own, on CPUs not."""
-        return self.execution.overlaps_data and not self.cluster.device.needs_profile
+        return self.execution.overlaps_data and self.cluster.device.is_gpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import copy_bytes, gradient_copies, held_bytes, keeps_copy, kept_gradient_bytes, layer_profile
+from steelyard.cost.layer import (
+    copy_bytes,
+    gradient_copies,
+    held_bytes,
+    keeps_copy,
+    kept_gradient_bytes,
+    layer_profile,
+    scratch_bytes,
+)
 from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
@@ -428,7 +436,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         kept_gradients=kept_gradient_bytes(layer, strategy),
         made_gradients=job.compute_bytes * layer.num_params * gradient_copies(kind, strategy),
         cut_gradients=job.compute_bytes * layer.num_params if gradient_copies(kind, strategy) > 1 else 0,
-        scratch=0 if job.overlaps or strategy.fsdp == 1 else MASTER_BYTES * layer.num_params,
+        scratch=scratch_bytes(layer, strategy, setting),
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),
