@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.cost.build import ALLOCATOR_SLACK
+from steelyard.cost.execution import StateBytes
 from steelyard.cost.predict import predict_memory
 from steelyard.validation.forecast import (
     COLUMNS,
@@ -78,7 +79,7 @@ def test_a_framework_steps_on_the_copies_that_its_code_makes(
 ) -> None:
     degrees = {"gpus": "8", "dp": "8", "tp": "1", "pp": "1", "mbs": "1", "gbs": "8", "dp_shard": ""}
     execution = case(source, **degrees, **cells).job.execution
-    assert execution.states is not None
+    assert isinstance(execution.states, StateBytes)
     assert execution.step_bytes(execution.states.parameters * 800, 8) == 800 * per_parameter
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from steelyard.cost.execution import StateBytes
 from steelyard.plan.strategy import Remat
 from steelyard.validation.jobs import Skipped, case_of
 from tests.validation.examples import case, outcomes, run_of, sample
@@ -49,7 +50,7 @@ def test_what_a_row_leaves_open_is_the_frameworks_default() -> None:
     assert not case(VTRAIN, **degrees).plan.strategies[1].sp
     for framework, stage in (("NeMo 25.02", 1), ("Megatron-LM", 0)):
         states = case(VTRAIN, framework=framework, zero_stage="", **degrees).job.execution.states
-        assert states is not None
+        assert isinstance(states, StateBytes)
         assert states.zero == stage
 
 

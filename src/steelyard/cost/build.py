@@ -74,7 +74,7 @@ def _waiting_reduction_bytes(strategy: Strategy, setting: Setting) -> int:
 
     As large as those of the largest block.
     """
-    if setting.num_chunks == 1 or strategy.fsdp == 1 or setting.job.execution.states is not None:
+    if setting.num_chunks == 1 or strategy.fsdp == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     blocks = [kind for kind in setting.job.chain.kinds if kind.role is LayerRole.BLOCK]
     profiles = [setting.job.profile.layer(kind.name, strategy.tp, strategy.sp) for kind in blocks]
@@ -117,7 +117,7 @@ def overhead_bytes(setting: Setting) -> int:
 
 def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] | None = None) -> int:
     """Positions, rotary embeddings and masks of all microbatches in flight on a stage of layers of these kinds."""
-    if setting.job.execution.states is not None:
+    if setting.job.execution.keeps_own_buffers:
         return 0
     order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
     return order.peak_bytes([side_bytes(kinds or set(setting.job.chain.kinds), setting)] * setting.num_chunks)

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import compute_time, launch_s, optimizer_s, work_s
-from steelyard.cost.execution import kept_state_bytes
+from steelyard.cost.execution import StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
@@ -229,8 +229,8 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
     distance = (setting.num_stages - 1) * setting.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
-    if alike or job.execution.states is not None:
-        shards = strategy.tp * (strategy.fsdp if job.execution.states is None else 1)
+    if alike or job.execution.keeps_own_buffers:
+        shards = job.execution.states.tied_shards(strategy)
         return _collective_s("all_reduce", matrix_bytes / shards, pair, job) if setting.num_stages > 1 else 0.0
     tensor, data = (level_group(strategy, setting, *kinds) for kinds in ({Parallelism.TP}, {Parallelism.FSDP}))
     count = SLICES_PER_TP_RANK * strategy.tp
@@ -274,8 +274,9 @@ def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job
 
 
 def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
-    if setting.job.execution.states is not None:
-        return kept_state_bytes(layer.num_params, strategy, setting.job.execution)
+    execution = setting.job.execution
+    if isinstance(execution.states, StateBytes):
+        return execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree)
     sharded = -(-layer.num_params // strategy.fsdp)
     static = {
         "parameters": MASTER_BYTES * sharded,
@@ -328,7 +329,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     a sharded block holds less than in its backward pass. As FSDP reduces the gradients of an embedding or a head,
     autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
     """
-    if setting.job.execution.states is not None:
+    if setting.job.execution.keeps_own_buffers:
         return _framework_transient_bytes(layer, strategy, samples)
     compute, params = setting.job.compute_bytes, layer.num_params
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
@@ -347,7 +348,6 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 
-def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
 def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """What a sharded layer's gradients are copied to once more while the backend reduces and scatters them."""
     if strategy.fsdp == 1 or not setting.job.cluster.device.backend.copies_what_it_scatters:
@@ -355,6 +355,7 @@ def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
     return MASTER_BYTES * layer.num_params
 
 
+def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
     """The buffer of the reduction before, which FSDP holds until the next one.
 
     Behind a block there is a block or the head, whose own working set is the larger then: it is taken as large as this
@@ -410,7 +411,7 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     step ends, since torch waits for the sends only then; see `steelyard.cost.predict` for what a stage has less.
     """
     count, stages = setting.num_microbatches, setting.num_stages
-    if stages == 1 or setting.job.execution.states is not None:
+    if stages == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     if setting.num_chunks > 1:
         return 4 * setting.num_chunks * count * setting.activation_bytes // setting.devices_per_stage

@@ -9,7 +9,7 @@ allocator holds in reserve is the same for all of them. A framework that is not 
 
 from dataclasses import dataclass, replace
 
-from steelyard.cost.execution import Execution, StateBytes
+from steelyard.cost.execution import FSDP2_STATES, Execution, StateBytes
 from steelyard.plan.strategy import Remat
 from steelyard.validation.rows import PublishedRun
 from steelyard.validation.shapes import Kernels
@@ -178,15 +178,15 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
     if (
-        execution.states is not None
+        execution.keeps_own_buffers
         and "interleaved" not in run.text("schedule").lower()
         and run.count("vpp") in (None, 1)
     ):
         execution = replace(execution, overlaps_transfers=False)
-    if execution.states is not None and zero < 3:
+    if isinstance(execution.states, StateBytes) and zero < 3:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
-        execution = replace(execution, states=None)
+        execution = replace(execution, states=FSDP2_STATES)
     if "fp8" in precision:
         execution = replace(execution, linear_speedup=2 * FP8_LINEAR_SPEEDUP)
     elif precision.startswith("fp16") or "v100" in run.text("gpu").lower():

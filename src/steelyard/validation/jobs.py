@@ -198,13 +198,13 @@ def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tup
     execution = framework.execution
     levels = []
     if degrees.dp > 1:
-        sharded = execution.states is None and zero >= 2
-        if execution.states is None and shards not in (None, 1, degrees.dp):
+        sharded = not execution.keeps_own_buffers and zero >= 2
+        if not execution.keeps_own_buffers and shards not in (None, 1, degrees.dp):
             raise _SkipError("hybrid sharded data parallel")
         levels.append(Level(kind=Parallelism.FSDP if sharded else Parallelism.DP, degree=degrees.dp))
     if degrees.tp > 1:
         levels.append(Level(kind=Parallelism.TP, degree=degrees.tp))
-    if execution.states is not None and shards not in (None, degrees.dp) and zero == 1:
+    if execution.keeps_own_buffers and shards not in (None, degrees.dp) and zero == 1:
         execution = replace(execution, shard_degree=shards)
     fsdp = any(level.kind is Parallelism.FSDP for level in levels)
     strategy = Strategy(
