@@ -90,7 +90,7 @@ def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
     degrees = {(strategy.tp, strategy.sp) for strategy in plan.strategies}
     held = all(profile.layer(kind.name, tp, sp) for kind in plan.chain().kinds for tp, sp in degrees)
     alike = (identity.seq_len, identity.precision) == (plan.seq_len, plan.precision)
-    return held and alike and (same_size or identity.method == "traced")
+    return held and alike and (same_size or not identity.is_measured)
 
 
 def _calibrate_by_record(job: Job, record: RunRecord, path: Path) -> Job:
