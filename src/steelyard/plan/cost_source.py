@@ -37,7 +37,7 @@ class CostSource(ProfileIdentity):
     time_factor: float = Field(default=1.0, gt=0)
     """What all times were multiplied by after a measured run; 1 where there was none."""
     rates: CatalogueRates | None = None
-    """Absent where no rate of the catalogue was used, and in plans that were written before it was said."""
+    """Absent where times were measured or the rates given, and in plans that were written before it was said."""
 
     @model_validator(mode="before")
     @classmethod
