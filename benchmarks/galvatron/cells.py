@@ -171,7 +171,7 @@ def least_layer_mb(point: Point, space: Space) -> list[float]:
     strategies = strategies_of(point, space)
     kinds = {layer.name: layer for layer in point.inputs.layers}
     least = {
-        name: min(layer_mb(point, layer, each) for each in strategies if each.tp in layer.act_mb)
+        name: min(layer_mb(point, layer, each) for each in strategies if each.tensor_degree in layer.act_mb)
         for name, layer in kinds.items()
     }
     return [least[layer.name] for layer in point.inputs.layers]

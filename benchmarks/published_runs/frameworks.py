@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels
-from steelyard.cost.execution import Execution, StateBytes
+from steelyard.cost.execution import FSDP2_STATES, Execution, StateBytes
 from steelyard.plan.strategy import Remat
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
@@ -178,15 +178,15 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
     if (
-        execution.states is not None
+        execution.keeps_own_buffers
         and "interleaved" not in run.text("schedule").lower()
         and run.count("vpp") in (None, 1)
     ):
         execution = replace(execution, overlaps_transfers=False)
-    if execution.states is not None and zero < 3:
+    if isinstance(execution.states, StateBytes) and zero < 3:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
-        execution = replace(execution, states=None)
+        execution = replace(execution, states=FSDP2_STATES)
     if "fp8" in precision:
         execution = replace(execution, linear_speedup=2 * FP8_LINEAR_SPEEDUP)
     elif precision.startswith("fp16") or "v100" in run.text("gpu").lower():

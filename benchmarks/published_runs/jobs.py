@@ -199,7 +199,7 @@ def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tup
     execution = framework.execution
     levels = []
     if degrees.dp > 1:
-        sharded = execution.states is None and zero >= 2
+        sharded = not execution.keeps_own_buffers and zero >= 2
         group = shards if sharded and shards not in (None, 1) else degrees.dp
         if degrees.dp % group:
             raise _SkipError(f"shard groups of {group} of {degrees.dp} data ranks")
@@ -208,7 +208,7 @@ def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tup
         levels.append(Level(kind=FSDP if sharded else DP, degree=group))
     if degrees.tp > 1:
         levels.append(Level(kind=TP, degree=degrees.tp))
-    if execution.states is not None and shards not in (None, degrees.dp) and zero == 1:
+    if execution.keeps_own_buffers and shards not in (None, degrees.dp) and zero == 1:
         execution = replace(execution, shard_degree=shards)
     fsdp = any(level.kind is FSDP for level in levels)
     has_sp = run.text("sp") == "True" if run.text("sp") else framework.default_sp

@@ -6,13 +6,29 @@ from typing import Any
 
 import pytest
 
+from steelyard.hardware import Backend
+from steelyard.plan.certificate import Certificate
+from steelyard.plan.cost_source import CostSource
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Prediction, StagePrediction
 from steelyard.report.check_table import CheckedRank, StageBudget, misfit_lines, rank_ranges
+from steelyard.runtime import dry_run
+from steelyard.runtime.attribution import Peak
+from steelyard.runtime.dry_run import RankMemory
 from tests.cli.conftest import Run, user_error
+from tests.plan.examples import COST_SOURCE
 from tests.runtime.models import CONFIGS, make_plan
 
 TERMS = {"parameters": 100, "activations": 300, "context": 200, "allocator slack": 60}
+
+
+OWN_GPUS = """
+version: 1
+num_nodes: 1
+devices_per_node: 4
+device: {name: mine, kind: gpu}
+intra_link: pcie-4
+"""
 
 
 @pytest.fixture
@@ -25,9 +41,10 @@ def plan_file(tmp_path: Path) -> Path:
         tokens_per_s_per_device=1.0,
         budget_bytes=2**30,
         stages=(predicted, predicted),
-        certificate="by hand",
+        certificate=Certificate(status="priced"),
         lower_bound_s=0.0,
-        profile={"method": "traced"},
+        profile=CostSource.model_validate(COST_SOURCE),
+        backend=Backend.GLOO,
     )
     path = tmp_path / "plan.json"
     write_plan(plan.model_copy(update={"prediction": prediction}), path)
@@ -66,6 +83,49 @@ def test_a_plan_that_does_not_fit_exits_1_and_names_the_rank_and_the_missing_byt
     assert result.exit_code == 1
     assert "does not fit: rank 0 of stage 0" in result.output
     assert "bytes) more than" in result.output
+
+
+def backend_of(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Backend:
+    """What a check lets its ranks communicate with; they are not run."""
+    seen: list[Backend] = []
+
+    def noted(_plan: Plan, ranks: list[int], *, backend: Backend, **_options: object) -> list[RankMemory]:
+        seen.append(backend)
+        peak = Peak(terms={"parameters": 1}, where="nowhere")
+        return [RankMemory(rank=rank, first_step=peak, later_steps=peak, wall_s=0.0) for rank in ranks]
+
+    monkeypatch.setattr(dry_run, "dry_run_all", noted)
+    result = run("check", *arguments)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_ranks_communicate_with_what_the_plan_says(
+    run: Run, monkeypatch: pytest.MonkeyPatch, plan_file: Path, backend: Backend
+) -> None:
+    plan = json.loads(plan_file.read_text())
+    plan["prediction"]["backend"] = backend
+    plan_file.write_text(json.dumps(plan))
+    assert backend_of(run, monkeypatch, plan_file) is backend
+
+
+@pytest.mark.parametrize(("cluster", "backend"), [("1x4xcpu", Backend.GLOO), ("1x4xh100-80gb", Backend.NCCL)])
+def test_ranks_of_a_plan_that_does_not_say_it_communicate_with_what_its_cluster_has(
+    run: Run, monkeypatch: pytest.MonkeyPatch, plan_file: Path, cluster: str, backend: Backend
+) -> None:
+    plan = json.loads(plan_file.read_text()) | {"cluster": cluster}
+    del plan["prediction"]["backend"]
+    plan_file.write_text(json.dumps(plan))
+    assert backend_of(run, monkeypatch, plan_file) is backend
+
+
+def test_ranks_of_gpus_of_which_only_a_profile_knows_the_rates_communicate_over_nccl(
+    run: Run, monkeypatch: pytest.MonkeyPatch, plan_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_text(OWN_GPUS)
+    options = ("--cluster", tmp_path / "own.yaml", "--memory", "16GiB")
+    assert backend_of(run, monkeypatch, plan_file, *options) is Backend.NCCL
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     plan = read_plan(tmp_path / "plan.json")
     record = parse_file(tmp_path / "record.json", RunRecord, UserError, what="record")
     assert plan.prediction is not None
-    assert plan.prediction.profile["method"] == "measured"
+    assert plan.prediction.profile.is_measured
     assert tuple(str(strategy) for strategy in plan.strategies) == record.strategies
     assert len(set(plan.strategies)) >= 2, "one strategy everywhere"
     assert record.steps[-1].loss < record.steps[0].loss

@@ -12,6 +12,7 @@ from steelyard.plan.file import write_plan
 from tests.cli.conftest import Run, user_error
 from tests.export.examples import mixed, read, uniform
 from tests.export.examples import run as layers
+from tests.plan.examples import COST_SOURCE
 
 LAST = 9
 """The head of llama-demo, which is small enough to trace in a test."""
@@ -109,9 +110,9 @@ def test_a_mix_from_a_measured_profile_needs_that_profile(run: Run, folder: Path
         "tokens_per_s_per_device": 1.0,
         "budget_bytes": 10**9,
         "stages": [{"time_s": {"compute": 1.0}, "memory_bytes": {"parameters": 1}}],
-        "certificate": "x",
+        "certificate": {"status": "priced"},
         "lower_bound_s": 0.0,
-        "profile": {"method": "measured"},
+        "profile": COST_SOURCE,
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert user_error(run("export", tmp_path / "plan.json", "--to", "deepspeed")).field == "--profile"

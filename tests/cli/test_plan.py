@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.plan.certificate import Certificate
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import peak_bytes
 from tests.cli.conftest import Run, user_error
@@ -136,7 +137,7 @@ def test_explain_prices_a_plan_written_by_hand(run: Run, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     prediction = read_plan(tmp_path / "priced.json").prediction
     assert prediction is not None
-    assert prediction.certificate == "priced as given, not searched"
+    assert prediction.certificate == Certificate(status="priced")
 
 
 @pytest.mark.slow

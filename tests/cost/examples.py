@@ -3,7 +3,7 @@
 from typing import Any
 
 from steelyard.cost.setting import Job, Setting
-from steelyard.hardware import Cluster, parse_cluster
+from steelyard.hardware import Backend, Cluster, parse_cluster
 from steelyard.hardware.values import Device, Link
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -52,6 +52,8 @@ def cluster(
     """Round numbers: 100 TFLOP/s, 1 TB/s of memory."""
     device = Device(
         name="round",
+        kind="gpu",
+        backend=Backend.NCCL,
         memory_bytes=80 * 2**30,
         peak_flop_per_s={"bf16": 100e12, "fp32": 10e12},
         memory_bytes_per_s=1e12,

@@ -370,6 +370,29 @@ def test_slurm_gets_nodes_and_devices() -> None:
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(options)
 
 
+OWN_DEVICE = """
+version: 1
+num_nodes: 1
+devices_per_node: 4
+device: {name: mine, kind: KIND, memory_GiB: 16}
+intra_link: pcie-4
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"), [("gpu", {"limits": {"nvidia.com/gpu": 4}}), ("cpu", {"requests": {"cpu": 4}})]
+)
+def test_a_scheduler_is_asked_for_gpus_whether_or_not_their_rates_are_known(
+    tmp_path: Path, kind: str, asked: dict[str, Any]
+) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN_DEVICE.replace("KIND", kind))
+    plan = uniform("fsdp4", devices=4, cluster=str(path))
+    assert ("--gpus-per-node=4" in text_of(plan, "slurm", ".sbatch")) is (kind == "gpu")
+    container = kubeflow(plan)[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    assert container["resources"] == asked
+
+
 def test_slurm_reads_its_options_before_the_first_command() -> None:
     lines = text_of(FSDP, "slurm", ".sbatch").splitlines()
     first_command = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))

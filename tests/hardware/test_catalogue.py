@@ -20,7 +20,7 @@ def names(file: str, key: str) -> list[str]:
 
 DEVICE_NAMES = names("devices.yaml", "devices")
 LINK_NAMES = names("links.yaml", "links")
-GPUS = [device for device in devices() if not device.needs_profile]
+GPUS = [device for device in devices() if device.is_gpu]
 
 
 @pytest.mark.parametrize("name", DEVICE_NAMES)
@@ -46,6 +46,11 @@ def test_listings_hold_every_row_once():
 @pytest.mark.parametrize("value", [*devices(), *links()], ids=lambda value: value.name)
 def test_every_row_states_a_public_source_unless_only_a_profile_can_tell(value):
     assert value.source.startswith("none" if value.needs_profile else "https://")
+
+
+@pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)
+def test_every_device_is_a_gpu_over_nccl_but_the_processes_of_a_host(device):
+    assert (device.kind, device.backend) == (("cpu", "gloo") if device.name == "cpu" else ("gpu", "nccl"))
 
 
 @pytest.mark.parametrize(

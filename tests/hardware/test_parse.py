@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import cluster_from_yaml, find_device, find_link, parse_cluster
+from steelyard.hardware import Backend, cluster_from_yaml, find_device, find_link, parse_cluster
 
 FILE = {"version": 1, "num_nodes": 2, "devices_per_node": 8, "device": "a100-80gb"}
 OWN_DEVICE = {
     "name": "mine",
+    "kind": "gpu",
     "memory_GiB": 10,
     "peak_TFLOPs": {"bf16": 100, "fp32": 10},
     "memory_bandwidth_GBps": 500,
@@ -109,6 +110,33 @@ def test_a_cpu_cluster_file_states_the_memory_of_a_process():
     assert cluster.device.needs_profile
 
 
+def own_device(**changes):
+    device = {key: value for key, value in (OWN_DEVICE | changes).items() if value is not None}
+    return read(device=device, intra_link="pcie-4", inter_link="ethernet-25").device
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("gpu", "nccl"), ("cpu", "gloo")])
+def test_an_own_device_has_the_usual_backend_of_its_kind(kind, backend):
+    device = own_device(kind=kind)
+    assert (device.kind, device.backend, device.is_gpu) == (kind, backend, kind == "gpu")
+
+
+def test_an_own_gpu_may_communicate_over_gloo():
+    assert own_device(backend="gloo").backend is Backend.GLOO
+
+
+@pytest.mark.parametrize(("name", "kind", "backend"), [("cpu", "cpu", "gloo"), ("H100-80GB", "gpu", "nccl")])
+def test_an_own_device_of_a_catalogue_name_is_of_that_kind(name, kind, backend):
+    device = own_device(name=name, kind=None)
+    assert (device.kind, device.backend) == (kind, backend)
+
+
+def test_a_gpu_of_which_only_a_profile_knows_the_rates_is_a_gpu():
+    device = own_device(peak_TFLOPs=None, memory_bandwidth_GBps=None)
+    assert device.needs_profile
+    assert device.is_gpu
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -134,6 +162,10 @@ def test_a_cpu_cluster_file_states_the_memory_of_a_process():
         ({"device": OWN_DEVICE}, "intra_link"),
         ({"device": OWN_DEVICE, "intra_link": "pcie-4"}, "inter_link"),
         ({"device": 5}, "device"),
+        ({"device": {"name": "mine", "memory_GiB": 10}}, r"device\.kind: found nothing(.|\n)*gpu or cpu"),
+        ({"device": {**OWN_DEVICE, "kind": "tpu"}}, r"device\.kind: found 'tpu'(.|\n)*'gpu' or 'cpu'"),
+        ({"device": {**OWN_DEVICE, "backend": "mpi"}}, r"device\.backend: found 'mpi'(.|\n)*'nccl' or 'gloo'"),
+        ({"device": {**OWN_DEVICE, "kind": "cpu", "backend": "nccl"}, "intra_link": "pcie-4"}, "nccl for a cpu"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(changes, message):

@@ -7,11 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import Cluster, Device, Link
+from steelyard.hardware import Backend, Cluster, Device, Link
 
 FAST = Link(name="fast", bytes_per_s=100e9, latency_s=1e-6, source="test")
 SLOW = Link(name="slow", bytes_per_s=10e9, latency_s=1e-5, source="test")
-DEVICE = Device(name="toy", memory_bytes=2**30, peak_flop_per_s={"bf16": 1e12}, memory_bytes_per_s=1e11, source="test")
+DEVICE = Device(
+    name="toy",
+    kind="gpu",
+    backend=Backend.NCCL,
+    memory_bytes=2**30,
+    peak_flop_per_s={"bf16": 1e12},
+    memory_bytes_per_s=1e11,
+    source="test",
+)
 
 
 def cluster(num_nodes: int, devices_per_node: int) -> Cluster:

@@ -18,6 +18,19 @@ CONFIG = {
     "max_position_embeddings": 128,
     "sliding_window": None,
 }
+COST_SOURCE = {
+    "method": "measured",
+    "model_name": "tiny",
+    "config_hash": "0",
+    "seq_len": 64,
+    "precision": "fp32",
+    "device": "cpu",
+    "device_kind": "cpu",
+    "num_devices": 4,
+    "torch": "0",
+    "transformers": "0",
+    "created": "2026-01-01",
+}
 PREDICTION = {
     "step_time_s": 1.5,
     "tokens_per_s_per_device": 100.0,
@@ -27,9 +40,10 @@ PREDICTION = {
         {"time_s": {"compute": 0.25}, "memory_bytes": {"parameters": 10, "activations": 20}},
         {"time_s": {"compute": 0.5, "tp": 0.125}, "memory_bytes": {"parameters": 30}},
     ],
-    "certificate": "optimal for the cost tables",
+    "certificate": {"status": "optimal", "gap": 0.0},
     "lower_bound_s": 1.5,
-    "profile": {"method": "measured"},
+    "profile": COST_SOURCE,
+    "backend": "gloo",
     "alternatives": [{"description": "dp4", "reason": "does not fit"}],
 }
 CONTENT: dict[str, Any] = {

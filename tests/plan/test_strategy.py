@@ -76,7 +76,7 @@ def test_degrees_multiply_to_the_devices(strategy):
 
 @given(every_strategy)
 def test_one_of_dp_and_fsdp_is_unused(strategy):
-    assert strategy.data_degree == max(strategy.dp, strategy.degree(FSDP))
+    assert strategy.data_degree == max(strategy.degree(DP), strategy.degree(FSDP))
 
 
 @given(st.integers(1, 100_000))

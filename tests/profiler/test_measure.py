@@ -48,7 +48,7 @@ def test_what_a_step_takes_beside_its_layers_is_positive(profile):
 
 def test_the_identity_says_where_it_was_measured(profile):
     identity = profile.identity
-    assert (identity.method, identity.num_devices) == ("measured", 2)
+    assert (identity.method, identity.device_kind, identity.num_devices) == ("measured", "cpu", 2)
     assert identity.config_hash == tiny_chain().config_hash
 
 

@@ -87,3 +87,18 @@ def test_profiles_of_different_things_are_not_merged(field):
     other = {"model_name": "x", "config_hash": "x", "seq_len": 99, "torch": "x", "precision": "bf16"}[field]
     with pytest.raises(InvalidProfileError, match=f"identity.{field}"):
         merge_profiles(profile(empty_layer("block")), profile(empty_layer("block"), **{field: other}))
+
+
+@pytest.mark.parametrize("earlier", [None, "cpu"])
+def test_a_profile_that_never_said_its_kind_of_device_is_merged(earlier):
+    merged = merge_profiles(
+        profile(empty_layer("block"), device_kind=earlier), profile(empty_layer("block"), device_kind="cpu")
+    )
+    assert merged.identity.device_kind == "cpu"
+
+
+def test_profiles_of_unlike_kinds_of_device_are_not_merged():
+    with pytest.raises(InvalidProfileError, match=r"identity\.device_kind"):
+        merge_profiles(
+            profile(empty_layer("block"), device_kind="gpu"), profile(empty_layer("block"), device_kind="cpu")
+        )

@@ -223,9 +223,10 @@ def test_a_profile_written_and_read_is_the_same(tmp_path):
     assert parse_file(path, Profile, InvalidProfileError, what="profile") == profile
 
 
-def test_the_identity_is_shown_as_texts():
-    summary = read(PROFILE).identity.summary()
-    assert summary == {key: str(value) for key, value in PROFILE["identity"].items()} | {"driver": "none"}
+@pytest.mark.parametrize(("method", "is_measured"), [("measured", True), ("traced", False)])
+def test_an_identity_says_whether_seconds_were_measured(method, is_measured):
+    identity = read(PROFILE).identity.model_copy(update={"method": method})
+    assert identity.is_measured is is_measured
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.progress import Step, check_tensorboard, model_flop_utilisation, reported, step_metrics
 from steelyard.runtime.stage_clock import StageClock
+from tests.plan.examples import COST_SOURCE
 from tests.runtime.models import make_plan
 
 
@@ -25,9 +26,9 @@ def plan_with(mfu: float | None) -> Plan:
         "mfu": mfu,
         "budget_bytes": 10,
         "stages": [{"time_s": {"compute": 2.0}, "memory_bytes": {"parameters": 1}}],
-        "certificate": "optimal",
+        "certificate": {"status": "optimal", "gap": 0.0},
         "lower_bound_s": 2.0,
-        "profile": {},
+        "profile": COST_SOURCE,
     }
     return Plan.model_validate({**plan.model_dump(mode="json"), "prediction": prediction})
 

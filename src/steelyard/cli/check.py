@@ -10,6 +10,7 @@ from rich.console import Console
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict_memory
+from steelyard.hardware import Backend, parse_cluster
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import make_job
@@ -34,7 +35,7 @@ def check(
 ) -> None:
     """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
     plan = read_plan(path)
-    budgets = _stage_budgets(plan, cluster, memory, profile)
+    budgets, backend = _expected(plan, cluster, memory, profile)
     from steelyard.runtime.distinct_ranks import distinct_ranks
     from steelyard.runtime.dry_run import dry_run_all
 
@@ -44,7 +45,7 @@ def check(
             dry_run_all(
                 plan,
                 [group.rank for group in groups],
-                backend="gloo" if budgets[0].is_host else "nccl",
+                backend=backend,
                 num_processes=processes or os.cpu_count() or 1,
                 every_microbatch=every_microbatch,
             )
@@ -73,14 +74,21 @@ def check(
         raise typer.Exit(1)
 
 
-def _stage_budgets(plan: Plan, cluster: str | None, memory: str | None, profile: str | None) -> list[StageBudget]:
-    """The prediction and the budget of each stage: those in the plan, or new ones where the plan has none."""
+def _expected(
+    plan: Plan, cluster: str | None, memory: str | None, profile: str | None
+) -> tuple[list[StageBudget], Backend]:
+    """The prediction and the budget of each stage, and the backend: those in the plan, or new ones where it has none.
+
+    The backend of a plan that does not say it is that of its cluster. Raises `InvalidClusterError` for an unknown one.
+    """
     prediction = plan.prediction
     if prediction is not None and not (cluster or memory or profile):
-        return [
+        backend = prediction.backend or parse_cluster(plan.cluster).device.backend
+        budgets = [
             StageBudget(predicted=stage.memory_bytes, budget_bytes=prediction.budget_bytes)
             for stage in prediction.stages
         ]
+        return budgets, backend
     job = make_job(
         plan.chain().config,
         cluster or plan.cluster,
@@ -90,7 +98,8 @@ def _stage_budgets(plan: Plan, cluster: str | None, memory: str | None, profile:
         memory=memory,
         profile=profile,
     )
-    return [StageBudget(predicted=terms, budget_bytes=job.budget_bytes) for terms in predict_memory(plan, job)]
+    budgets = [StageBudget(predicted=terms, budget_bytes=job.budget_bytes) for terms in predict_memory(plan, job)]
+    return budgets, job.cluster.device.backend
 
 
 def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:

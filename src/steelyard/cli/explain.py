@@ -73,7 +73,7 @@ def _insist(job: Job, asked: str) -> WhyNot:
 
 def _why_not_searched(plan: Plan) -> str | None:
     """Why the rivals of a plan cannot be searched from its file alone; None where they can."""
-    if plan.prediction is not None and plan.prediction.profile.get("method") == "measured":
+    if plan.prediction is not None and plan.prediction.profile.is_measured:
         return (
             "the plan was made from a measured profile. Its rivals, and what memory is worth, need that profile: "
             "add --profile profile.json"

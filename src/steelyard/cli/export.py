@@ -67,7 +67,7 @@ def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | No
     """The best plan within the target's means; the plan itself, unpriced, where it is within them."""
     if not beyond(plan, target.means):
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None)
-    if plan.prediction is not None and plan.prediction.profile.get("method") == "measured" and profile is None:
+    if plan.prediction is not None and plan.prediction.profile.is_measured and profile is None:
         raise UserError(
             field="--profile",
             found=f"nothing, for a plan made from a measured profile that {target.name} cannot express as it is",

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.cost.efficiency import catalogue_rates
 from steelyard.hardware import devices as known_devices
 from steelyard.hardware import links as known_links
 from steelyard.model.read import load_model, model_names
@@ -50,15 +51,25 @@ def devices(as_json: AsJson = False) -> None:
             [
                 {
                     "name": d.name,
+                    "kind": d.kind,
+                    "backend": d.backend,
                     "memory_bytes": d.memory_bytes,
                     "peak_flop_per_s": dict(d.peak_flop_per_s),
+                    "rates": None if d.needs_profile else catalogue_rates(d.name).model_dump(mode="json"),
                     "source": d.source,
                 }
                 for d in known
             ]
         )
         return
-    table = Table("device", "memory", "bf16 or fp16 TFLOP/s", Column("source", overflow="fold"), header_style="bold")
+    table = Table(
+        "device",
+        "memory",
+        "bf16 or fp16 TFLOP/s",
+        "part reached",
+        Column("source", overflow="fold"),
+        header_style="bold",
+    )
     for device in known:
         peaks = device.peak_flop_per_s
         peak = peaks.get("bf16", peaks.get("fp16"))
@@ -66,6 +77,7 @@ def devices(as_json: AsJson = False) -> None:
             device.name,
             "–" if device.memory_bytes is None else format_bytes(device.memory_bytes),
             "measured by profile" if peak is None else f"{peak / TERA:.0f}",
+            "–" if device.needs_profile else catalogue_rates(device.name).brief,
             device.source,
         )
     Console().print(table)

@@ -100,7 +100,7 @@ def _short(value: object) -> str:
 
 def _why_only_the_file(plan: Plan) -> str | None:
     """Why the page shows only what the plan file holds; None where costs can be found again."""
-    if plan.prediction is not None and plan.prediction.profile.get("method") == "measured":
+    if plan.prediction is not None and plan.prediction.profile.is_measured:
         return (
             "The plan was made from a measured profile. The schedule, the frontier and the rivals need that profile: "
             "add --profile profile.json."

@@ -71,7 +71,7 @@ def _waiting_reduction_bytes(strategy: Strategy, setting: Setting) -> int:
 
     As large as those of the largest block.
     """
-    if setting.num_chunks == 1 or strategy.state_shards == 1 or setting.job.execution.states is not None:
+    if setting.num_chunks == 1 or strategy.state_shards == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     blocks = [kind for kind in setting.job.chain.kinds if kind.role is LayerRole.BLOCK]
     profiles = [setting.job.profile.layer(kind.name, strategy.shape) for kind in blocks]
@@ -114,7 +114,7 @@ def overhead_bytes(setting: Setting) -> int:
 
 def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] | None = None) -> int:
     """Positions, rotary embeddings and masks of all microbatches in flight on a stage of layers of these kinds."""
-    if setting.job.execution.states is not None:
+    if setting.job.execution.keeps_own_buffers:
         return 0
     order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
     return order.peak_bytes([side_bytes(kinds or set(setting.job.chain.kinds), setting)] * setting.num_chunks)
@@ -122,7 +122,7 @@ def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] |
 
 def context_bytes(setting: Setting) -> int:
     """Bytes of the process and its communicators on a GPU; a CPU has none of its own."""
-    if setting.job.cluster.device.needs_profile:
+    if not setting.job.cluster.device.is_gpu:
         return 0
     return CUDA_CONTEXT_BYTES + (PIPELINE_CHANNEL_BYTES if setting.num_stages > 1 else 0)
 
@@ -134,7 +134,7 @@ def usable_bytes(job: Job) -> int:
 
 def slack_fraction(job: Job) -> float:
     """Reserved over allocated memory minus one, as measured on a GPU; the CPU's allocator keeps nothing."""
-    if job.cluster.device.needs_profile:
+    if not job.cluster.device.is_gpu:
         return 0.0
     measured = job.profile.reserved_over_allocated
     return job.execution.reserve if measured is None else measured - 1

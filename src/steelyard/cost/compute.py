@@ -76,7 +76,7 @@ def optimizer_s(num_params: float, job: Job) -> float:
 
 def step_overhead_s(job: Job) -> float:
     """Seconds of a step that no layer accounts for: measured, or what the device's calibration says."""
-    if job.cluster.device.needs_profile or job.profile.identity.method == "measured":
+    if job.cluster.device.needs_profile or job.profile.identity.is_measured:
         return job.profile.step_overhead_s * job.time_factor
     fixed = job.efficiency.step_s + job.efficiency.step_per_node_s * job.cluster.num_nodes
     return fixed * job.time_factor

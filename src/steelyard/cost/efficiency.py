@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.errors import InvalidProfileError
+from steelyard.plan.cost_source import CatalogueRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +60,17 @@ class Efficiency:
     """Once a step for each node: what all ranks do together, one after another."""
 
 
+STAND_IN = "other"
+"""The generation whose rates are assumed for devices that no other generation names, and the network likewise."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class _Row(_Part):
     devices: tuple[str, ...]
-    """Beginnings of the names of the catalogue's devices."""
+    """Names of the catalogue's devices, or what stands before a hyphen in them."""
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
     assumed: bool = False
@@ -101,17 +106,15 @@ class _EfficiencyFile(_Part):
 def efficiency_of(device_name: str, network: str) -> Efficiency:
     """The efficiency of a device and of the link between nodes, by their names.
 
-    That of its generation or network, or of ``other`` for one that none names.
+    That of its generation or network. For a device of no known generation the rates of `STAND_IN` are assumed, which
+    `catalogue_rates` says.
     """
     file = _file()
     reached = next(
         (row for row in file.networks.values() if any(word in network.lower() for word in row.links)),
-        file.networks["other"],
+        file.networks[STAND_IN],
     )
-    row = next(
-        (row for row in file.generations.values() if device_name.lower().startswith(row.devices)),
-        file.generations["other"],
-    )
+    row = file.generations[_generation(device_name)]
     return Efficiency(
         matmul=row.matmul,
         attention=row.attention,
@@ -133,12 +136,29 @@ def efficiency_of(device_name: str, network: str) -> Efficiency:
     )
 
 
+def catalogue_rates(device_name: str) -> CatalogueRates:
+    """Which generation's rates `efficiency_of` takes for a device, and whether they are fitted or assumed."""
+    name = _generation(device_name)
+    return CatalogueRates(generation=name, is_assumed=_file().generations[name].assumed, is_stand_in=name == STAND_IN)
+
+
+def _generation(device_name: str) -> str:
+    """The name of the generation of a device, or `STAND_IN` where none names it."""
+    name = device_name.lower()
+    found = (
+        generation
+        for generation, row in _file().generations.items()
+        if any(name == device or name.startswith(f"{device}-") for device in row.devices)
+    )
+    return next(found, STAND_IN)
+
+
 @cache
 def _file() -> _EfficiencyFile:
     text = resources.files("steelyard.cost").joinpath("efficiency.yaml").read_text(encoding="utf-8")
     file = _EfficiencyFile.model_validate(yaml.safe_load(text))
-    if "other" not in file.generations or "other" not in file.networks:
+    if STAND_IN not in file.generations or STAND_IN not in file.networks:
         raise InvalidProfileError(
-            field="efficiency.yaml", found="no row named other", expected="one in generations and one in networks"
+            field="efficiency.yaml", found=f"no row named {STAND_IN}", expected="one in generations and one in networks"
         )
     return file

@@ -6,22 +6,67 @@ which were read in code or papers and which were chosen on those runs.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, final
 
 from steelyard.plan.strategy import Strategy
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes per parameter that a rank keeps between steps, and from which ZeRO stage on each part is sharded.
+    """States in buffers of the framework's own: the bytes per parameter that a rank keeps of each between steps.
 
-    ``zero`` is 0 (nothing sharded), 1 (optimizer), 2 (and gradients) or 3 (and parameters).
+    ``zero`` says which are sharded: 0 (none), 1 (optimizer), 2 (and gradients) or 3 (and parameters).
     """
 
     parameters: int
     gradients: int
     optimizer: int
     zero: int
+
+    kept_apart: ClassVar[tuple[str, ...]] = ("context", "parameters", "gradients", "optimizer", "optimizer step")
+    """Terms of memory that no allocator holds more for than they are."""
+
+    def optimizer_shards(self, data_degree: int, shard_degree: int | None) -> int:
+        """Ranks over which the optimizer states of a replicated layer are divided."""
+        return 1 if self.zero == 0 else min(shard_degree or data_degree, data_degree)
+
+    def tied_shards(self, strategy: Strategy) -> int:
+        """Ranks over which a tied matrix is divided where stages exchange its gradients."""
+        return strategy.tensor_degree
+
+    def kept_bytes(self, num_params: int, strategy: Strategy, shard_degree: int | None) -> dict[str, int]:
+        """Bytes of a layer's states on one rank."""
+        replicas = strategy.replicas
+        shards = strategy.state_shards if strategy.state_shards > 1 else min(shard_degree or replicas, replicas)
+        parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
+        first_sharded = {"parameters": 3, "gradients": 2, "optimizer": 1}
+        return {
+            name: -(-num_params * each // (shards if self.zero >= first_sharded[name] else 1))
+            for name, each in parts.items()
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fsdp2States:
+    """States as PyTorch's FSDP2 and optimizers keep them in the allocator's memory, as the runtime uses them.
+
+    What they take follows from FSDP2's own order of work: `steelyard.cost.layer` and `steelyard.cost.stage_memory`.
+    """
+
+    kept_apart: ClassVar[tuple[str, ...]] = ()
+
+    def optimizer_shards(self, _data_degree: int, _shard_degree: int | None) -> int:
+        """Optimizer states of a replicated layer are replicated as it is."""
+        return 1
+
+    def tied_shards(self, strategy: Strategy) -> int:
+        """Ranks over which a tied matrix is divided where stages exchange its gradients."""
+        return strategy.tensor_degree * strategy.state_shards
+
+
+FSDP2_STATES = Fsdp2States()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +77,8 @@ class Execution:
     """Type that matmuls compute in where it is not the job's precision (fp16, fp8)."""
     linear_speedup: float = 1.0
     """How much faster linear layers run than at ``matmul_dtype``'s reached rate (fp8 beside bf16 attention)."""
-    states: StateBytes | None = None
-    """States kept in buffers of the framework's own; None for FSDP2 as the runtime uses it."""
+    states: StateBytes | Fsdp2States = FSDP2_STATES
+    """Who keeps parameters, gradients and optimizer states between steps."""
     reduce_bytes: int = 4
     """Bytes per parameter that gradients are reduced in."""
     accumulates_apart: bool = False
@@ -75,15 +120,18 @@ class Execution:
     remat_fraction: float = 1.0
     """Part of what remat repeats in a layer that is really repeated: less than 1 where only every n-th layer is."""
 
+    @property
+    def keeps_own_buffers(self) -> bool:
+        """Whether states, and what stages exchange, lie in buffers of the framework instead of torch's."""
+        return isinstance(self.states, StateBytes)
+
     def optimizer_shards(self, data_degree: int) -> int:
         """Ranks over which the optimizer states of a replicated layer are divided."""
-        if self.states is None or self.states.zero == 0:
-            return 1
-        return min(self.shard_degree or data_degree, data_degree)
+        return self.states.optimizer_shards(data_degree, self.shard_degree)
 
     def step_bytes(self, parameter_bytes: int, data_degree: int) -> int:
         """Bytes that a rank takes while the optimizer steps, when no activations are left, and gives back after."""
-        if self.states is None:
+        if not isinstance(self.states, StateBytes):
             return 0
         num_params, shards = parameter_bytes // self.states.parameters, self.optimizer_shards(data_degree)
         gathered = self.gathered_bytes * (num_params + num_params // shards) if shards > 1 else 0
@@ -91,17 +139,3 @@ class Execution:
 
 
 OURS = Execution()
-
-
-def kept_state_bytes(num_params: int, strategy: Strategy, execution: Execution) -> dict[str, int]:
-    """Bytes of a layer's states on one rank in a framework that has buffers of its own for each of them."""
-    states = execution.states
-    assert states is not None, "only frameworks with states of their own are asked"
-    replicas = strategy.replicas
-    shards = strategy.state_shards if strategy.state_shards > 1 else min(execution.shard_degree or replicas, replicas)
-    parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
-    first_sharded = {"parameters": 3, "gradients": 2, "optimizer": 1}
-    return {
-        name: -(-num_params * each // (shards if states.zero >= first_sharded[name] else 1))
-        for name, each in parts.items()
-    }

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import compute_time, launch_s, optimizer_s, work_s
-from steelyard.cost.execution import kept_state_bytes
+from steelyard.cost.execution import StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
@@ -217,8 +217,8 @@ def _microbatch_time(
         kind = level.kind
         if kind.states is States.SHARDED:
             hooks_s = setting.job.profile.sharding_s(strategy.state_shards) / 2
-            for phase, terms in (("forward", forward), ("backward", backward)):
-                terms[kind.name] = hooks_s + _beside(sum(terms.values()), sent.beside_s(kind, phase), setting)
+            forward[kind.name] = hooks_s + _beside(sum(forward.values()), sent.beside_s(kind, "forward"), setting)
+            backward[kind.name] = hooks_s + _beside(sum(backward.values()), sent.beside_s(kind, "backward"), setting)
     return forward, backward
 
 
@@ -354,8 +354,8 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
     distance = (setting.num_stages - 1) * setting.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
-    if alike or job.execution.states is not None:
-        shards = strategy.tensor_degree * (strategy.state_shards if job.execution.states is None else 1)
+    if alike or job.execution.keeps_own_buffers:
+        shards = job.execution.states.tied_shards(strategy)
         return _collective_s("all_reduce", matrix_bytes / shards, pair, job) if setting.num_stages > 1 else 0.0
     dividing = tuple(level for level in strategy.levels if level.kind.divides is Divides.TENSORS)
     tensor, data = (levels_group(strategy, each, setting) for each in (dividing, shard_levels(strategy.levels)))
@@ -378,8 +378,9 @@ def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job
 
 
 def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
-    if setting.job.execution.states is not None:
-        return kept_state_bytes(layer.num_params, strategy, setting.job.execution)
+    execution = setting.job.execution
+    if isinstance(execution.states, StateBytes):
+        return execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree)
     sharded = sharded_params(layer, strategy)
     static = {
         "parameters": MASTER_BYTES * sharded,
@@ -432,7 +433,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     a sharded block holds less than in its backward pass. As FSDP reduces the gradients of an embedding or a head,
     autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
     """
-    if setting.job.execution.states is not None:
+    if setting.job.execution.keeps_own_buffers:
         return _framework_transient_bytes(layer, strategy, samples)
     compute, params = setting.job.compute_bytes, held_params(layer, strategy)
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
@@ -445,10 +446,17 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
     reduction = input_bytes + made if strategy.state_shards == 1 else 0
     if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
-        scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
         gathers = copy and (kind.role is LayerRole.HEAD or setting.num_microbatches > 1)
-        reduction = input_bytes + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
+        reduction = input_bytes + gradients + MASTER_BYTES * params + (buffer if gathers else 0)
+        reduction += scratch_bytes(layer, strategy, setting)
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
+
+
+def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """What a sharded layer's gradients are copied to once more while the backend reduces and scatters them."""
+    if strategy.state_shards == 1 or not setting.job.cluster.device.backend.copies_what_it_scatters:
+        return 0
+    return MASTER_BYTES * held_params(layer, strategy)
 
 
 def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
@@ -507,7 +515,7 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     step ends, since torch waits for the sends only then; see `steelyard.cost.predict` for what a stage has less.
     """
     count, stages = setting.num_microbatches, setting.num_stages
-    if stages == 1 or setting.job.execution.states is not None:
+    if stages == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     if setting.num_chunks > 1:
         return 4 * setting.num_chunks * count * setting.activation_bytes // setting.devices_per_stage

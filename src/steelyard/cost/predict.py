@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from steelyard.cost.build import context_bytes, shared_input_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
+from steelyard.cost.execution import StateBytes
 from steelyard.cost.layer import (
     LayerBytes,
     LayerCost,
@@ -190,7 +191,7 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     The smaller of two bounds: that of the search, and that of a walk through the passes of the stage.
     """
     tensors = _added_terms(plan, stage, setting)
-    if setting.job.execution.states is None:
+    if not setting.job.execution.keeps_own_buffers:
         places = range(stage, len(plan.stages), plan.num_stages)
         parts, tied = [part_layers(plan, place, setting) for place in places], tied_bytes(plan, stage, setting)
         walked = stage_terms(parts, stage, setting, tied=tied)
@@ -203,9 +204,7 @@ def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
 
 def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
     """Bytes that the allocator's slack is a part of: of states in buffers of their own there is none."""
-    states = ("parameters", "gradients", "optimizer", "optimizer step")
-    apart = ("context", *states) if job.execution.states is not None else ()
-    return sum(num_bytes for name, num_bytes in terms.items() if name not in apart)
+    return sum(num_bytes for name, num_bytes in terms.items() if name not in job.execution.states.kept_apart)
 
 
 def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
@@ -231,7 +230,7 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
         max(cost.transient_bytes for cost in chunk) + sum(waiting) - mine
         for chunk, mine in zip(chunks, waiting, strict=True)
     )
-    if setting.job.execution.states is not None:
+    if setting.job.execution.keeps_own_buffers:
         terms.update(_framework_terms(terms, costs, order.peak_bytes([1] * setting.num_chunks), plan, stage, setting))
     return dict(terms)
 
@@ -242,7 +241,7 @@ def received_copies_bytes(plan: Plan, stage: int, setting: Setting) -> int:
     The working set counts such copies of the stage's own layers (`steelyard.cost.layer`), at both ends of the stage.
     The tables of the search know no neighbours: there these bytes are missing.
     """
-    if setting.num_stages == 1 or setting.job.execution.states is not None:
+    if setting.num_stages == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     own = max(_copies_kept(plan.strategies[layer]) for part in plan.chunks(stage) for layer in part.layers)
     share = setting.num_microbatches * setting.activation_bytes // setting.devices_per_stage
@@ -261,7 +260,7 @@ def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[i
     That of the chunk's first sharded layer. An embedding counts its own always.
     """
     chunks, chain = plan.chunks(stage), setting.job.chain
-    if len(chunks) == 1 or setting.job.execution.states is not None:
+    if len(chunks) == 1 or setting.job.execution.keeps_own_buffers:
         return [0] * len(chunks)
     held = []
     for part in chunks:
@@ -287,7 +286,7 @@ def _framework_terms(
     sent = setting.activation_bytes // (strategy.sample_degree * strategy.sequence_degree)
     kept = execution.kept_transfers * in_flight * sent if setting.num_stages > 1 else 0
     made = 0
-    if execution.accumulates_late and execution.states is not None:
+    if execution.accumulates_late and isinstance(execution.states, StateBytes):
         made = terms["parameters"] * setting.job.compute_bytes // execution.states.parameters
         made = max(0, made - sum(cost.activation_bytes for cost in costs) - max(cost.transient_bytes for cost in costs))
     buckets = execution.bucket_bytes if strategy.data_degree > 1 else 0

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from steelyard.cost.efficiency import Efficiency, efficiency_of
+from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
+from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.plan import Precision, Schedule
 from steelyard.profiles.profile import Profile
@@ -44,10 +45,12 @@ class Job:
     time_factor: float = 1.0
     imbalance: float = ASSUMED_IMBALANCE
 
-    def identity(self) -> dict[str, str]:
-        """Where the costs come from, as short texts for a plan file: the profile, and the factor if there is one."""
-        factor = {} if self.time_factor == 1.0 else {"time_factor": f"{self.time_factor:.6g}"}
-        return self.profile.identity.summary() | factor
+    def cost_source(self) -> CostSource:
+        """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
+        identity = self.profile.identity
+        priced_by_catalogue = not (identity.is_measured or self.cluster.device.needs_profile or self.rates)
+        rates = catalogue_rates(self.cluster.device.name) if priced_by_catalogue else None
+        return CostSource(**identity.model_dump(), time_factor=self.time_factor, rates=rates)
 
     @property
     def efficiency(self) -> Efficiency:
@@ -68,7 +71,7 @@ class Job:
     @property
     def overlaps(self) -> bool:
         """Whether sharded-data communication runs beside compute: on GPUs it has streams of its own, on CPUs not."""
-        return self.execution.overlaps_data and not self.cluster.device.needs_profile
+        return self.execution.overlaps_data and self.cluster.device.is_gpu
 
 
 @dataclass(frozen=True, kw_only=True)

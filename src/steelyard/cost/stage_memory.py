@@ -35,6 +35,7 @@ from steelyard.cost.layer import (
     kept_gradient_bytes,
     layer_profile,
     rank_samples,
+    scratch_bytes,
     sharded_params,
 )
 from steelyard.cost.schedule import pass_order
@@ -436,7 +437,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         kept_gradients=kept_gradient_bytes(layer, strategy),
         made_gradients=job.compute_bytes * params * gradient_copies(kind, strategy),
         cut_gradients=job.compute_bytes * params if gradient_copies(kind, strategy) > 1 else 0,
-        scratch=0 if job.overlaps or strategy.state_shards == 1 else MASTER_BYTES * params,
+        scratch=scratch_bytes(layer, strategy, setting),
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),

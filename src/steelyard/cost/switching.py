@@ -50,7 +50,7 @@ def _switch_s(before: HiddenLayout, after: HiddenLayout, setting: Setting) -> fl
         kind, axis, fraction = step
         stride = int(np.prod(sizes[axis + 1 :], dtype=int))
         group = Group(size=sizes[axis], stride=stride, span=setting.devices_per_stage)
-        if kind == "all_to_all" and job.cluster.device.needs_profile:
+        if kind == "all_to_all" and not job.cluster.device.backend.has_all_to_all:
             kind, fraction = "all_gather", fraction * sizes[axis]
         num_bytes = fraction * setting.activation_bytes
         total += collective_s(kind, num_bytes, group, job.cluster, job.profile, job.efficiency.links)

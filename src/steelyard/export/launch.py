@@ -5,6 +5,7 @@ sbatch manual; the PyTorchJob of Kubeflow's training operator v1 (``kubeflow.org
 MASTER_PORT and RANK (of the pod) in each container named ``pytorch``.
 """
 
+import re
 from typing import Any
 
 import yaml
@@ -21,8 +22,8 @@ MEANS = Means(mixes_layers=True)
 """They start steelyard's own runtime, which runs every plan."""
 
 RENDEZVOUS_PORT = 29500
-_AMD_PREFIX = "mi"
-"""Names of AMD's accelerators in the catalogue begin so."""
+_AMD_NAME = re.compile(r"mi[0-9]")
+"""How names of AMD's accelerators in the catalogue begin."""
 
 
 def _write_torchrun(request: Request) -> Draft:
@@ -61,7 +62,7 @@ def _write_torchrun(request: Request) -> Draft:
 
 def _write_slurm(request: Request) -> Draft:
     cluster = _cluster(request, "slurm")
-    gpus = [] if cluster.device.needs_profile else [f"#SBATCH --gpus-per-node={cluster.devices_per_node}"]
+    gpus = [f"#SBATCH --gpus-per-node={cluster.devices_per_node}"] if cluster.device.is_gpu else []
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name=steelyard-{_dashed(request.plan.model.name)}",
@@ -187,9 +188,9 @@ def _job(cluster: Cluster, name: str, image: str) -> dict[str, Any]:
 
 
 def _resources(cluster: Cluster) -> dict[str, Any]:
-    if cluster.device.needs_profile:
+    if not cluster.device.is_gpu:
         return {"requests": {"cpu": cluster.devices_per_node}}
-    vendor = "amd.com" if cluster.device.name.startswith(_AMD_PREFIX) else "nvidia.com"
+    vendor = "amd.com" if _AMD_NAME.match(cluster.device.name) else "nvidia.com"
     return {"limits": {f"{vendor}/gpu": cluster.devices_per_node}}
 
 

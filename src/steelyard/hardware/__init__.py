@@ -2,11 +2,13 @@
 
 from steelyard.hardware.catalogue import default_links, devices, find_device, find_link, links
 from steelyard.hardware.parse import cluster_from_yaml, parse_cluster
-from steelyard.hardware.values import Cluster, Device, Link
+from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link
 
 __all__ = [
+    "Backend",
     "Cluster",
     "Device",
+    "DeviceKind",
     "Link",
     "cluster_from_yaml",
     "default_links",

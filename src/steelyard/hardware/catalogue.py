@@ -31,6 +31,12 @@ def find_device(name: str) -> Device:
     return _device_row(name).to_device()
 
 
+def known_device(name: str) -> Device | None:
+    """The catalogue device of that name or alias, in any case, or None where the catalogue has none."""
+    row = _rows_by_name(_device_catalogue().devices, where="devices.yaml").get(name.strip().lower())
+    return None if row is None else row.to_device()
+
+
 def find_link(name: str) -> Link:
     """The catalogue link of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
     return _look_up(name, _rows_by_name(_link_catalogue().links, where="links.yaml"), field="link").to_link()

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from steelyard.errors import InvalidClusterError, nearest
-from steelyard.hardware.values import Device, Link
+from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceKind, Link
 from steelyard.units import GB, GIB, TERA
 
 Positive = Annotated[FiniteFloat, Field(gt=0)]
@@ -88,9 +88,15 @@ class LinkRow(LinkSpec):
 
 
 class DeviceSpec(FileModel):
-    """A device described in full; without peaks it is one that only a profile can describe."""
+    """A device described in full; without peaks it is one that only a profile can describe.
+
+    ``kind`` may be left out where the catalogue has a device of this name, whose kind and backend are taken;
+    ``backend`` where it is the usual one of the kind: nccl for gpu, gloo for cpu.
+    """
 
     name: str
+    kind: DeviceKind | None = None
+    backend: Backend | None = None
     memory_GiB: Positive | None = None  # noqa: N815
     memory_GB: Positive | None = None  # noqa: N815
     memory_bandwidth_GBps: Positive | None = None  # noqa: N815
@@ -106,10 +112,26 @@ class DeviceSpec(FileModel):
             raise ValueError("give peak_TFLOPs and memory_bandwidth_GBps together, or neither and use a profile")
         return self
 
-    def to_device(self) -> Device:
-        """The device in bytes, bytes/s and FLOP/s."""
+    def to_device(self, known: Device | None = None) -> Device:
+        """The device in bytes, bytes/s and FLOP/s; of a kind that is not stated it is what the ``known`` device is.
+
+        Raises `InvalidClusterError` where neither says of what kind it is.
+        """
+        if self.kind is None and known is not None:
+            kind, usual = known.kind, known.backend
+        elif self.kind is not None:
+            kind, usual = self.kind, USUAL_BACKENDS[self.kind]
+        else:
+            raise InvalidClusterError(
+                field="device.kind",
+                found=f"nothing, and {self.name!r} is not in the catalogue",
+                expected="gpu or cpu",
+                hint="add kind: gpu, or kind: cpu for processes of a host",
+            )
         return Device(
             name=self.name,
+            kind=kind,
+            backend=self.backend or usual,
             memory_bytes=self._memory_bytes(),
             peak_flop_per_s={dtype: rate * TERA for dtype, rate in self.peak_TFLOPs.items()},
             memory_bytes_per_s=None if self.memory_bandwidth_GBps is None else self.memory_bandwidth_GBps * GB,
@@ -130,6 +152,8 @@ class DeviceRow(DeviceSpec):
     joins at the speed of ``intra_link``, across node borders.
     """
 
+    kind: DeviceKind
+    backend: Backend
     source: str
     intra_link: str
     inter_link: str
@@ -163,7 +187,7 @@ class ClusterFile(FileModel):
         name: lab
         num_nodes: 4
         devices_per_node: 8
-        device: a100-80gb               # or name, memory_GiB, peak_TFLOPs, memory_bandwidth_GBps
+        device: a100-80gb               # or name, kind (gpu, cpu), memory_GiB, peak_TFLOPs, memory_bandwidth_GBps
         intra_link: nvlink-3            # or name, bandwidth_GBps, latency_us
         inter_link: {name: ethernet-100, ports_per_node: 4}
     """

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware.catalogue import default_links, find_device, find_link
+from steelyard.hardware.catalogue import default_links, find_device, find_link, known_device
 from steelyard.hardware.files import ClusterFile, DeviceSpec, LinkSpec, SharedLink, read_text, read_yaml
 from steelyard.hardware.values import Cluster, Device, Link
 
@@ -47,7 +47,10 @@ def cluster_from_yaml(text: str, *, where: str = "cluster file", name: str = "cl
 
 
 def _cluster_of(file: ClusterFile, *, name: str) -> Cluster:
-    device = file.device.to_device() if isinstance(file.device, DeviceSpec) else find_device(file.device)
+    if isinstance(file.device, DeviceSpec):
+        device = file.device.to_device(known_device(file.device.name))
+    else:
+        device = find_device(file.device)
     return Cluster(
         name=file.name or name,
         num_nodes=file.num_nodes,

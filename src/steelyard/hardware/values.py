@@ -6,27 +6,58 @@ Not modelled: more than two levels of links, different devices in one cluster, a
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Literal, get_args
 
-from steelyard.errors import InvalidClusterError
+from steelyard.errors import InvalidClusterError, nearest
 from steelyard.units import format_bytes
 
 _PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pass --profile profile.json"
+
+DeviceKind = Literal["gpu", "cpu"]
+"""A gpu has streams beside which the host goes on, a context of its own and an allocator that keeps a reserve; a cpu, a
+process of the host, has none of them."""
+
+
+class Backend(StrEnum):
+    """The library that carries collectives, by torch's name for it."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+    @property
+    def has_all_to_all(self) -> bool:
+        """Whether it has the operation; without it DTensor gathers all and cuts a part out."""
+        return self is not Backend.GLOO
+
+    @property
+    def copies_what_it_scatters(self) -> bool:
+        """Whether it reduces a copy of what it scatters, as large as the tensor itself."""
+        return self is Backend.GLOO
+
+
+USUAL_BACKENDS: Mapping[DeviceKind, Backend] = {"gpu": Backend.NCCL, "cpu": Backend.GLOO}
+"""The backend that torch takes for a kind of device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator (or one CPU process) as the framework sees it.
 
+    ``kind`` and ``backend``: what it is and what carries its collectives; neither follows from which rates are known.
     ``memory_bytes``: what torch reports as the device's total, which is below the data sheet; None when unknown.
     ``peak_flop_per_s``: dense matmul peak per dtype name (``bf16``, ``fp16``, ``fp32``; also ``tf32`` and ``fp8`` where
     the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be switched on.
     Empty for a device that only a profile can describe. ``memory_bytes_per_s``: peak of the device memory, or None.
-    ``source``: address of the data sheet. Raises `InvalidClusterError` for numbers that are not positive and finite.
+    ``source``: address of the data sheet. Raises `InvalidClusterError` for numbers that are not positive and finite,
+    for an unknown kind or backend, and for two of them that do not go together.
     """
 
     name: str
+    kind: DeviceKind
+    backend: Backend
     memory_bytes: int | None
     peak_flop_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes_per_s: float | None
@@ -35,12 +66,27 @@ class Device:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flop_per_s", dict(self.peak_flop_per_s))
+        _require_one_of(f"device {self.name!r}: kind", self.kind, get_args(DeviceKind))
+        _require_one_of(f"device {self.name!r}: backend", self.backend, [each.value for each in Backend])
+        object.__setattr__(self, "backend", Backend(self.backend))
+        if self.backend is Backend.NCCL and not self.is_gpu:
+            raise InvalidClusterError(
+                field=f"device {self.name!r}: backend",
+                found=f"{self.backend} for a {self.kind}",
+                expected="a backend for processes of a host, such as gloo",
+                hint="write backend: gloo, or kind: gpu",
+            )
         for dtype, rate in self.peak_flop_per_s.items():
             _require_positive(f"device {self.name!r}: peak_flop_per_s[{dtype!r}]", rate)
         if self.memory_bytes is not None:
             _require_positive(f"device {self.name!r}: memory_bytes", self.memory_bytes)
         if self.memory_bytes_per_s is not None:
             _require_positive(f"device {self.name!r}: memory_bytes_per_s", self.memory_bytes_per_s)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it has streams, a context and an allocator of its own."""
+        return self.kind == "gpu"
 
     @property
     def needs_profile(self) -> bool:
@@ -161,6 +207,13 @@ class Cluster:
         memory = "memory not stated" if self.device.memory_bytes is None else format_bytes(self.device.memory_bytes)
         links = self.intra_link.name if self.inter_link is None else f"{self.intra_link.name}, {self.inter_link.name}"
         return f"{self.num_nodes} × {self.devices_per_node} × {self.device.name} ({memory}; {links})"
+
+
+def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidClusterError(
+            field=name, found=repr(value), expected=" or ".join(known), hint=nearest(str(value), known)
+        )
 
 
 def _require_positive(name: str, value: float) -> None:

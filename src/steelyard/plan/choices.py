@@ -6,9 +6,9 @@ These values travel from `steelyard.planning`, which finds them, to `steelyard.r
 
 from typing import Literal
 
-from pydantic import Field
-
-from steelyard.plan.plan import Plan, PlanPart
+from steelyard.plan.cost_source import CostSource
+from steelyard.plan.part import PlanPart
+from steelyard.plan.plan import Plan
 
 Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
 
@@ -60,8 +60,8 @@ class TradeOffs(PlanPart):
     is_complete: bool = True
     """No plan worth having is missing between the first and the last point."""
     devices: tuple[DevicePoint, ...] = ()
-    profile: dict[str, str] = Field(default_factory=dict)
-    """The identity of the profile that the costs came from."""
+    profile: CostSource | None = None
+    """Where the costs came from."""
 
 
 class StrategyVerdict(PlanPart):

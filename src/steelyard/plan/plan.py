@@ -6,31 +6,22 @@ exists can be run by as many processes as it has ranks. ``prediction`` is absent
 
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from steelyard.errors import InvalidPlanError
+from steelyard.hardware import Backend
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
+from steelyard.plan.certificate import Certificate
+from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds import Value, variants
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
+from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 
 Precision = Literal["fp32", "bf16"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
-
-
-class PlanPart(BaseModel):
-    """Common to all parts of a plan file: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PlanModel(PlanPart):
@@ -61,7 +52,8 @@ class LayerRun(PlanPart):
     @model_serializer(mode="wrap")
     def _to_file(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = handler(self)
-        return content | content.pop("variants")
+        own: dict[str, Any] = content.pop("variants")
+        return content | own
 
     @property
     def strategy(self) -> Strategy:
@@ -152,16 +144,18 @@ class Prediction(PlanPart):
     """Model FLOP utilisation; absent where the device's peak is not known."""
     budget_bytes: int = Field(ge=0)
     stages: tuple[StagePrediction, ...]
-    certificate: str
+    certificate: Certificate
     lower_bound_s: float = Field(ge=0)
-    profile: dict[str, str]
-    """The identity of the profile that the costs came from."""
+    profile: CostSource
+    """Where the costs came from."""
+    backend: Backend | None = None
+    """What the devices communicate with; absent in plans that were written before it was said."""
     alternatives: tuple[Alternative, ...] = ()
 
     @property
     def time_factor(self) -> float:
         """What all times were multiplied by after a measured run; 1 where there was none."""
-        return float(self.profile.get("time_factor", 1.0))
+        return self.profile.time_factor
 
 
 class Fallback(PlanPart):

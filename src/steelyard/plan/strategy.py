@@ -326,9 +326,9 @@ def shape_strategies(degree: int) -> Iterator[Strategy]:
         return
     for kind in level_kinds():
         level = (Level(kind=kind, degree=degree),)
-        for values in itertools.product(*(variant.choices(level) for variant in kind.variants)):
-            keys = (variant.key for variant in kind.variants)
-            strategy = Strategy.of(levels=level, **dict(zip(keys, values, strict=True)))
+        choices = [[(variant.key, value) for value in variant.choices(level)] for variant in kind.variants]
+        for pairs in itertools.product(*choices):
+            strategy = Strategy.of(level, Remat.NONE, **dict(pairs))
             if strategy.shape:
                 yield strategy
 

@@ -90,7 +90,7 @@ def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
     strategies, chain = plan.strategies, plan.chain()
     held = all(profile.layer(chain.kind_of(n).name, each.shape) for n, each in enumerate(strategies))
     alike = (identity.seq_len, identity.precision) == (plan.seq_len, plan.precision)
-    return held and alike and (same_size or identity.method == "traced")
+    return held and alike and (same_size or not identity.is_measured)
 
 
 def _calibrate_by_record(job: Job, record: RunRecord, path: Path) -> Job:

@@ -11,6 +11,7 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
+from steelyard.plan.certificate import Certificate, Status
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
 from steelyard.planning.assemble import bare_plan, describe_setting, summarise
 from steelyard.planning.job import make_job
@@ -151,22 +152,28 @@ def _prediction(
     unsolved = (each for each in found.settings if each.result.solution is None)
     for outcome in (*found.ranked[len(candidates) :], *unsolved):
         alternatives.append(Alternative(description=describe_setting(outcome), reason=_why_lost(job, outcome)))
-    status = "optimal for the cost tables" if found.status == "optimal" else f"best so far, gap {found.gap:.2%}"
-    if best > 0:
-        status = f"fastest in simulation among the search's best {len(candidates)}; in its closed form another is"
-    if spared_bytes:
-        status += f", searched within {format_bytes(spared_bytes)} less than there is"
     return Prediction(
         step_time_s=steps_s[best],
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
-        certificate=status,
+        certificate=_certificate(found, best, num_simulated=len(candidates), spared_bytes=spared_bytes),
         lower_bound_s=found.lower_bound_s,
-        profile=job.identity(),
+        profile=job.cost_source(),
+        backend=job.cluster.device.backend,
         alternatives=tuple(alternatives),
     )
+
+
+def _certificate(found: SearchResult, best: int, *, num_simulated: int, spared_bytes: int) -> Certificate:
+    """What is proven of the plan at place ``best`` of the search's ranking, which the simulator took."""
+    spared = spared_bytes or None
+    if best > 0:
+        gap = max(0.0, 1 - found.lower_bound_s / found.ranked[best].score_s)
+        return Certificate(status="simulated", gap=gap, num_simulated=num_simulated, spared_bytes=spared)
+    status: Status = "optimal" if found.status == "optimal" else "gap"
+    return Certificate(status=status, gap=found.gap, spared_bytes=spared)
 
 
 def _why_lost(job: Job, outcome: SettingOutcome) -> str:

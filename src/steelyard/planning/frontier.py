@@ -36,7 +36,7 @@ def find_trade_offs(
     this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
     """
     if device_counts is None:
-        measured = job.profile.identity.method == "measured"
+        measured = job.profile.identity.is_measured
         device_counts = (job.cluster.num_devices,) if measured else doubled_counts(job.cluster)
     jobs = [job_on(job, count) for count in sorted(set(device_counts))]
     points, is_complete = memory_points(job, options, max_searches=max_searches, progress=progress)
@@ -55,7 +55,7 @@ def find_trade_offs(
         points=points,
         is_complete=is_complete,
         devices=tuple(devices),
-        profile=job.identity(),
+        profile=job.cost_source(),
     )
 
 

@@ -68,7 +68,9 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
         ("seq_len", identity.seq_len, seq_len),
         ("precision", identity.precision, precision),
     ]
-    if identity.method == "measured":
+    if identity.device_kind is not None:
+        wanted.append(("device_kind", identity.device_kind, cluster.device.kind))
+    if identity.is_measured:
         wanted.append(("num_devices", identity.num_devices, cluster.num_devices))
     for field, found, expected in wanted:
         if found != expected:
@@ -76,5 +78,5 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
                 field=f"identity.{field}",
                 found=str(found),
                 expected=f"{expected}, as in this job",
-                hint="profile again for this model, length, precision and number of devices",
+                hint="profile again for this model, length, precision and kind and number of devices",
             )

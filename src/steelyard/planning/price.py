@@ -7,6 +7,7 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
+from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.assemble import assemble_plan
@@ -61,9 +62,10 @@ def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
         mfu=cost.mfu,
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
-        certificate="priced as given, not searched",
+        certificate=Certificate(status="priced"),
         lower_bound_s=0.0,
-        profile=job.identity(),
+        profile=job.cost_source(),
+        backend=job.cluster.device.backend,
     )
     return plan.model_copy(update={"prediction": prediction})
 

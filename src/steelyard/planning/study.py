@@ -62,7 +62,7 @@ def study_plan(
         time_limit_s=SEARCH_SHARE * time_limit_s,
     )
     progress("searching memory budgets")
-    proven = plan.prediction is not None and plan.prediction.certificate.startswith("optimal") and not notes
+    proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not notes
     own = _own_point(priced, job, proven=proven)
     points = _points(contest, own, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
     progress("searching the rivals of the plan")

@@ -289,6 +289,7 @@ def _measured_identity(device: torch.device, world_size: int) -> dict[str, objec
     return {
         "method": "measured",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device_kind": "gpu" if device.type == "cuda" else "cpu",
         "num_devices": world_size,
         "driver": _driver(device),
         "torch": torch.__version__,

@@ -41,7 +41,8 @@ def _merge_times(earlier: LayerProfile, later: LayerProfile) -> LayerProfile:
 def _check_same_identity(a: Profile, b: Profile) -> None:
     first, second = a.identity.model_dump(), b.identity.model_dump()
     for field, found in second.items():
-        if field != _MAY_DIFFER and found != first[field]:
+        is_known = None not in (found, first[field])
+        if field != _MAY_DIFFER and is_known and found != first[field]:
             raise InvalidProfileError(
                 field=f"identity.{field}",
                 found=repr(found),

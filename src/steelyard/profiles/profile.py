@@ -17,6 +17,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidProfileError
+from steelyard.hardware import DeviceKind
 
 RematChoice = Literal["selective", "full"]
 """The choices that compute something again."""
@@ -257,6 +258,8 @@ class ProfileIdentity(ProfilePart):
     seq_len: int
     precision: Literal["fp32", "bf16"]
     device: str
+    device_kind: DeviceKind | None = None
+    """What was measured on; absent where it was traced, and in profiles that were written before it was said."""
     num_devices: int = Field(ge=1)
     driver: str = "none"
     """Versions of what lies between PyTorch and a GPU; a CPU has nothing there."""
@@ -264,9 +267,10 @@ class ProfileIdentity(ProfilePart):
     transformers: str
     created: str
 
-    def summary(self) -> dict[str, str]:
-        """The identity as short texts for a plan file."""
-        return {key: str(value) for key, value in self.model_dump().items()}
+    @property
+    def is_measured(self) -> bool:
+        """Whether it holds seconds measured on its devices, and not counts alone."""
+        return self.method == "measured"
 
 
 class ShardingTime(ProfilePart):

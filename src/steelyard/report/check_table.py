@@ -28,11 +28,6 @@ class StageBudget:
         """What tensors are predicted to hold."""
         return sum(num_bytes for name, num_bytes in self.predicted.items() if name not in ALLOWANCES)
 
-    @property
-    def is_host(self) -> bool:
-        """Whether the rank is a process of the host alone, which sets nothing aside for a device's context."""
-        return not self.predicted.get("context")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRank:

@@ -64,7 +64,7 @@ def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
 
 
 def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
-    """Where the time of the slowest stage goes, what the pipeline adds, what fills the fullest stage, and the proof."""
+    """Where the time of the slowest stage goes, what the pipeline adds, what fills the fullest stage, proof, costs."""
     stages = prediction.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].total_time_s)
     fullest = max(range(len(stages)), key=lambda index: stages[index].total_bytes)
@@ -82,7 +82,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"{shares(stages[fullest].memory_bytes)}; "
         + (f"{format_bytes(left)} left." if left >= 0 else f"{format_bytes(-left)} too much.")
     )
-    return [*lines, f"Proof: {prediction.certificate}."]
+    return [*lines, f"Proof: {prediction.certificate}.", f"Costs: {prediction.profile}."]
 
 
 def shares(terms: Mapping[str, float]) -> str:

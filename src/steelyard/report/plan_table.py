@@ -19,7 +19,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
     if plan.prediction is not None:
         parts += [
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
-            Text(f"{plan.prediction.certificate}; costs {_source(plan.prediction)}", style="dim"),
+            Text(f"{plan.prediction.certificate}; costs {plan.prediction.profile}", style="dim"),
         ]
         if plan.prediction.alternatives and num_alternatives > 0:
             parts.append(alternative_table(plan.prediction, num_alternatives))
@@ -127,16 +127,6 @@ def _part_name(plan: Plan, index: int) -> str:
 def _left(prediction: Prediction, total_bytes: int) -> str:
     left = prediction.budget_bytes - total_bytes
     return format_bytes(left) if left >= 0 else f"over by {format_bytes(-left)}"
-
-
-def _source(prediction: Prediction) -> str:
-    profile = prediction.profile
-    factor = prediction.time_factor
-    scaled = "" if factor == 1.0 else f"; all times × {factor:.3f}, calibrated by a measured run"
-    if profile.get("method") == "measured":
-        return f"measured on {profile.get('device')} ({profile.get('created')}){scaled}"
-    traced = f"traced with torch {profile.get('torch')}, transformers {profile.get('transformers')}"
-    return f"{traced}; catalogue rates{scaled}"
 
 
 def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:

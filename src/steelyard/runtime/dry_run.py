@@ -33,7 +33,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -51,6 +51,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from steelyard.errors import UserError
+from steelyard.hardware import Backend
 from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples
 from steelyard.modules.build import build_meta_model, prepare_model
@@ -63,9 +64,6 @@ from steelyard.runtime.attribution import TERMS, AttributedStorages, Peak
 from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.mesh import build_mesh
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_on
-
-Backend = Literal["gloo", "nccl"]
-"""What real processes would communicate with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +79,8 @@ class RankMemory:
 def dry_run(plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool = False) -> RankMemory:
     """The memory of one rank of a plan.
 
-    ``every_microbatch`` runs them all, where usually those that repeat others are left out. Raises `UserError` in a
-    process that already has a process group.
+    ``backend`` is what real processes would communicate with. ``every_microbatch`` runs them all, where usually those
+    that repeat others are left out. Raises `UserError` in a process that already has a process group.
     """
     started_s = time.perf_counter()
     whole, plan = plan, plan if every_microbatch else _shortened(plan, rank)
@@ -291,7 +289,7 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _left_as_it_is))
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
-        if backend == "gloo":
+        if Backend(backend).copies_what_it_scatters:
             reduce_scatter = _with_scratch(dist.reduce_scatter_single)
             stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", reduce_scatter))
         yield

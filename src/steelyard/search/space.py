@@ -102,14 +102,14 @@ def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
     """The leaves that share these levels: all variants of their kinds, and remat everywhere."""
     used = {level.kind for level in levels}
     choices = [
-        (variant.key, _values(levels, variant, options))
+        [(variant.key, value) for value in _values(levels, variant, options)]
         for kind in options.kinds
         if kind in used or (levels and not kind.is_level)
         for variant in kind.variants
     ]
-    keys = [key for key, _ in choices]
-    for *values, remat in itertools.product(*(values for _, values in choices), options.remats):
-        yield Strategy.of(levels=levels, remat=remat, **dict(zip(keys, values, strict=True)))
+    for pairs in itertools.product(*choices):
+        for remat in options.remats:
+            yield Strategy.of(levels, remat, **dict(pairs))
 
 
 def _values(levels: Levels, variant: Variant, options: SpaceOptions) -> tuple[Value, ...]:

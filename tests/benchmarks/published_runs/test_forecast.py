@@ -17,7 +17,7 @@ from published_runs.frameworks import framework_of
 from published_runs.jobs import Case, case_of
 from published_runs.shapes import ModelShape, layer_profiles
 
-from steelyard.cost.execution import OURS
+from steelyard.cost.execution import OURS, StateBytes
 from steelyard.cost.predict import predict_memory
 from tests.benchmarks.published_runs.examples import case, forecasts, outcomes, run_of, sample
 
@@ -78,7 +78,7 @@ def test_a_framework_steps_on_the_copies_that_its_code_makes(
 ) -> None:
     degrees = {"gpus": "8", "dp": "8", "tp": "1", "pp": "1", "mbs": "1", "gbs": "8", "dp_shard": ""}
     execution = case(source, **degrees, **cells).job.execution
-    assert execution.states is not None
+    assert isinstance(execution.states, StateBytes)
     assert execution.step_bytes(execution.states.parameters * 800, 8) == 800 * per_parameter
 
 

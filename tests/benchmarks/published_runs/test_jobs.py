@@ -6,6 +6,7 @@ import pytest
 from published_runs.jobs import Case, Skipped, case_of
 from published_runs.rows import read_runs
 
+from steelyard.cost.execution import StateBytes
 from steelyard.plan.strategy import Remat
 from tests.benchmarks.published_runs.examples import case, outcomes, run_of, sample
 from tests.shapes import tp_shape
@@ -18,7 +19,7 @@ def test_the_plan_has_the_degrees_of_the_row(run) -> None:  # type: ignore[no-un
     found = case_of(run)
     assert not isinstance(found, Skipped)
     plan, strategy = found.plan, found.plan.strategies[1]
-    degrees = strategy.tp, plan.num_stages, strategy.data_degree, plan.num_devices, plan.global_batch
+    degrees = strategy.tensor_degree, plan.num_stages, strategy.data_degree, plan.num_devices, plan.global_batch
     assert degrees == tuple(run.count(column) for column in ("tp", "pp", "dp", "gpus", "gbs"))
 
 
@@ -51,7 +52,7 @@ def test_what_a_row_leaves_open_is_the_frameworks_default() -> None:
     assert not case(VTRAIN, **degrees).plan.strategies[1].sp
     for framework, stage in (("NeMo 25.02", 1), ("Megatron-LM", 0)):
         states = case(VTRAIN, framework=framework, zero_stage="", **degrees).job.execution.states
-        assert states is not None
+        assert isinstance(states, StateBytes)
         assert states.zero == stage
 
 

@@ -5,16 +5,24 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console, RenderableType
 
+from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.predict import predict
+from steelyard.hardware import parse_cluster
+from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.planning import with_price
+from steelyard.report.explain_view import explain_view
 from steelyard.report.html import ReportContents, frontier_page, report_page
+from steelyard.report.html.assumptions import _job_facts, _plan_facts
 from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.chart import Chart, Line, chart, staircase
 from steelyard.report.html.markup import VOID
 from steelyard.report.html.palette import MEMORY_COLOURS, TIME_COLOURS, colours, strategy_classes
 from steelyard.report.html.strategies import describe_strategy, layer_text
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
+from steelyard.report.plan_table import plan_view
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs
 
@@ -106,6 +114,46 @@ def test_without_the_job_the_file_still_makes_a_page() -> None:
     page = read(report_page(single(with_job=False)))
     assert "timeline" not in page.ids
     assert {"time", "memory", "frontier"} <= set(page.ids)
+
+
+def on(device: str) -> ReportContents:
+    """A page of a plan for eight of these devices."""
+    of = job(parse_cluster(f"1x8x{device}"))
+    planned = with_price(plan(of, "fsdp8, fsdp8, fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=4), of)
+    nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
+    return ReportContents(plan=planned, plan_file="plan.json", job=of, study=nothing)
+
+
+@pytest.mark.parametrize("device", ["b200-180gb", "mi300x", "rtx-4090"])
+def test_assumed_rates_are_said_to_be_assumed_wherever_rates_are_shown(device: str) -> None:
+    found, rates = on(device), str(catalogue_rates(device))
+    assert rates.startswith("assumed")
+    facts = dict(_plan_facts(found)) | dict(_job_facts(found.job))
+    assert rates in facts["costs"]
+    assert rates in facts["reached"].split(";")[0]
+    assert rates in printed(plan_view(found.plan))
+    assert rates in printed(explain_view(found.plan, found.study.explanation))
+
+
+def test_rates_that_were_fitted_are_said_to_be_fitted() -> None:
+    found = on("h100-80gb")
+    facts = dict(_plan_facts(found)) | dict(_job_facts(found.job))
+    assert "fitted to published runs of hopper" in facts["reached"].split(";")[0]
+    assert "assumed" not in facts["costs"]
+
+
+def test_the_rates_of_a_device_that_is_not_known_are_said_to_be_assumed() -> None:
+    found = single()
+    assert "no known generation" in dict(_job_facts(found.job))["reached"]
+    assert "no known generation" in printed(plan_view(found.plan))
+
+
+def printed(view: RenderableType) -> str:
+    """What a terminal shows of it, on lines that are long enough."""
+    console = Console(width=400)
+    with console.capture() as captured:
+        console.print(view)
+    return captured.get()
 
 
 def test_two_pages_of_one_plan_are_equal() -> None:

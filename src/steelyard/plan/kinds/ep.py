@@ -41,9 +41,10 @@ def _offered(levels: Levels) -> tuple[int, ...]:
     return tuple(degree for degree in degrees if degree % shards == 0 or shards % degree == 0)
 
 
+_TEXTS: dict[Value, str] = {1: ""} | {degree: f"ep{degree}" for degree in range(2, MOST + 1)}
 DEGREE = Variant(
     key="ep",
-    texts={1: ""} | {degree: f"ep{degree}" for degree in range(2, MOST + 1)},
+    texts=_TEXTS,
     pin={str(degree): degree for degree in range(1, MOST + 1)},
     offered=_offered,
 )

@@ -69,7 +69,7 @@ class Placed(StrEnum):
 
 Phase = Literal["forward", "backward", "recomputation", "step"]
 """Of a microbatch: forward, backward, and what remat repeats. ``step``: once, when all microbatches are done."""
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

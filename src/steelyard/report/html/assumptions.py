@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.setting import Job
 from steelyard.hardware import Link
+from steelyard.plan.cost_source import CostSource
 from steelyard.plan.plan import Plan
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, section, tag
@@ -36,10 +38,10 @@ def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
         "Reading data, writing checkpoints, evaluation, and steps that are slow for reasons outside the job.",
         "The first steps of a run, in which libraries choose kernels and allocators grow.",
     ]
-    if job is None or job.profile.identity.method == "traced":
+    if job is None or not job.profile.identity.is_measured:
         found.append(
             "How the efficiency of a matrix product or a collective depends on its exact shape: a device has one "
-            "efficiency for each, fitted to published runs. A measured profile (steelyard profile) has the shapes."
+            "efficiency for each. A measured profile (steelyard profile) has the shapes."
         )
     if plan.num_stages > 1:
         found.append(
@@ -71,12 +73,13 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
     yield "costs", _source(prediction.profile)
 
 
-def _source(profile: dict[str, str]) -> str:
-    if profile.get("method") == "measured":
-        return f"measured on {profile.get('num_devices')} × {profile.get('device')}, {profile.get('created')}"
+def _source(profile: CostSource) -> str:
+    if profile.is_measured:
+        return f"measured on {profile.num_devices} × {profile.device}, {profile.created}"
     return (
-        f"each kind of layer traced on fake tensors with torch {profile.get('torch')} and transformers "
-        f"{profile.get('transformers')}, {profile.get('created')}; rates from the catalogue below"
+        f"each kind of layer traced on fake tensors with torch {profile.torch} and transformers "
+        f"{profile.transformers}, {profile.created}; rates from the catalogue below"
+        + ("" if profile.rates is None else f", {profile.rates}")
     )
 
 
@@ -99,11 +102,12 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
         if link is not None and (name == "inside a node" or cluster.num_nodes > 1):
             yield name, _link_facts(link)
     rates = job.efficiency
+    entry = "as given" if job.rates is not None else catalogue_rates(device.name)
     yield (
         "reached",
-        f"{rates.matmul:.0%} of the peak in large matrix products, {rates.attention:.0%} in attention, "
+        f"{rates.matmul:.0%} of the peak in large matrix products and {rates.attention:.0%} in attention, {entry}; "
         f"{rates.memory:.0%} of the memory's rate, {rates.links.intra:.0%} of the link inside a node and "
-        f"{rates.links.inter:.0%} of the one between nodes, as fitted to published runs",
+        f"{rates.links.inter:.0%} of the one between nodes, fitted to published runs for all devices alike",
     )
     if job.time_factor != 1.0:
         yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from a measured run"

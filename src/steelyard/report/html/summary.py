@@ -93,21 +93,7 @@ def _tiles(found: ReportContents) -> list[tuple[str, str, Child]]:
     )
     if found.timeline is not None and plan.num_stages > 1:
         tiles.append(("bubbles", f"{found.timeline.bubble_share():.1%}", "of all stages' time"))
-    return [*tiles, ("proof", *_proof(prediction.certificate))]
-
-
-def _proof(certificate: str) -> tuple[str, str]:
-    """A word or two for the certificate, which stands in full among the assumptions, and what they mean."""
-    gap = certificate.removeprefix("best so far, ")
-    for beginning, words, meaning in (
-        ("optimal", "optimal", "none that was searched is faster"),
-        ("fastest in simulation", "simulated", "the fastest of the search's best"),
-        ("best so far", gap, "left when the time was up"),
-        ("priced", "none", "priced as given, not searched"),
-    ):
-        if certificate.startswith(beginning):
-            return words, meaning
-    return "see below", certificate
+    return [*tiles, ("proof", *prediction.certificate.brief)]
 
 
 def _count(plan: Plan) -> str:

@@ -1,0 +1,110 @@
+"""What is proven of a plan: a status and a gap. The words that people read are made from them here alone."""
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.part import PlanPart
+from steelyard.units import format_bytes, parse_bytes
+
+Status = Literal["optimal", "gap", "simulated", "priced"]
+
+
+class Certificate(PlanPart):
+    """How sure the planner is that no plan is faster.
+
+    ``optimal``: none is, by the cost tables. ``gap``: time ran out, and this is the best so far. ``simulated``: the
+    fastest in simulation of several that the search found. ``priced``: given, not searched.
+    """
+
+    status: Status
+    gap: float | None = Field(default=None, ge=0, le=1)
+    """The part of the plan's step by the cost tables that `Prediction.lower_bound_s` does not prove necessary; absent
+    where nothing is proven."""
+    num_simulated: int | None = Field(default=None, ge=2)
+    """Plans among which the simulator chose; absent where it confirmed the search's best."""
+    spared_bytes: int | None = Field(default=None, gt=0)
+    """What the search left free of the memory that there is; absent where it left nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_words(cls, data: Any) -> Any:
+        """Plan files once had the words alone; those that were ever written are read."""
+        return _fields_of(data) if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for field, needed_by in (("gap", "gap"), ("num_simulated", "simulated")):
+            if self.status == needed_by and getattr(self, field) is None:
+                raise InvalidPlanError(
+                    field=f"certificate.{field}",
+                    found="nothing",
+                    expected=f"a number, since the status is {self.status}",
+                    hint="plan again",
+                )
+        return self
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no plan that was searched is faster, by the cost tables."""
+        return self.status == "optimal"
+
+    @property
+    def brief(self) -> tuple[str, str]:
+        """A word or two, and what they mean."""
+        match self.status:
+            case "optimal":
+                return "optimal", "none that was searched is faster"
+            case "gap":
+                return f"gap {self.gap:.2%}", "left when the time was up"
+            case "simulated":
+                return "simulated", "the fastest of the search's best"
+            case "priced":
+                return "none", "priced as given, not searched"
+
+    def __str__(self) -> str:
+        spared = f", searched within {format_bytes(self.spared_bytes)} less than there is" if self.spared_bytes else ""
+        return self._proof() + spared
+
+    def _proof(self) -> str:
+        match self.status:
+            case "optimal":
+                return "optimal for the cost tables"
+            case "gap":
+                return f"best so far, gap {self.gap:.2%}"
+            case "simulated":
+                return (
+                    f"fastest in simulation among the search's best {self.num_simulated}; in its closed form another is"
+                )
+            case "priced":
+                return "priced as given, not searched"
+
+
+_WRITTEN = re.compile(
+    r"(?:(?P<optimal>optimal for the cost tables)|best so far, gap (?P<gap>[0-9.]+)%"
+    r"|fastest in simulation among the search's best (?P<simulated>[0-9]+); in its closed form another is"
+    r"|(?P<priced>priced as given, not searched))"
+    r"(?:, searched within (?P<spared>[0-9.]+ [KMGT]?i?B) less than there is)?"
+)
+"""All certificates of plan files that hold words."""
+
+
+def _fields_of(words: str) -> dict[str, Any]:
+    found = _WRITTEN.fullmatch(words)
+    if found is None:
+        raise InvalidPlanError(
+            field="prediction.certificate",
+            found=repr(words),
+            expected="an object with a status (optimal, gap, simulated or priced) and a gap",
+            hint="plan again, or leave the prediction out: `steelyard explain` fills it in",
+        )
+    spared_bytes = parse_bytes(found["spared"]) if found["spared"] else None
+    if found["gap"]:
+        return {"status": "gap", "gap": float(found["gap"]) / 100, "spared_bytes": spared_bytes}
+    if found["simulated"]:
+        return {"status": "simulated", "num_simulated": int(found["simulated"]), "spared_bytes": spared_bytes}
+    if found["optimal"]:
+        return {"status": "optimal", "gap": 0.0, "spared_bytes": spared_bytes}
+    return {"status": "priced"}

@@ -1,0 +1,59 @@
+"""Where the costs of a plan come from: the profile, a measured run's factor, the catalogue's entry for the rates."""
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from steelyard.plan.part import PlanPart
+from steelyard.profiles.profile import ProfileIdentity
+
+
+class CatalogueRates(PlanPart):
+    """Which entry says what part of a data sheet's rates a device reaches in matrix products and attention."""
+
+    generation: str
+    """The name of the entry."""
+    is_assumed: bool
+    """Whether no run of such a device was among those that were fitted."""
+    is_stand_in: bool = False
+    """Whether the device is of no generation that is known, and this entry is taken for all such."""
+
+    @property
+    def brief(self) -> str:
+        """The words for a cell of a table: ``fitted (hopper)``."""
+        return f"{'assumed' if self.is_assumed else 'fitted'} ({self.generation})"
+
+    def __str__(self) -> str:
+        if self.is_stand_in:
+            return f"assumed: the device is of no known generation, so the entry {self.generation!r} is taken"
+        if self.is_assumed:
+            return f"assumed for {self.generation}, of which no published run was fitted"
+        return f"fitted to published runs of {self.generation}"
+
+
+class CostSource(ProfileIdentity):
+    """The identity of a profile with what else the times rest on."""
+
+    time_factor: float = Field(default=1.0, gt=0)
+    """What all times were multiplied by after a measured run; 1 where there was none."""
+    rates: CatalogueRates | None = None
+    """Absent where times were measured or the rates given, and in plans that were written before it was said."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, data: Any) -> Any:
+        """Plan files once had every value as a text."""
+        if not isinstance(data, dict):
+            return data
+        kinds = {"seq_len": int, "num_devices": int, "time_factor": float}
+        texts = {key: kind(data[key]) for key, kind in kinds.items() if isinstance(data.get(key), str)}
+        return data | texts
+
+    def __str__(self) -> str:
+        scaled = (
+            "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by a measured run"
+        )
+        if self.is_measured:
+            return f"measured on {self.device} ({self.created}){scaled}"
+        rates = "" if self.rates is None else f", {self.rates}"
+        return f"traced with torch {self.torch}, transformers {self.transformers}; catalogue rates{rates}{scaled}"

@@ -1,0 +1,76 @@
+"""A certificate is a status and a gap; its words are made from them, and words of earlier plan files are read."""
+
+import json
+
+import pytest
+
+from steelyard.errors import InvalidPlanError
+from steelyard.plan.certificate import Certificate
+from steelyard.plan.file import dump_json
+from tests.plan.examples import changed, read
+
+OPTIMAL = Certificate(status="optimal", gap=0.0)
+GAP = Certificate(status="gap", gap=0.0123)
+SIMULATED = Certificate(status="simulated", num_simulated=5)
+WORDS = {
+    "optimal for the cost tables": OPTIMAL,
+    "best so far, gap 1.23%": GAP,
+    "fastest in simulation among the search's best 5; in its closed form another is": SIMULATED,
+    "priced as given, not searched": Certificate(status="priced"),
+    "optimal for the cost tables, searched within 1.00 GiB less than there is": OPTIMAL.model_copy(
+        update={"spared_bytes": 2**30}
+    ),
+    "best so far, gap 1.23%, searched within 512 B less than there is": GAP.model_copy(update={"spared_bytes": 512}),
+}
+
+
+@pytest.mark.parametrize(("words", "certificate"), WORDS.items())
+def test_words_are_made_from_the_value(words: str, certificate: Certificate) -> None:
+    assert str(certificate) == words
+
+
+@pytest.mark.parametrize(("words", "certificate"), WORDS.items())
+def test_a_plan_file_that_holds_words_is_read(words: str, certificate: Certificate) -> None:
+    plan = read(changed((["prediction", "certificate"], words)))
+    assert plan.prediction is not None
+    assert plan.prediction.certificate == certificate
+
+
+def test_other_words_are_an_error_that_says_what_is_expected() -> None:
+    with pytest.raises(InvalidPlanError, match=r"certificate: found 'surely the best'\n.*status.*\n.*plan again"):
+        read(changed((["prediction", "certificate"], "surely the best")))
+
+
+@pytest.mark.parametrize(
+    ("certificate", "field"),
+    [
+        ({"status": "proven"}, "status"),
+        ({"status": "gap"}, "gap"),
+        ({"status": "simulated", "gap": 0.1}, "num_simulated"),
+        ({"status": "gap", "gap": 1.5}, "gap"),
+        ({"status": "optimal", "gap": -0.1}, "gap"),
+        ({"status": "optimal", "gaps": 0.0}, "gaps"),
+    ],
+)
+def test_a_certificate_that_contradicts_itself_is_an_error(certificate: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidPlanError, match=rf"certificate\.{field}"):
+        read(changed((["prediction", "certificate"], certificate)))
+
+
+def test_a_certificate_written_and_read_is_the_same() -> None:
+    plan = read(changed((["prediction", "certificate"], {"status": "gap", "gap": 0.0123})))
+    again = json.loads(dump_json(plan))
+    assert again["prediction"]["certificate"] == {"status": "gap", "gap": 0.0123}
+    assert read(again) == plan
+
+
+def test_only_an_optimal_plan_counts_as_such() -> None:
+    assert [each.is_optimal for each in (OPTIMAL, GAP, SIMULATED)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("certificate", "brief"),
+    [(OPTIMAL, "optimal"), (GAP, "gap 1.23%"), (SIMULATED, "simulated"), (Certificate(status="priced"), "none")],
+)
+def test_a_word_or_two_stand_for_it(certificate: Certificate, brief: str) -> None:
+    assert certificate.brief[0] == brief
