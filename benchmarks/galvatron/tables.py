@@ -47,7 +47,7 @@ def strategies_of(point: Point, space: Space) -> tuple[Strategy, ...]:
     return tuple(
         each
         for each in enumerate_strategies(point.num_devices, options)
-        if space == "full" or (each.fsdp == 1 and (space == "dp+tp" or each.tp == 1))
+        if space == "full" or (each.state_shards == 1 and (space == "dp+tp" or each.tensor_degree == 1))
     )
 
 
@@ -92,11 +92,11 @@ def _tables(
 ) -> CostTables:
     kinds = {kind.name: kind for kind in layers}
     names = tuple(kinds)
-    legal = np.array([[each.tp in kind.layer.act_mb for each in strategies] for kind in kinds.values()])
+    legal = np.array([[each.tensor_degree in kind.layer.act_mb for each in strategies] for kind in kinds.values()])
     seconds = np.array([[layer_s(point, kind.layer, each) for each in strategies] for kind in kinds.values()])
     held = np.array(
         [
-            [_whole_mb(point, kind, each) * MB if each.tp in kind.layer.act_mb else 0 for each in strategies]
+            [_whole_mb(point, kind, each) * MB if each.tensor_degree in kind.layer.act_mb else 0 for each in strategies]
             for kind in kinds.values()
         ],
         dtype=np.int64,

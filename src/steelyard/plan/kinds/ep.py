@@ -41,7 +41,7 @@ def _offered(levels: Levels) -> tuple[int, ...]:
     return tuple(degree for degree in degrees if degree % shards == 0 or shards % degree == 0)
 
 
-_TEXTS: dict[Value, str] = {1: ""} | {degree: f"ep{degree}" for degree in range(2, MOST + 1)}
+_TEXTS: dict[Value, str] = {degree: f"ep{degree}" if degree > 1 else "" for degree in range(1, MOST + 1)}
 DEGREE = Variant(
     key="ep",
     texts=_TEXTS,
