@@ -1,0 +1,1 @@
+"""The twin of each kind of parallelism: one layer made so on the axes of a mesh."""
