@@ -119,7 +119,7 @@ def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_
     compute = getattr(self, "compute_pairs", compute_pairs)
     outputs_KH = compute(self, inputs_KH, ends_E, share)  # noqa: N806
     outputs_KH = outputs_KH * weights_Tk.reshape(-1)[order_K].unsqueeze(-1)  # noqa: N806
-    summed_TH = outputs_KH[inverse(order_K)].view(*experts_Tk.shape, -1).sum(dim=1)  # noqa: N806
+    summed_TH = outputs_KH[inverse(order_K)].view(*experts_Tk.shape, hidden_TH.size(1)).sum(dim=1)  # noqa: N806
     return summed_TH.to(hidden_TH.dtype)
 
 

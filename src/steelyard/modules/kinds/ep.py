@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -96,12 +96,13 @@ def _check_divides(experts: nn.Module, degree: int) -> None:
 
 
 def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's experts, as a part of the whole parameter; where tp has divided it before, ep divides that further."""
+    """This rank's experts, as a part of the whole parameter; what tp has divided before, ep divides further."""
     local = local_part(parameter.detach())
     own = local.chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
     whole, placements = mesh, (Shard(0),)
     if isinstance(parameter, DTensor):
-        whole = DeviceMesh._concatenate([mesh, parameter.device_mesh])
+        with unset_fake_temporarily():  # a mesh is made of real tensors, also while layers are counted on fake ones
+            whole = DeviceMesh._concatenate([mesh, parameter.device_mesh])
         placements = (_StridedShard(0, split_factor=parameter.device_mesh.size()), *parameter.placements)
     stored = DTensor.from_local(
         own, whole, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -110,7 +111,7 @@ def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 class ExpertExchange:
-    """Has pairs computed by the ranks that hold their experts, in the place of `steelyard.modules.experts.compute_pairs`.
+    """Has pairs computed by the ranks that hold their experts; stands in the place of `compute_pairs`.
 
     Rank r of the group holds the experts from r·E/e on.
     """
@@ -137,7 +138,7 @@ class ExpertExchange:
 def _all_to_all(
     rows: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup
 ) -> Tensor:
-    """The rows that the ranks of a group send to this one, in the order of the ranks; equal parts where none is said."""
+    """The rows that the ranks of a group send to this one, in their order; equal parts where none are said."""
     return wait_tensor(all_to_all_single(rows, received, sent, group))
 
 
