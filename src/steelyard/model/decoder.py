@@ -38,6 +38,8 @@ class Keys:
     """None where every query head has a key and value head of its own."""
     default_kv_heads: int | None = None
     """Where the key is missing; None for as many as query heads, which null always means."""
+    head_dim: str = "head_dim"
+    """Of what positions rotate."""
     default_head_dim: int | None = None
     default_tied: bool = False
 
@@ -73,6 +75,7 @@ def decoder(
     attention: Attention | None = None,
     ffn: Callable[[Sizes, Keys], tuple[tuple[str, int], ...]] | None = None,
     no_sp_embedding: str = "",
+    no_tp_block: str = "",
     kind_of_block: Callable[[Sizes, int], str] | None = None,
     fused_attention: bool = True,
 ) -> Family:
@@ -80,7 +83,7 @@ def decoder(
 
     ``block_tp`` holds the styles of a block's modules. ``attention`` and ``ffn`` are for families whose blocks differ
     in what they attend to or whose feed-forward part is of another shape; ``kind_of_block`` names what else tells
-    blocks apart (nothing: an empty text).
+    blocks apart (nothing: an empty text). ``no_tp_block`` is why blocks cannot be tensor-parallel, where they cannot.
     """
     keys = keys or Keys()
     attends = attention or uniform_attention
@@ -105,6 +108,7 @@ def decoder(
                     name=_block_name(attending, extra, distinct),
                     role=LayerRole.BLOCK,
                     tp_divides=divides,
+                    no_tp=no_tp_block,
                     attention=attending,
                 )
                 for attending, extra in distinct
@@ -227,8 +231,8 @@ def _block_name(attending: str, extra: str, distinct: list[tuple[str, str]]) -> 
 
 def _block_sizes(sizes: Sizes, keys: Keys) -> BlockSizes:
     hidden, heads = sizes.size(keys.hidden), sizes.size(keys.heads)
-    if sizes.config.get("head_dim") is not None:
-        head_dim = sizes.size("head_dim")
+    if sizes.config.get(keys.head_dim) is not None:
+        head_dim = sizes.size(keys.head_dim)
     elif keys.default_head_dim is not None:
         head_dim = keys.default_head_dim
     elif hidden % heads:

@@ -44,6 +44,7 @@ LEAST_GAP = 1e-4
 CONFIGS = {
     "mixtral": FAMILY_CONFIGS["mixtral"],
     "qwen3_moe": FAMILY_CONFIGS["qwen3_moe"] | {"num_experts": 8, "num_experts_per_tok": 3},
+    "deepseek_v3": FAMILY_CONFIGS["deepseek_v3"] | {"n_group": 1, "num_experts_per_tok": 2},
 }
 
 
@@ -76,6 +77,8 @@ OF_FOUR = {
     "fsdp2 tp2 ep2, sp": Division(config="mixtral", data=2, ep=2, tp=2, sp=True, zero=3),
     "fsdp2 tp2 ep2, selective": Division(config="qwen3_moe", data=2, ep=2, tp=2, zero=3, remat=Remat.SELECTIVE),
     "dp2 tp2 ep2, sp": Division(config="qwen3_moe", data=2, ep=2, tp=2, sp=True),
+    "fsdp4 ep2, beside a shared expert": Division(config="deepseek_v3", data=4, ep=2, zero=3, remat=Remat.SELECTIVE),
+    "dp4 ep4, beside a shared expert": Division(config="deepseek_v3", data=4, ep=4),
     "dp4 ep2, bf16": Division(config="mixtral", data=4, ep=2, precision="bf16"),
     "fsdp4 ep2, bf16": Division(config="mixtral", data=4, ep=2, zero=3, precision="bf16", remat=Remat.FULL),
     "dp4 ep2, experts not summed": Division(config="mixtral", data=4, ep=2, sums_experts=False),

@@ -12,7 +12,7 @@ from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.kinds.ep import apply_expert_parallel, divide_data_axis
+from steelyard.modules.kinds.ep import apply_expert_parallel, divide_data_axis, expert_degree
 from steelyard.modules.layers import ChainLayer, build_layer
 from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from steelyard.modules.updates import local_part
@@ -184,6 +184,12 @@ def test_even_routing_gives_every_rank_the_work_of_as_many_pairs_as_it_sends(ep:
 def test_under_tp_a_rank_exchanges_the_pairs_of_its_slice_of_the_experts() -> None:
     sent = observe(ep=2, tp=2).forward.collectives["all_to_all"]
     assert sent == [2 * COUNT_BYTES, *[NUM_PAIRS // 2 * PAIR_BYTES] * 2]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_layer_tells_its_degree(ep: int) -> None:
+    with divided(ep=ep) as (layer, _):
+        assert expert_degree(layer) == ep
 
 
 def test_a_rank_holds_its_experts_alone() -> None:

@@ -158,7 +158,12 @@ def _by_expert(counts: Tensor, *, num_pairs: int) -> tuple[Tensor, Tensor]:
     return expert_P.argsort(stable=True), counts.sum(dim=0).cumsum(dim=0).to(torch.int32)
 
 
-# data parallelism around divided experts
+# divided experts, as data parallelism and others see them
+
+
+def expert_degree(layer: nn.Module) -> int:
+    """Over how many ranks the layer's experts are divided, read from its modules; 1 where they are not."""
+    return max((experts.compute_pairs.mesh.size() for experts in _divided(layer)), default=1)
 
 
 def divided_parameters(layer: nn.Module) -> set[nn.Parameter]:
