@@ -90,7 +90,7 @@ def _ranges(ends: Tensor) -> list[tuple[int, int]]:
 
 
 def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
-    if inputs.is_cuda and inputs.dtype == torch.bfloat16:
+    if inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0):
         rows = torch.arange(inputs.size(0), device=inputs.device).unsqueeze(-1) < ends[-1]
         return nn.functional.grouped_mm(inputs, weights, offs=ends).masked_fill(~rows, 0.0)
     return grouped_mm(inputs, weights, ends, share)
