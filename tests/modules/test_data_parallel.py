@@ -215,6 +215,19 @@ def test_layers_are_reduced_from_the_last_to_the_first_whichever_is_done_first(m
     assert sizes == [NUM_PARAMS + 6, NUM_PARAMS, NUM_PARAMS]
 
 
+def test_a_parameter_with_a_mesh_of_its_own_is_summed_over_the_ranks_of_that_mesh() -> None:
+    dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
+    mesh = init_device_mesh("cpu", (3, 2, 1), mesh_dim_names=("outer", "inner", "one"))
+    layer = Layer(idle=True)
+    others = {layer.linear.bias: mesh["inner"], layer.idle.weight: mesh["one"], layer.idle.bias: mesh["one"]}  # type: ignore[union-attr]
+    replicas = Replicas([Replica(layer, mesh["outer"], torch.float32, others)])  # type: ignore[arg-type]
+    with reductions() as reduce:
+        step([layer], replicas, 2)
+    summed = [(call.args[0].numel(), call.kwargs["group"].size()) for call in reduce.call_args_list]
+    dist.destroy_process_group()
+    assert summed == [(7 * 5, 3), (5, 2)]
+
+
 def test_steps_do_not_share_a_buffer(mesh: DeviceMesh) -> None:
     layer = Layer()
     replicas = Replicas([replicated(layer, mesh)])

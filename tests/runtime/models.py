@@ -65,6 +65,13 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         **{"model_type": "qwen3_moe", **_TINY, "num_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 16, "mlp_only_layers": [0]},
     },
+    "deepseek_v3": {
+        **{key: value for key, value in _TINY.items() if key not in ("head_dim", "num_key_value_heads")},
+        **{"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1},
+        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4, "num_key_value_heads": 4},
+        **{"bos_token_id": 0, "eos_token_id": 1},
+    },
     "bert": {
         **{key: value for key, value in _TINY.items() if key not in ("num_key_value_heads", "head_dim")},
         **{"model_type": "bert", **_NO_BERT_DROPOUT},

@@ -16,7 +16,7 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, hub_config
-from steelyard.runtime.state import ParameterNames, parameter_names
+from steelyard.runtime.state import ParameterNames, parameter_names, saved_tensors
 from steelyard.runtime.stored_weights import stored_parameters
 from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, check_export, load_weights
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
@@ -25,14 +25,14 @@ SOME = "model.layers.0.mlp.up_proj.weight"
 
 
 class WholeState:
-    """The parameters of a whole model on one process: what `RunState` is to a plan."""
+    """What a whole model saves, on one process: what `RunState` is to a plan."""
 
     def __init__(self, chain: ModelChain) -> None:
         self.names: ParameterNames = parameter_names(chain)
         self.model = build_model(chain, seed=5)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters()) if copy == 0 else {}
+        return dict(saved_tensors(self.model)) if copy == 0 else {}
 
 
 def chain_of(name: str) -> ModelChain:
@@ -76,6 +76,16 @@ def test_transformers_own_files_are_read_for_every_family(tmp_path: Path, name: 
     assert load_weights(tmp_path, state, chain) == []  # type: ignore[arg-type]
     expected = saved.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in state.weights().items())
+
+
+def test_a_buffer_that_decides_which_experts_are_chosen_is_read(tmp_path: Path) -> None:
+    chain = chain_from_config(FAMILY_CONFIGS["deepseek_v3"], name="deepseek_v3")
+    model, name = build_model(chain, seed=1), "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name).copy_(torch.arange(8.0))
+    model.save_pretrained(tmp_path)
+    state = WholeState(chain)
+    load_weights(tmp_path, state, chain)  # type: ignore[arg-type]
+    assert torch.equal(state.model.get_buffer(name), torch.arange(8.0))
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)

@@ -38,6 +38,8 @@ class Keys:
     """None where every query head has a key and value head of its own."""
     default_kv_heads: int | None = None
     """Where the key is missing; None for as many as query heads, which null always means."""
+    head_dim: str = "head_dim"
+    """Of what positions rotate."""
     default_head_dim: int | None = None
     default_tied: bool = False
 
@@ -73,6 +75,7 @@ def decoder(
     attention: Attention | None = None,
     ffn: Callable[[Sizes, Keys], tuple[tuple[str, int], ...]] | None = None,
     no_sp_embedding: str = "",
+    no_tp_block: str = "",
     kind_of_block: Callable[[Sizes, int], str] | None = None,
     fused_attention: bool = True,
     attention_dropout: Mapping[str, float] | None = None,
@@ -81,8 +84,8 @@ def decoder(
 
     ``block_tp`` holds the styles of a block's modules. ``attention`` and ``ffn`` are for families whose blocks differ
     in what they attend to or whose feed-forward part is of another shape; ``attention_dropout`` has the key and the
-    default of dropout inside attention; ``kind_of_block`` names what else tells
-    blocks apart (nothing: an empty text).
+    default of dropout inside attention; ``kind_of_block`` names what else tells blocks apart (nothing: an empty text).
+    ``no_tp_block`` is why blocks cannot be tensor-parallel, where they cannot.
     """
     keys = keys or Keys()
     attends = attention or uniform_attention
@@ -119,6 +122,7 @@ def decoder(
                     role=LayerRole.BLOCK,
                     tp_divides=divides,
                     no_cp=no_cp,
+                    no_tp=no_tp_block,
                     attention=attending,
                 )
                 for attending, extra in distinct
@@ -241,8 +245,8 @@ def _block_name(attending: str, extra: str, distinct: list[tuple[str, str]]) -> 
 
 def _block_sizes(sizes: Sizes, keys: Keys) -> BlockSizes:
     hidden, heads = sizes.size(keys.hidden), sizes.size(keys.heads)
-    if sizes.config.get("head_dim") is not None:
-        head_dim = sizes.size("head_dim")
+    if sizes.config.get(keys.head_dim) is not None:
+        head_dim = sizes.size(keys.head_dim)
     elif keys.default_head_dim is not None:
         head_dim = keys.default_head_dim
     elif hidden % heads:

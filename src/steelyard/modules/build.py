@@ -41,7 +41,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     config = hub_config(chain)
     auto_class = getattr(transformers, chain.family.task.auto_class)
     options = {"attn_implementation": ATTENTION if chain.family.fused_attention else "eager"}
-    if getattr(config, "num_experts", None) is not None:
+    if _has_experts(config):
         options["experts_implementation"] = IMPLEMENTATION
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,10 +51,14 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     return model
 
 
+def _has_experts(config: PreTrainedConfig) -> bool:
+    return any(getattr(config, key, None) is not None for key in ("num_experts", "num_local_experts"))
+
+
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
     chain.family.prepare(model)
-    if getattr(model.config, "num_experts", None) is not None:
+    if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)

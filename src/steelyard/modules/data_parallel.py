@@ -9,26 +9,48 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from steelyard.modules.kinds.ep import divided_parameters, shard_placement
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.replicated import Replica
 from steelyard.plan.plan import Precision
 
 
-def shard_over(layer: ChainLayer, mesh: DeviceMesh, precision: Precision, *, reshard_after_forward: bool) -> FSDPModule:
+def shard_over(
+    layer: ChainLayer,
+    mesh: DeviceMesh,
+    precision: Precision,
+    *,
+    reshard_after_forward: bool,
+    expert_mesh: DeviceMesh | None = None,
+) -> FSDPModule:
     """The layer with its parameters sharded over the one axis of ``mesh``, in place.
 
     Of two axes, over the second one, and replicated over the first (hybrid sharding).
+    Experts that ep has divided are sharded over ``expert_mesh``, which is what ep leaves of ``mesh``.
     """
-    policy = mixed_precision(precision)
-    module = fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    module = fully_shard(
+        layer,
+        mesh=mesh,
+        mp_policy=mixed_precision(precision),
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=None if expert_mesh is None else shard_placement(layer, expert_mesh),
+    )
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     return module
 
 
-def replicate_over(layer: ChainLayer, mesh: DeviceMesh, precision: Precision) -> Replica:
-    """This rank's replica of the layer, with its parameters replicated over the one axis of ``mesh``, in place."""
-    return Replica(layer, mesh, activation_dtype(precision))
+def replicate_over(
+    layer: ChainLayer, mesh: DeviceMesh, precision: Precision, *, expert_mesh: DeviceMesh | None = None
+) -> Replica:
+    """This rank's replica of the layer, with its parameters replicated over the one axis of ``mesh``, in place.
+
+    Experts that ep has divided are replicated over ``expert_mesh``, which is what ep leaves of ``mesh``.
+    """
+    if expert_mesh is None:
+        return Replica(layer, mesh, activation_dtype(precision))
+    others = dict.fromkeys(divided_parameters(layer), expert_mesh)
+    return Replica(layer, mesh, activation_dtype(precision), others)
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:

@@ -4,12 +4,14 @@ Every token takes k experts. The T·k pairs of token and expert are sorted by ex
 work is that of k experts per token, however many there are. It is an experts implementation of transformers like its
 own ``grouped_mm``, under the name `IMPLEMENTATION`.
 
-Where the experts are divided between ranks (``first_expert`` and ``num_all_experts`` are set), a rank computes the
-pairs of its own experts and leaves zeros for the others. How many pairs that is depends on the routing; counted on fake
-tensors it is the share of experts that the rank holds, which is the mean. Not modelled: ranks waiting for the one
-whose experts are in demand.
+Where a rank answers for some of the experts alone (``first_expert`` and ``num_all_experts`` are set, as tensor
+parallelism does), it leaves zeros for the pairs of the others. How many pairs are its own depends on the routing;
+counted on fake tensors it is the share of experts that the rank answers for, which is the mean. Not modelled: ranks
+waiting for the one whose experts are in demand. What a rank answers for it computes itself, unless expert parallelism
+(`steelyard.modules.kinds.ep`) has put another function in the place of `compute_pairs`.
 
-Legend of shapes: T tokens, K pairs T·k, E experts of this rank, H hidden size, F width of an expert.
+Legend of shapes: T tokens, k experts of a token, K pairs T·k, E experts of this rank, H hidden size, F width of an
+expert.
 """
 
 from itertools import pairwise
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from steelyard.modules.updates import local_part
 
 IMPLEMENTATION = "steelyard"
 
@@ -86,35 +90,49 @@ def _ranges(ends: Tensor) -> list[tuple[int, int]]:
 
 
 def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
-    if inputs.is_cuda and inputs.dtype == torch.bfloat16:
+    if inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0):
         rows = torch.arange(inputs.size(0), device=inputs.device).unsqueeze(-1) < ends[-1]
         return nn.functional.grouped_mm(inputs, weights, offs=ends).masked_fill(~rows, 0.0)
     return grouped_mm(inputs, weights, ends, share)
 
 
+def compute_pairs(experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
+    """What this rank's experts make of rows [K, H] that are sorted by expert; zeros behind the last expert's rows.
+
+    Expert e ends before row ``ends_E[e]``; ``share`` as in `grouped_mm`.
+    """
+    gate_up, down = local_part(experts.gate_up_proj), local_part(experts.down_proj)
+    gate_KF, up_KF = _product(inputs_KH, gate_up.transpose(1, 2), ends_E, share).chunk(2, dim=-1)  # noqa: N806
+    return _product(experts.act_fn(gate_KF) * up_KF, down.transpose(1, 2), ends_E, share)
+
+
 def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
-    """The weighted sum of each token's experts, [T, H]: of those that this rank holds."""
-    gate_up, down = self.gate_up_proj, self.down_proj
-    num_experts, first = gate_up.size(0), getattr(self, "first_expert", 0)
+    """The weighted sum of each token's experts, [T, H]: of those that this rank answers for."""
+    num_experts, first = self.num_experts, getattr(self, "first_expert", 0)
     share = num_experts / getattr(self, "num_all_experts", num_experts)
     expert_K = experts_Tk.reshape(-1) - first  # noqa: N806
     expert_K = torch.where((expert_K >= 0) & (expert_K < num_experts), expert_K, num_experts)  # noqa: N806
     sorted_K, order_K = torch.sort(expert_K, stable=True)  # noqa: N806
-    bounds = torch.arange(1, num_experts + 1, device=sorted_K.device)
-    ends = torch.searchsorted(sorted_K, bounds).to(torch.int32)
+    bounds_E = torch.arange(1, num_experts + 1, device=sorted_K.device)  # noqa: N806
+    ends_E = torch.searchsorted(sorted_K, bounds_E).to(torch.int32)  # noqa: N806
     inputs_KH = hidden_TH[order_K // experts_Tk.size(1)]  # noqa: N806
-    gate_KF, up_KF = _product(inputs_KH, gate_up.transpose(1, 2), ends, share).chunk(2, dim=-1)  # noqa: N806
-    outputs_KH = _product(self.act_fn(gate_KF) * up_KF, down.transpose(1, 2), ends, share)  # noqa: N806
+    compute = getattr(self, "compute_pairs", compute_pairs)
+    outputs_KH = compute(self, inputs_KH, ends_E, share)  # noqa: N806
     outputs_KH = outputs_KH * weights_Tk.reshape(-1)[order_K].unsqueeze(-1)  # noqa: N806
-    place_K = torch.empty_like(order_K)  # noqa: N806
-    place_K[order_K] = torch.arange(order_K.size(0), device=order_K.device)
-    summed_TH = outputs_KH[place_K].view(*experts_Tk.shape, -1).sum(dim=1)  # noqa: N806
+    summed_TH = outputs_KH[inverse(order_K)].view(*experts_Tk.shape, hidden_TH.size(1)).sum(dim=1)  # noqa: N806
     return summed_TH.to(hidden_TH.dtype)
 
 
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes a permutation of the whole numbers from 0."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.size(0), device=order.device)
+    return places
+
+
 def routed_experts(module: nn.Module) -> list[nn.Module]:
-    """The modules below one that hold the matrices of routed experts."""
-    return [each for each in module.modules() if hasattr(each, "gate_up_proj") and hasattr(each, "num_experts")]
+    """The modules below ``module`` that hold the experts among which a router chooses."""
+    return [each for path, each in module.named_modules() if path.rpartition(".")[2] == "experts"]
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)

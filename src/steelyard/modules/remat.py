@@ -6,9 +6,9 @@
 | selective | the layer's input, the results of `SAVED_OPERATIONS` | everything else            |
 | full      | the layer's input                                    | everything                 |
 
-Selective keeps the results of matrix products, of fused attention and of the reductions (all-reduce, reduce-scatter)
-of tensor parallelism. What it computes again is bound by memory and not by FLOP: norms, activation functions, rotary
-embedding, casts, copies, sums. Not kept are
+Selective keeps the results of matrix products, of fused attention, of the reductions (all-reduce, reduce-scatter) of
+tensor parallelism and of the all-to-alls of expert parallelism. What it computes again is bound by memory and not by
+FLOP: norms, activation functions, rotary embedding, casts, copies, sums. Not kept are
 
 - all-gathers of sequence parallelism: a result is tp times as large as what it is made from, and with them selective
   would hold more than none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);
@@ -40,6 +40,7 @@ SAVED_OPERATIONS = (
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     _collective.all_reduce.default,
     _collective.reduce_scatter_tensor.default,
+    _collective.all_to_all_single.default,
 )
 """The operations whose results selective remat keeps."""
 

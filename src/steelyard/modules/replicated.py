@@ -10,7 +10,7 @@ freed. After the last pass of a step the ranks sum the buffer, while layers befo
 parts are the gradients. A rank's loss is already divided by the global number of tokens, so nothing is averaged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,12 +24,21 @@ from steelyard.modules.updates import local_part
 
 
 class Replica:
-    """This rank's replica of a layer, made in place: while the layer computes, its parameters are the replica's own."""
+    """This rank's replica of a layer, made in place: while the layer computes, its parameters are the replica's own.
 
-    def __init__(self, layer: ChainLayer, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    Parameters that are replicated over other ranks than those of ``mesh`` have a mesh of their own in ``others``.
+    """
+
+    def __init__(
+        self,
+        layer: ChainLayer,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        others: Mapping[nn.Parameter, DeviceMesh] | None = None,
+    ) -> None:
         self._dtype = dtype
-        self._group = mesh.get_group() if mesh.size() > 1 else None
-        made = {id(parameter): _Parameter(parameter, mesh) for parameter in layer.parameters()}
+        meshes = others or {}
+        made = {id(parameter): _Parameter(parameter, meshes.get(parameter, mesh)) for parameter in layer.parameters()}
         self._parameters = list(made.values())
         self._trained = [each for each in self._parameters if each.seen.requires_grad]
         self._places = [
@@ -43,8 +52,7 @@ class Replica:
         self._compute, layer.compute = layer.compute, self._compute_on_own
         self.on_ready: Callable[[], None] = lambda: None
         """Called when the last gradient of a step is made."""
-        self._sum: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._sums = _sums_of(self._trained)
         self._num_made = self._num_awaited = 0
 
     def begin_step(self, num_backwards: int) -> None:
@@ -65,21 +73,16 @@ class Replica:
     @torch.no_grad()
     def reduce(self) -> None:
         """Begins to sum the gradients that were made over the ranks; those that were not count as zero."""
-        total = self._collect()
-        for each, part in zip(self._trained, self._parts(total), strict=True):
-            each.add_late(part)
+        for each in self._sums:
+            each.collect_last()
         self._free_own()
-        if self._group is not None:
-            self._work = dist.all_reduce(total, group=self._group, async_op=True)
+        for each in self._sums:
+            each.reduce()
 
     def finish(self) -> None:
         """Waits for the sums and adds them to the gradients that the optimizer sees."""
-        if self._work is not None:
-            self._work.wait()
-        assert self._sum is not None, "what is finished was reduced"
-        for each, part in zip(self._trained, self._parts(self._sum), strict=True):
-            each.add_gradient(part)
-        self._sum = self._work = None
+        for each in self._sums:
+            each.finish()
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer sees."""
@@ -93,7 +96,7 @@ class Replica:
     def kept_gradients(self) -> list[Tensor]:
         """What earlier backward passes of the step have left."""
         late = [each.late for each in self._trained if each.late is not None]
-        return late if self._sum is None else [self._sum, *late]
+        return [each.buffer for each in self._sums if each.buffer is not None] + late
 
     def _compute_on_own(self, inputs: Flow, context: LayerContext) -> Flow:
         cast = tuple(each.to(self._dtype) if each.is_floating_point() else each for each in tensors_of(inputs))
@@ -119,27 +122,68 @@ class Replica:
         if self.is_ready:
             self.on_ready()
         elif self._num_made % len(self._trained) == 0:
-            self._collect()
+            for each in self._sums:
+                each.collect()
+
+
+class _GradientSum:
+    """The gradients of parameters that are replicated over the same ranks, in one buffer that these ranks sum."""
+
+    def __init__(self, parameters: Sequence["_Parameter"]) -> None:
+        self._parameters = parameters
+        mesh = parameters[0].replicated_over
+        self._group = mesh.get_group() if mesh.size() > 1 else None
+        self.buffer: Tensor | None = None
+        self._work: dist.Work | None = None
 
     @torch.no_grad()
-    def _collect(self) -> Tensor:
+    def collect(self) -> Tensor:
         """The buffer, with what autograd has made since the last time."""
-        found = [each.take_gradient() for each in self._trained]
+        found = [each.take_gradient() for each in self._parameters]
         write = torch._foreach_add_
-        if self._sum is None:
+        if self.buffer is None:
             write = torch._foreach_copy_
-            self._sum = self._trained[0].local.new_empty(sum(each.local.numel() for each in self._trained))
-            for part, gradient in zip(self._parts(self._sum), found, strict=True):
+            first = self._parameters[0].local
+            self.buffer = first.new_empty(sum(each.local.numel() for each in self._parameters))
+            for part, gradient in zip(self._parts(self.buffer), found, strict=True):
                 if gradient is None:
                     part.zero_()
-        parts = [part for part, gradient in zip(self._parts(self._sum), found, strict=True) if gradient is not None]
+        parts = [part for part, gradient in zip(self._parts(self.buffer), found, strict=True) if gradient is not None]
         if parts:
             write(parts, [gradient for gradient in found if gradient is not None])
-        return self._sum
+        return self.buffer
+
+    def collect_last(self) -> None:
+        """As `collect`, with what the ranks that divide tensors sum once a step."""
+        total = self.collect()
+        for each, part in zip(self._parameters, self._parts(total), strict=True):
+            each.add_late(part)
+
+    def reduce(self) -> None:
+        """Begins to sum the buffer over the ranks."""
+        if self._group is not None:
+            self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Waits for the sum and adds it to the gradients that the optimizer sees."""
+        if self._work is not None:
+            self._work.wait()
+        assert self.buffer is not None, "what is finished was reduced"
+        for each, part in zip(self._parameters, self._parts(self.buffer), strict=True):
+            each.add_gradient(part)
+        self.buffer = self._work = None
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        parts = buffer.split([each.local.numel() for each in self._trained])
-        return [part.view_as(each.local) for part, each in zip(parts, self._trained, strict=True)]
+        parts = buffer.split([each.local.numel() for each in self._parameters])
+        return [part.view_as(each.local) for part, each in zip(parts, self._parameters, strict=True)]
+
+
+def _sums_of(parameters: Sequence["_Parameter"]) -> list[_GradientSum]:
+    """One sum for the parameters of each mesh, in the order of their first parameters."""
+    by_mesh: dict[DeviceMesh, list[_Parameter]] = {}
+    for each in parameters:
+        by_mesh.setdefault(each.replicated_over, []).append(each)
+    return [_GradientSum(alike) for alike in by_mesh.values()]
 
 
 class Replicas:
@@ -181,6 +225,7 @@ class _Parameter:
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         self._size = {"shape": parameter.shape, "stride": parameter.stride()}
+        self.replicated_over = mesh
         self._mesh, self._placements = mesh, (Replicate(),)
         self._tensor_mesh: DeviceMesh | None = None
         """The axis over which tensors are divided, if there is one."""

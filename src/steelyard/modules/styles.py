@@ -186,7 +186,7 @@ class Experts(ParallelStyle):
         experts = getattr(module, "experts", None)
         if experts is None:
             return gather._apply(module, device_mesh)
-        matrices = {f"experts.{name}": DTensor.to_local for name, _ in experts.named_parameters()}
+        matrices = [f"experts.{name}" for name, _ in experts.named_parameters()]
         shared = {name: _own_share for name, _ in module.named_parameters() if name not in matrices}
         _store(module, device_mesh, dict.fromkeys(matrices, Shard(0)) | dict.fromkeys(shared, Replicate()))
         experts.num_all_experts = experts.num_experts
@@ -194,7 +194,7 @@ class Experts(ParallelStyle):
         experts.first_expert = experts.num_experts * device_mesh.get_local_rank()
 
         def forward(inputs: Tensor) -> Tensor:
-            summed = on_local_parameters(module, matrices | shared, _enter(inputs))
+            summed = on_local_parameters(module, shared, _enter(inputs))
             return _leave(summed, device_mesh, self._sp).to_local()
 
         module.forward = forward

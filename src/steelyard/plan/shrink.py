@@ -19,6 +19,8 @@ _HEAD_DIM = 8
 _LEAST_VOCABULARY, _LEAST_SEQUENCE, _LEAST_EXPERTS = 256, 16, 4
 _KEPT_OF_A_RUN = 2
 _PATCH, _WINDOW = 2, 4
+_EXPERTS = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+"""The key of the number of experts, where it is not ``num_experts``."""
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -117,15 +119,20 @@ def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int) -
     if "key-value heads" in sizes:
         grouped = sizes["key-value heads"] != sizes["attention heads"]
         found["num_key_value_heads"] = degree if grouped else _heads(chain, degree)
-    if chain.layout.rotary_size and chain.family.model_type != "gpt_neox":
+    if chain.layout.rotary_size and chain.family.model_type not in ("gpt_neox", "deepseek_v3"):
         found["head_dim"] = _HEAD_DIM
     if "experts" in sizes:
-        key = "num_local_experts" if chain.family.model_type == "mixtral" else "num_experts"
+        key = _EXPERTS.get(chain.family.model_type, "num_experts")
         found |= {key: _multiple(_LEAST_EXPERTS, degree), "num_experts_per_tok": 2}
     if chain.family.model_type == "qwen3_moe":
         dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
         found |= {"mlp_only_layers": [i for i, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
         found |= {"moe_intermediate_size": width, "intermediate_size": 2 * width}
+    if chain.family.model_type == "deepseek_v3":
+        dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
+        found |= {"first_k_dense_replace": sum(dense), "n_group": 1, "topk_group": 1}
+        found |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), width)
+        found |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM)
     if chain.family.model_type == "t5":
         between = next(place for place, layer in enumerate(kept) if chain.kind_of(layer).name == "decoder embedding")
         blocks = len(_blocks(chain, kept))

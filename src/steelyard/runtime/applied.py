@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from steelyard.modules.kinds.ep import divided_parameters
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, Flow, tensors_of
 from steelyard.plan.kinds import DP, FSDP, TP
 from steelyard.plan.strategy import Level, Strategy
@@ -89,7 +90,7 @@ def _data_parallelism(layer: ChainLayer) -> tuple[_Axis, _Axis, bool]:
     if not isinstance(layer, FSDPModule):
         mesh = next(layer.parameters()).device_mesh
         return (mesh.mesh_dim_names[0], mesh.size(0)), ("", 1), False
-    group = layer._get_fsdp_state()._fsdp_param_group
+    group = layer._get_fsdp_state()._fsdp_param_groups[0]  # a second one holds experts that ep divides
     mesh = group.mesh_info.mesh
     axes = list(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     reshards = group.post_forward_mesh_info is not None
@@ -98,8 +99,9 @@ def _data_parallelism(layer: ChainLayer) -> tuple[_Axis, _Axis, bool]:
 
 def _tensor_parallelism(layer: ChainLayer, data_names: set[str]) -> _Axis:
     """Mesh axis and degree over which parameters are sharded beside data parallelism."""
+    by_experts = divided_parameters(layer)
     for parameter in layer.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter not in by_experts:
             mesh = parameter.device_mesh
             for axis, name in enumerate(mesh.mesh_dim_names):
                 if name not in data_names and not parameter.placements[axis].is_replicate():

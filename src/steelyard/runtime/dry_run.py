@@ -251,7 +251,8 @@ def _fsdp_parameters(model: ParallelModel) -> Iterator[tuple[Strategy, list[Any]
     """FSDP's own view of the parameters of each sharded layer of this rank."""
     for name, layer in model.layers.items():
         if isinstance(layer, FSDPModule):
-            yield model.plan.strategies[int(name)], layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+            groups = layer._get_fsdp_state()._fsdp_param_groups
+            yield model.plan.strategies[int(name)], [each for group in groups for each in group.fsdp_params]
 
 
 def _states(optimizers: list[Optimizer]) -> Iterator[Tensor]:

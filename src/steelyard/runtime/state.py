@@ -2,7 +2,7 @@
 
 | name                       | what                                                                        |
 |----------------------------|-----------------------------------------------------------------------------|
-| ``model.NAME``             | a parameter of the unmodified model                                         |
+| ``model.NAME``             | a parameter of the unmodified model, or a buffer that it saves              |
 | ``optimizer.NAME.SLOT``    | what its optimizer keeps of it (AdamW: exp_avg, exp_avg_sq, step)           |
 | ``rng.RANK.DEVICE``        | state of a rank's random generators                                         |
 
@@ -31,7 +31,7 @@ from steelyard.runtime.parallel_model import ParallelModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNames:
-    """The name in the unmodified model of every parameter by its path in a `ParallelModel`."""
+    """The name in the unmodified model of every parameter and saved buffer by its path in a `ParallelModel`."""
 
     by_path: dict[str, str]
     copy_of_path: dict[str, int]
@@ -46,18 +46,27 @@ class ParameterNames:
 def parameter_names(chain: ModelChain) -> ParameterNames:
     """The names of all parameters of a chain, found by identity in a model without memory."""
     model = build_meta_model(chain)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(tensor): name for name, tensor in saved_tensors(model)}
     by_path: dict[str, str] = {}
     copy_of_path: dict[str, int] = {}
     seen: dict[str, int] = {}
     for index in range(chain.num_layers):
         layer = build_layer(model, chain, index, Remat.NONE)
-        for path, parameter in layer.named_parameters():
-            name = names[id(parameter)]
+        for path, tensor in saved_tensors(layer):
+            name = names[id(tensor)]
             by_path[f"{index}.{path}"] = name
             copy_of_path[f"{index}.{path}"] = seen.get(name, 0)
             seen[name] = seen.get(name, 0) + 1
     return ParameterNames(by_path=by_path, copy_of_path=copy_of_path)
+
+
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module by their path, and the buffers that it saves beside them."""
+    yield from module.named_parameters()
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}".removeprefix("."), buffer
 
 
 class RunState:
@@ -76,14 +85,14 @@ class RunState:
         return parameter_names(self._model.chain)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """This rank's parameters by their name in the unmodified model: of matrices that layers share, one copy."""
-        return {self.names.by_path[path]: parameter for path, parameter in self._parameters(copy)}
+        """What this rank saves by its name in the unmodified model: of matrices that layers share, one copy."""
+        return {self.names.by_path[path]: tensor for path, tensor in self._saved(copy)}
 
     def tensors(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """This rank's parameters and what the optimizers keep of them."""
+        """This rank's `weights` and what the optimizers keep of them."""
         states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
         found: dict[str, Tensor] = {}
-        for path, parameter in self._parameters(copy):
+        for path, parameter in self._saved(copy):
             name = self.names.by_path[path]
             found[f"model.{name}"] = parameter.detach()
             for slot, value in states.get(id(parameter), {}).items():
@@ -110,10 +119,11 @@ class RunState:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _parameters(self, copy: int) -> Iterator[tuple[str, nn.Parameter]]:
-        for path, parameter in self._model.named_parameters():
-            if self.names.copy_of_path[path] == copy:
-                yield path, parameter
+    def _saved(self, copy: int) -> Iterator[tuple[str, Tensor]]:
+        for chunk in self._model.chunks:
+            for path, tensor in saved_tensors(chunk.layers):
+                if self.names.copy_of_path[path] == copy:
+                    yield path, tensor
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

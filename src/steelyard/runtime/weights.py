@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -253,9 +253,10 @@ def _gathered(state: RunState, dtype: torch.dtype, file_bytes: int, *, keep: boo
     for name, parameter in state.weights().items():
         tensor = parameter.detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        num_bytes += whole.numel() * dtype.itemsize
+        kept_dtype = dtype if isinstance(parameter, nn.Parameter) else whole.dtype
+        num_bytes += whole.numel() * kept_dtype.itemsize
         if keep:
-            tensors[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
+            tensors[name] = whole.to(device="cpu", dtype=kept_dtype, copy=True).contiguous()
         if num_bytes >= file_bytes:
             yield tensors
             tensors, num_bytes = {}, 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.families import (
     bert,
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
@@ -29,6 +30,7 @@ __all__ = ["FAMILIES", "family_of"]
 
 _MODULES = (
     bert,
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3,

@@ -1,0 +1,31 @@
+"""DeepSeek-V3: attention through a latent, a few dense blocks, then blocks with routed experts and a shared one.
+
+Queries and keys are wider than values, which fused kernels do not take alike everywhere: attention runs step by step.
+Not trained: the bias that balances the choice of experts, which transformers keeps as it is, and the modules that
+predict tokens further ahead, which transformers does not build.
+
+Source: DeepSeek-AI 2024 (arXiv 2412.19437); ``models/deepseek_v3`` of transformers 5.
+"""
+
+from steelyard.model.decoder import Keys, config_value, decoder, dense_ffn
+from steelyard.model.family import Sizes
+
+
+def _kind(sizes: Sizes, block: int) -> str:
+    return "dense" if block < config_value(sizes, "first_k_dense_replace", 3) else "sparse"
+
+
+def _ffn(sizes: Sizes, keys: Keys) -> tuple[tuple[str, int], ...]:
+    kinds = {_kind(sizes, block) for block in range(sizes.size(keys.blocks))}
+    experts = (("experts", sizes.size("n_routed_experts", default=256)),) if "sparse" in kinds else ()
+    return experts + (dense_ffn(sizes, keys) if "dense" in kinds else ())
+
+
+FAMILY = decoder(
+    "deepseek_v3",
+    keys=Keys(kv_heads=None, head_dim="qk_rope_head_dim", default_head_dim=64),
+    kind_of_block=_kind,
+    ffn=_ffn,
+    no_tp_block="transformers has no plan that divides its latent attention and its shared expert",
+    fused_attention=False,
+)

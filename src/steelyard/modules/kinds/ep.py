@@ -1,0 +1,219 @@
+"""Expert parallelism: the routed experts of a block, divided over ranks that hold different tokens.
+
+Each rank routes its own tokens, sends every pair of token and expert to the rank that holds the expert, and weights and
+sums what comes back: none is dropped, however uneven the routing. The ranks of a group are the innermost e of the D
+ranks over which the layer divides its data, so what they compute for each other needs no other rank.
+
+| pass                     | collectives over the e ranks, in order                                               |
+|--------------------------|--------------------------------------------------------------------------------------|
+| forward                  | all-to-all of the pairs per expert (E numbers), of the pairs [K, H], and back [K, H] |
+| backward                 | all-to-all of the gradients [K, H] of what came back, and of what was sent           |
+| computed again, full     | as forward                                                                           |
+| computed again, selective | none: `steelyard.modules.remat` keeps what all-to-alls return                       |
+
+A rank holds E/e experts as parameters of its own: DTensors, sharded by experts over the e ranks. Their gradients are
+of the tokens of the whole group, so they are summed over the other D/e ranks alone (`steelyard.modules.data_parallel`).
+Under tensor parallelism, ep divides the experts of each tp rank over the ranks with the same place in tp.
+
+On fake tensors the routing is unknown: every rank sends as many pairs to each. Not modelled there: ranks that receive
+more, and so take longer and hold more; training counts them (`take_imbalance`).
+
+Source: Lepikhin et al. 2020 (GShard) for the exchange; torchtitan's ``ExpertParallel`` for experts as DTensors.
+
+Legend of shapes: T tokens, k experts of a token, K pairs T·k, P pairs that this rank computes, E experts of the group
+(under tensor parallelism, of this tp rank), H hidden size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from steelyard.errors import InvalidModelError, InvalidPlanError
+from steelyard.modules.experts import compute_pairs, inverse, routed_experts
+from steelyard.modules.layers import ChainLayer
+from steelyard.modules.updates import local_part
+
+
+def divide_data_axis(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """The outer and the inner part of the one axis of ``mesh``, of which ep takes the inner one, of size ``degree``.
+
+    Makes process groups, so all ranks call it in the same order. Raises `InvalidPlanError` if the degree does not
+    divide the axis.
+    """
+    if degree < 1 or mesh.size() % degree:
+        raise InvalidPlanError(
+            field="ep",
+            found=f"ep{degree} over {mesh.size()} data ranks",
+            expected=f"a divisor of {mesh.size()}, the degree of dp, fsdp and cp together",
+            hint="lower ep, or raise the data degree of the layer",
+        )
+    name = mesh.mesh_dim_names[0]
+    names = (f"{name}_outer{degree}", f"{name}_ep{degree}")
+    parts = mesh._unflatten(0, (mesh.size() // degree, degree), names)
+    return parts[names[0]], parts[names[1]]
+
+
+def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
+    """Divides the routed experts of the layer over the one axis of ``mesh``, in place.
+
+    Comes behind tensor parallelism and before data parallelism. Raises `InvalidModelError` if the layer has no experts,
+    and `InvalidPlanError` if the degree does not divide them.
+    """
+    found = routed_experts(layer)
+    if not found:
+        raise InvalidModelError(
+            field="ep",
+            found=f"ep for the {layer.kind.name} layers",
+            expected="layers with experts",
+            hint="drop ep there",
+        )
+    for experts in found:
+        _check_divides(experts, mesh.size())
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            experts.register_parameter(name, _own_part(parameter, mesh))
+        experts.compute_pairs = ExpertExchange(mesh)
+
+
+def _check_divides(experts: nn.Module, degree: int) -> None:
+    if experts.num_experts % degree:
+        whole = getattr(experts, "num_all_experts", experts.num_experts)
+        each = f", of which each tp rank has {experts.num_experts}" if whole != experts.num_experts else ""
+        raise InvalidPlanError(
+            field="ep",
+            found=f"ep{degree} for {whole} experts{each}",
+            expected=f"a divisor of {experts.num_experts}",
+            hint="choose another degree of ep or tp",
+        )
+
+
+def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's experts, as a part of the whole parameter; what tp has divided before, ep divides further."""
+    local = local_part(parameter.detach())
+    own = local.chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    whole, placements = mesh, (Shard(0),)
+    if isinstance(parameter, DTensor):
+        with unset_fake_temporarily():  # a mesh is made of real tensors, also while layers are counted on fake ones
+            whole = DeviceMesh._concatenate([mesh, parameter.device_mesh])
+        placements = (_StridedShard(0, split_factor=parameter.device_mesh.size()), *parameter.placements)
+    stored = DTensor.from_local(
+        own, whole, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+
+
+class ExpertExchange:
+    """Has pairs computed by the ranks that hold their experts; stands in the place of `compute_pairs`.
+
+    Rank r of the group holds the experts from r·E/e on.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.num_pairs = 0
+        """Pairs that this rank has computed, each as often as its forward pass was run."""
+
+    def __call__(self, experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
+        """What the experts make of rows [K, H] that are sorted by expert, as `compute_pairs`."""
+        group, degree = self.mesh.get_group(), self.mesh.size()
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))  # noqa: N806
+        arriving_E = _all_to_all(counts_E, None, None, group)  # noqa: N806
+        sent, received = _splits(counts_E, arriving_E, degree, num_pairs=int(inputs_KH.size(0) * share))
+        self.num_pairs += sum(received)
+        arrived_PH = _all_to_all(inputs_KH[: sum(sent)], received, sent, group)  # noqa: N806
+        order_P, own_ends = _by_expert(arriving_E.view(degree, -1), num_pairs=sum(received))  # noqa: N806
+        computed_PH = compute_pairs(experts, arrived_PH[order_P], own_ends, 1.0)  # noqa: N806
+        returned = _all_to_all(computed_PH[inverse(order_P)], sent, received, group)
+        return nn.functional.pad(returned, (0, 0, 0, inputs_KH.size(0) - returned.size(0)))
+
+
+def _all_to_all(
+    rows: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup
+) -> Tensor:
+    """The rows that the ranks of a group send to this one, in their order; equal parts where none are said."""
+    return wait_tensor(all_to_all_single(rows, received, sent, group))
+
+
+def _splits(counts_E: Tensor, arriving_E: Tensor, degree: int, *, num_pairs: int) -> tuple[list[int], list[int]]:  # noqa: N803
+    """Pairs to send to and to receive from each rank; ``num_pairs`` is how many are sent where counts have no value."""
+    if isinstance(counts_E, FakeTensor):
+        even = [num_pairs // degree] * degree
+        return even, even
+    sent, received = torch.stack([counts_E, arriving_E]).view(2, degree, -1).sum(dim=-1).tolist()
+    return sent, received
+
+
+def _by_expert(counts: Tensor, *, num_pairs: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts received rows by expert, and where each expert's end; ``counts`` by rank and expert."""
+    expert = torch.arange(counts.size(1), device=counts.device).repeat(counts.size(0))
+    expert_P = expert.repeat_interleave(counts.flatten(), output_size=num_pairs)  # noqa: N806
+    return expert_P.argsort(stable=True), counts.sum(dim=0).cumsum(dim=0).to(torch.int32)
+
+
+# divided experts, as data parallelism and others see them
+
+
+def expert_degree(layer: nn.Module) -> int:
+    """Over how many ranks the layer's experts are divided, read from its modules; 1 where they are not."""
+    return max((experts.compute_pairs.mesh.size() for experts in _divided(layer)), default=1)
+
+
+def divided_parameters(layer: nn.Module) -> set[nn.Parameter]:
+    """The parameters of experts that ep divides."""
+    return {parameter for experts in _divided(layer) for parameter in experts.parameters()}
+
+
+def shard_placement(layer: ChainLayer, mesh: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """FSDP's ``shard_placement_fn`` that shards divided experts over ``mesh``, and the rest as FSDP is told to.
+
+    ``mesh`` has one axis, or two where the outer one replicates.
+    """
+    experts = divided_parameters(layer)
+    info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        if parameter not in experts:
+            return None
+        return ShardPlacementResult(placement=Shard(_even_dim(parameter, info.shard_mesh_size)), mesh_info=info)
+
+    return place
+
+
+def _even_dim(parameter: nn.Parameter, num_shards: int) -> int:
+    """The first dim that divides evenly: a rank that holds fewer experts than there are shards would pad them."""
+    shape = local_part(parameter).shape
+    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
+
+
+# what training shows of the routing
+
+
+@torch.no_grad()
+def take_imbalance(layers: Mapping[str, ChainLayer]) -> dict[str, float]:
+    """For each layer with divided experts, the most pairs that a rank of its group computed, over their mean.
+
+    Counted since the last call; 1.0 if there were none. Collective over the ranks that divide the experts.
+    """
+    found: dict[str, float] = {}
+    for name, layer in layers.items():
+        for experts in _divided(layer):
+            exchange = experts.compute_pairs
+            most = torch.tensor(float(exchange.num_pairs), device=local_part(experts.down_proj).device)
+            total = most.clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=exchange.mesh.get_group())
+            dist.all_reduce(total, group=exchange.mesh.get_group())
+            found[name] = (most * exchange.mesh.size() / total).item() if total else 1.0
+            exchange.num_pairs = 0
+    return found
+
+
+def _divided(layer: nn.Module) -> list[nn.Module]:
+    return [each for each in routed_experts(layer) if isinstance(getattr(each, "compute_pairs", None), ExpertExchange)]
