@@ -18,7 +18,7 @@ from steelyard.plan.plan import Plan
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
 NUM_RANKS = 4
-NUM_STEPS = 3
+NUM_STEPS = 2
 FOLDER = "STEELYARD_SCRIPT_CASES"
 """The variable that names the folder of the data and of what is found."""
 
@@ -82,7 +82,7 @@ def script() -> ModuleType:
 def options(folder: Path, name: str) -> dict[str, Any]:
     """How the script and the runtime train a case."""
     data, metrics = folder / "tokens.npy", folder / f"{name}.jsonl"
-    rate: Mapping[str, Any] = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 3}
+    rate: Mapping[str, Any] = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 3}
     return {"data": data, "metrics": metrics, "steps": NUM_STEPS, **rate}
 
 

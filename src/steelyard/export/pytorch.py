@@ -36,14 +36,17 @@ def _write(request: Request) -> Draft:
     chain = plan.chain()
     _check(plan, chain)
     stem = "train_" + re.sub(r"[^a-z0-9]+", "_", plan.model.name.lower()).strip("_")
-    strategies = format_plural(len(set(plan.strategies)), "strategy", "strategies")
-    microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    counts = (
+        format_plural(len(set(plan.strategies)), "strategy", "strategies") + " in all",
+        format_plural(plan.num_stages, "stage"),
+        format_plural(plan.num_microbatches, "microbatch", "microbatches"),
+        *((plan.schedule,) if plan.num_stages > 1 else ()),
+    )
     return Draft(
         script=(f"{stem}.py", SCRIPT.read_text(encoding="utf-8")),
-        files=((f"{stem}.json", json.dumps({"plan": _plan(plan, chain), "model": _model(chain)})),),
+        files=((f"{stem}.json", json.dumps({"plan": _plan(plan, chain), "chain": _chain(chain)})),),
         carried=(
-            f"every layer's own strategy ({strategies} in all), {format_plural(plan.num_stages, 'stage')}, {microbatches}"
-            + (f", {plan.schedule}" if plan.num_stages > 1 else ""),
+            "every layer's own strategy: " + ", ".join(counts),
             f"precision: {plan.precision}",
             "first weights, order of samples, AdamW, warm-up and clipping: as steelyard train with the same options",
         ),
@@ -52,8 +55,8 @@ def _write(request: Request) -> Draft:
             "steelyard's own runtime",
         ),
         usage=(
-            f"torchrun --nproc-per-node DEVICES {stem}.py --data PATH --steps 100, {plan.num_devices} processes in all; "
-            "the two files keep one name but for .py and .json, or --plan names this one",
+            f"torchrun --nproc-per-node DEVICES {stem}.py --data PATH --steps 100, {plan.num_devices} processes in all",
+            "the script reads the .json file of its own name beside it, or the one that --plan names",
         ),
     )
 
@@ -62,7 +65,9 @@ def _check(plan: Plan, chain: ModelChain) -> None:
     """Raises `UserError` for a model, or a tensor parallelism of it, that the script has no stock calls for."""
     name, family = chain.name, chain.family
     divided = {chain.kind_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tp > 1}
-    words = {style.partition(":")[0] for kind in divided for path, style in _styles(family, kind).items() if path != "*"}
+    words = {
+        style.partition(":")[0] for kind in divided for path, style in _styles(family, kind).items() if path != "*"
+    }
     found = None
     if not _is_known(family):
         found = f"pytorch for {name} ({family.model_type})"
@@ -92,7 +97,7 @@ def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
     return content | {"model": {"name": plan.model.name, "config": dict(chain.config)}}
 
 
-def _model(chain: ModelChain) -> dict[str, Any]:
+def _chain(chain: ModelChain) -> dict[str, Any]:
     """What the script must know of the model beside its config; paths are those of modules and parameters."""
     family, numbers = chain.family, range(chain.num_layers)
     return {

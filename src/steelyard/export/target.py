@@ -41,7 +41,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """The files of a target, and the statement that each opens with but for a script that is the same for every plan."""
+    """The files of a target, and the statement that each opens with; a script that all plans share has none."""
 
     files: tuple[tuple[str, str], ...]
     carried: tuple[str, ...]
