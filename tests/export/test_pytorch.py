@@ -105,6 +105,13 @@ def test_experts_under_tensor_parallelism_are_refused() -> None:
         content_of(plan)
 
 
+def test_the_script_refuses_a_kind_of_parallelism_that_it_does_not_know(tmp_path: Path) -> None:
+    content = json.dumps(content_of(mixed())).replace('"fsdp2"', '"cp2"')
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(SystemExit, match="cannot carry out 'cp2'"):
+        script_cases.script().Plan(tmp_path / "plan.json")
+
+
 # what is trained
 
 
