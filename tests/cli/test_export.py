@@ -8,6 +8,7 @@ import pytest
 
 from steelyard.errors import UserError
 from steelyard.export import TARGETS
+from steelyard.export.pytorch import SCRIPT
 from steelyard.plan.file import write_plan
 from tests.cli.conftest import Run, user_error
 from tests.export.examples import mixed, read, uniform
@@ -87,6 +88,33 @@ def test_a_folder_gets_every_file(run: Run, folder: Path, tmp_path: Path) -> Non
 def test_a_file_name_chooses_among_the_files(run: Run, folder: Path, tmp_path: Path) -> None:
     run("export", folder / "uniform.json", "--to", "torchtitan", "-o", tmp_path / "plan.toml")
     assert "[parallelism]" in (tmp_path / "plan.toml").read_text()
+
+
+def test_a_script_and_what_it_reads_go_together_under_the_given_name(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("export", folder / "pipeline.json", "--to", "pytorch", "-o", tmp_path / "my script.py")
+    assert {path.name for path in tmp_path.iterdir()} == {"my script.py", "my script.json"}
+    assert "my script.json" in result.output
+    assert "keep them together" in result.output
+
+
+def test_a_folder_gets_a_script_and_what_it_reads_under_one_name(run: Run, folder: Path, tmp_path: Path) -> None:
+    run("export", folder / "pipeline.json", "--to", "pytorch", "-o", tmp_path / "script")
+    assert {path.name for path in (tmp_path / "script").iterdir()} == {"train_tiny.py", "train_tiny.json"}
+
+
+def test_a_script_printed_alone_is_said_to_lack_what_it_reads(run: Run, folder: Path) -> None:
+    result = run("export", folder / "pipeline.json", "--to", "pytorch")
+    assert result.stdout == SCRIPT.read_text()
+    assert "without train_tiny.json" in result.stderr
+
+
+def test_an_export_never_writes_over_its_plan(run: Run, folder: Path, tmp_path: Path) -> None:
+    content = (folder / "pipeline.json").read_text()
+    (tmp_path / "plan.json").write_text(content)
+    error = user_error(run("export", tmp_path / "plan.json", "--to", "pytorch", "-o", tmp_path / "plan.py"))
+    assert (error.field, "would write over the plan" in error.found) == ("--output", True)
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json"}
+    assert (tmp_path / "plan.json").read_text() == content
 
 
 def test_another_file_name_is_refused(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def export(
         image=image,
     )
     exported = export_plan(target, request)
-    written = _write(exported, output) if output is not None else ()
+    written = _write(exported, output, plan=path) if output is not None else ()
     if as_json:
         print_json(_content(exported, fitted, target, headline, written))
         return
@@ -106,8 +106,12 @@ def _known_cluster(name: str, *, required: bool) -> Cluster | None:
         return None
 
 
-def _write(exported: Export, output: Path) -> tuple[Path, ...]:
-    """Writes all files into a folder, or the one that a file name asks for, and returns the paths."""
+def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
+    """Writes all files into a folder, or what a file name asks for, and returns the paths.
+
+    That is the file of its suffix, or all of them under this name where they read each other. Raises `UserError` where
+    nothing can be written, or the plan itself would be.
+    """
     try:
         if output.is_dir() or not output.suffix:
             output.mkdir(parents=True, exist_ok=True)
@@ -122,7 +126,19 @@ def _write(exported: Export, output: Path) -> tuple[Path, ...]:
                     + " or ".join(Path(name).suffix for name, _ in exported.files),
                     hint=f"write for example -o {exported.files[0][0]}",
                 )
-            chosen = {output: alike[0]}
+            chosen = (
+                {output.with_suffix(Path(name).suffix): content for name, content in exported.files}
+                if exported.is_one
+                else {output: alike[0]}
+            )
+        for file in chosen:
+            if file.exists() and file.samefile(plan):
+                raise UserError(
+                    field="--output",
+                    found=f"{output}, which would write over the plan in {plan}",
+                    expected="another name",
+                    hint=f"write for example -o {exported.files[0][0]}",
+                )
         for file, content in chosen.items():
             file.write_text(content, encoding="utf-8")
     except OSError as error:
@@ -142,6 +158,11 @@ def _print_statement(exported: Export, headline: str, written: tuple[Path, ...],
         console.print(f"  not carried over: {line}", style="dim", markup=False)
     for file in written:
         console.print(f"written to {file}", markup=False)
+    if exported.is_one and on_error:
+        needed = ", ".join(name for name, _ in exported.files[1:])
+        console.print(f"printed alone, without {needed}, which it reads: -o {exported.files[0][0]} writes both")
+    elif exported.is_one:
+        console.print("the first reads the other: keep them together, under one name")
 
 
 def _content(

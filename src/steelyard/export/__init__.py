@@ -8,7 +8,7 @@
 | `megatron`     | megatron                                                                   |
 | `hugging_face` | accelerate, transformers                                                   |
 | `deepspeed`    | deepspeed                                                                  |
-| `pytorch`      | pytorch: a script of stock calls that runs any plan                        |
+| `pytorch`      | pytorch: a script of stock calls, copied from `scripts`, and what it reads |
 | `launch`       | torchrun, slurm, kubeflow                                                  |
 
 What a target can express is data (`steelyard.plan.means`); finding the best plan within it is the planner's work.

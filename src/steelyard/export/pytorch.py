@@ -1,256 +1,131 @@
 """A plan as a script of stock PyTorch calls: DeviceMesh, parallelize_module, fully_shard, checkpoint, pipelining.
 
-The script runs every plan of a decoder of the Llama kind, mixes of strategies per layer included, on the same samples
-and from the same first weights as `steelyard train`. It has what the plan needs and no more: a plan without a pipeline
-gives a script without one.
+The script is `scripts/train_plan.py`, one file for every plan, copied as it is: no text of a plan or of a config ever
+becomes code. Beside it lies what it reads, in JSON: the plan with the model's config, and what the family says of the
+model's parts. It trains decoders with the stock modules that tensor parallelism has, on the same samples and from the
+same first weights as `steelyard train`.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from steelyard.errors import UserError
-from steelyard.export import pytorch_parts as parts
 from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
-from steelyard.plan.kinds import TP
+from steelyard.model.decoder import embed, project, project_capped, run_block
+from steelyard.model.families import FAMILIES
+from steelyard.model.family import Family, LayerKind
 from steelyard.plan.means import Means
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Remat, Strategy, mesh_axes
 from steelyard.units import format_plural
 
+SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
+"""What the export copies."""
 MEANS = Means(mixes_layers=True)
 
-_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved-1f1b": "ScheduleInterleaved1F1B"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Modules:
-    """Names of the parts of an unmodified ``…ForCausalLM`` module of transformers."""
-
-    body: str = "model"
-    embedding: str = "embed_tokens"
-    blocks: str = "layers"
-    final_norm: str = "norm"
-    attention: str = "self_attn"
-    attention_keyword: str | None = "hidden_states"
-    mlp: str = "mlp"
-    block_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-
-
-_MODULES = {
-    **{model_type: _Modules() for model_type in ("llama", "mistral", "qwen2", "qwen3")},
-    "gpt_neox": _Modules(
-        body="gpt_neox",
-        embedding="embed_in",
-        final_norm="final_layer_norm",
-        attention="attention",
-        attention_keyword=None,
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Needs:
-    """Which parts a plan needs."""
-
-    pipeline: bool
-    tensor: bool
-    switch: bool
-    remats: frozenset[Remat]
-    tied: bool
-
-    @classmethod
-    def of(cls, plan: Plan, chain: ModelChain) -> "_Needs":
-        return cls(
-            pipeline=plan.num_stages > 1,
-            tensor=any(strategy.tensor_degree > 1 for strategy in plan.strategies),
-            switch=len({strategy.layout for strategy in plan.strategies}) > 1,
-            remats=frozenset(strategy.remat for strategy in plan.strategies),
-            tied=chain.tied_embeddings,
-        )
+KINDS = frozenset({"dp", "fsdp", "tp"})
+"""Kinds of parallelism that the script carries out."""
+STYLES = frozenset({"colwise", "rowwise", "gather", "sequence", "sequence_local", "vocabulary", "logits"})
+"""Styles of families that the script knows, by the first word of their name."""
+_RUNS = frozenset({embed, run_block, project, project_capped})
+"""How layers run that the script knows."""
 
 
 def _write(request: Request) -> Draft:
     plan = request.plan
     chain = plan.chain()
-    modules = _modules_of(chain)
-    name = "train_" + re.sub(r"\W+", "_", plan.model.name.lower()).strip("_") + ".py"
-    counts = set(plan.strategies)
-    microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    _check(plan, chain)
+    stem = "train_" + re.sub(r"[^a-z0-9]+", "_", plan.model.name.lower()).strip("_")
+    counts = (
+        format_plural(len(set(plan.strategies)), "strategy", "strategies") + " in all",
+        format_plural(plan.num_stages, "stage"),
+        format_plural(plan.num_microbatches, "microbatch", "microbatches"),
+        *((plan.schedule,) if plan.num_stages > 1 else ()),
+    )
     return Draft(
-        files=((name, _script(plan, chain, modules)),),
+        script=(f"{stem}.py", SCRIPT.read_text(encoding="utf-8")),
+        files=((f"{stem}.json", json.dumps({"plan": _plan(plan, chain), "chain": _chain(chain)})),),
         carried=(
-            f"every layer's own strategy ({format_plural(len(counts), 'strategy', 'strategies')} in all), "
-            f"{format_plural(plan.num_stages, 'stage')}, {microbatches}"
-            + (f", {plan.schedule}" if plan.num_stages > 1 else ""),
+            "every layer's own strategy: " + ", ".join(counts),
             f"precision: {plan.precision}",
             "first weights, order of samples, AdamW, warm-up and clipping: as steelyard train with the same options",
         ),
-        left_out=("checkpoints, resuming, loading of weights, run records and the checks of steelyard's own runtime",),
+        left_out=(
+            "checkpoints, resuming, loading of weights, dropout that no plan changes, run records and the checks of "
+            "steelyard's own runtime",
+        ),
         usage=(
-            f"torchrun --nproc-per-node DEVICES {name} --data PATH --steps 100, {plan.num_devices} processes in all",
+            f"torchrun --nproc-per-node DEVICES {stem}.py --data PATH --steps 100, {plan.num_devices} processes in all",
+            "the script reads the .json file of its own name beside it, or the one that --plan names",
         ),
     )
 
 
-def _modules_of(chain: ModelChain) -> _Modules:
-    modules = _MODULES.get(chain.family.model_type)
-    if modules is None:
+def _check(plan: Plan, chain: ModelChain) -> None:
+    """Raises `UserError` for a model, or a tensor parallelism of it, that the script has no stock calls for."""
+    name, family = chain.name, chain.family
+    divided = {chain.kind_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
+    words = {
+        style.partition(":")[0] for kind in divided for path, style in _styles(family, kind).items() if path != "*"
+    }
+    found = None
+    if not _is_known(family):
+        found = f"pytorch for {name} ({family.model_type})"
+    elif words - STYLES:
+        found = f"pytorch for {name} with tp, whose style {min(words - STYLES)!r} is more than stock calls"
+    others = sorted({kind.name for strategy in plan.strategies for kind in strategy.kinds} - KINDS)
+    if others:
         raise UserError(
             field="--to",
-            found=f"pytorch for {chain.name} ({chain.family.model_type})",
-            expected="a model of " + ", ".join(sorted(_MODULES)),
-            hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
+            found=f"pytorch for a plan with {', '.join(others)}",
+            expected="a plan of " + ", ".join(sorted(KINDS)),
+            hint="plan with --space paper, or run the plan with `steelyard train`",
         )
-    return modules
-
-
-def _script(plan: Plan, chain: ModelChain, modules: _Modules) -> str:
-    needs = _Needs.of(plan, chain)
-    sections = [
-        _imports(plan, needs),
-        parts.LAYER,
-        _constants(plan, chain, modules),
-        parts.MESHES,
-        *([parts.SWITCH] if needs.switch else []),
-        *([parts.TENSOR_PARALLEL] if needs.tensor else []),
-        parts.SHARD_DATA,
-        *([parts.SELECTIVE] if Remat.SELECTIVE in needs.remats else []),
-        _chain_layer(needs),
-        parts.LAYER_LOOP.replace("{loop}", parts.LOOP_SWITCHING if needs.switch else parts.LOOP),
-        _build(needs),
-        *([parts.TIED] if needs.tied else []),
-        _step(plan, needs),
-        parts.DATA,
-        _train(plan, needs),
-    ]
-    return "\n\n".join(section if section.endswith("\n") else section + "\n" for section in sections)
-
-
-def _imports(plan: Plan, needs: _Needs) -> str:
-    text = parts.IMPORTS
-    if needs.pipeline:
-        text += parts.IMPORT_PIPELINE.format(schedule=_SCHEDULES[plan.schedule])
-    text += parts.IMPORT_TENSOR if needs.tensor or needs.switch else "from torch.distributed.tensor import DTensor\n"
-    if needs.tensor:
-        is_parallel = plan.strategies[-1].tensor_degree > 1
-        text += parts.IMPORT_TP.replace("{loss_parallel}", "    loss_parallel,\n" if is_parallel else "")
-    if Remat.SELECTIVE in needs.remats:
-        text += parts.IMPORT_SELECTIVE
-    elif Remat.FULL in needs.remats:
-        text += parts.IMPORT_REMAT
-    return text + parts.IMPORT_HF
-
-
-def _constants(plan: Plan, chain: ModelChain, modules: _Modules) -> str:
-    compute = "torch.bfloat16" if plan.precision == "bf16" else "None"
-    last = chain.num_layers - 1
-    tied = [("0", "embedding.weight"), (str(last), "output.weight")] if chain.tied_embeddings else []
-    config = json.dumps(dict(chain.config), indent=4)
-    ranges = ", ".join(f"({part.first_layer}, {part.last_layer})" for part in plan.stages)
-    lines = [
-        "# the model, as Hugging Face's config.json has it",
-        f"CONFIG = json.loads('''{config}''')",
-        "# its parts in transformers",
-        f'BODY, EMBEDDING, BLOCKS, FINAL_NORM = "{modules.body}", "{modules.embedding}", "{modules.blocks}", '
-        f'"{modules.final_norm}"',
-        f'ATTENTION, MLP = "{modules.attention}", "{modules.mlp}"',
-        f"ATTENTION_KEYWORD = {_quoted(modules.attention_keyword)}",
-        f"BLOCK_NORMS = {json.dumps(list(modules.block_norms))}",
-        f"SLIDING = {_slides(chain)}",
-        "# the batch",
-        f"SEQ_LEN, GLOBAL_BATCH, NUM_MICROBATCHES = {plan.seq_len}, {plan.global_batch}, {plan.num_microbatches}",
-        f"COMPUTE_DTYPE = {compute}  # parameters are kept, and gradients reduced, in fp32",
-        "# stages of the pipeline, ranks of each, and the small axes (prime factors) of those ranks",
-        f"NUM_STAGES, STAGE_SIZE = {plan.num_stages}, {plan.stages[0].num_devices}",
-        f"STAGE_AXES = {list(mesh_axes(plan.stages[0].num_devices)) or [1]}",
-        "# first and last layer of each part of the pipeline; part k runs on stage k mod NUM_STAGES",
-        f"PARTS = [{ranges}]",
-        "# layers that hold the same matrix, and its path in them",
-        f"TIED_COPIES = {json.dumps(tied).replace('[[', '[(').replace(']]', ')]').replace('], [', '), (')}",
-        "# layer 0 is the embedding, the last one the head with the loss",
-        "LAYERS = [",
-        *_layer_lines(plan),
-        "]",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _layer_lines(plan: Plan) -> list[str]:
-    lines = []
-    for part in plan.stages:
-        for run in part.runs:
-            count = run.layers[1] - run.layers[0] + 1
-            repeated = f"*[{_layer(run.strategy)}] * {count}" if count > 1 else _layer(run.strategy)
-            lines.append(f"    {repeated},  # {run.layers[0]} to {run.layers[1]}: {run.strategy}")
-    return lines
-
-
-def _layer(strategy: Strategy) -> str:
-    arguments = [
-        f"data={strategy.sample_degree}",
-        f"tensor={strategy.tensor_degree}",
-        f"shard={strategy.state_shards > 1}",
-    ]
-    if strategy.state_shards > 1 and strategy.variant("zero") == 2:
-        arguments.append("free=False")
-    if strategy.variant("sp"):
-        arguments.append("sp=True")
-    if len(strategy.levels) > 1 and strategy.levels[-1].kind is not TP:
-        arguments.append("tensor_outside=True")
-    if strategy.remat is not Remat.NONE:
-        arguments.append(f'remat="{strategy.remat}"')
-    return f"Layer({', '.join(arguments)})"
-
-
-def _slides(chain: ModelChain) -> bool:
-    """Whether blocks attend to a window; raises `UserError` where only some do."""
-    kinds = set(chain.config.get("layer_types") or [])
-    if len(kinds) > 1:
+    if found is not None:
+        known = sorted(each.model_type for each in FAMILIES.values() if _is_known(each))
         raise UserError(
             field="--to",
-            found=f"pytorch for {chain.name}, whose blocks differ in attention ({', '.join(sorted(kinds))})",
-            expected="blocks that all attend alike",
+            found=found,
+            expected="a model of " + ", ".join(known) + "; experts without tp",
             hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
         )
-    if kinds:
-        return kinds == {"sliding_attention"}
-    return bool(chain.config.get("sliding_window")) and chain.config.get("use_sliding_window") is not False
 
 
-def _chain_layer(needs: _Needs) -> str:
-    head = parts.CHAIN_LAYER_HEAD.replace("{loss}", parts.LOSS_TP if needs.tensor else parts.LOSS)
-    if Remat.SELECTIVE in needs.remats:
-        return head + parts.FORWARD_SELECTIVE
-    return head + (parts.FORWARD_FULL if Remat.FULL in needs.remats else parts.FORWARD_PLAIN)
+def _is_known(family: Family) -> bool:
+    return family.rotary is not None and set(family.run.values()) <= _RUNS
 
 
-def _build(needs: _Needs) -> str:
-    tensor = (
-        '            if how.tensor > 1:\n                shard_tensors(module, role, how, mesh["tensor"], config)\n'
-    )
-    text = parts.BUILD.replace("{tensor}", tensor if needs.tensor else "")
-    return text.replace("{untie}", parts.UNTIE if needs.tied else "").replace("{tie}", parts.TIE if needs.tied else "")
+def _styles(family: Family, kind: LayerKind) -> dict[str, str]:
+    return dict(family.of_kind(family.tp, kind) or {})
 
 
-def _step(plan: Plan, needs: _Needs) -> str:
-    if not needs.pipeline:
-        return parts.STEP_ONE_STAGE
-    stages = "stages" if plan.schedule == "interleaved-1f1b" else "stages[0]"
-    return parts.STEP_PIPELINE.replace("{schedule}", _SCHEDULES[plan.schedule]).replace("{stages}", stages)
+def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
+    """The plan without predictions and fallbacks, with the config of a packaged model."""
+    content = plan.model_dump(mode="json", exclude_none=True, exclude={"prediction", "fallbacks"})
+    return content | {"model": {"name": plan.model.name, "config": dict(chain.config)}}
 
 
-def _train(plan: Plan, needs: _Needs) -> str:
-    is_parallel = plan.strategies[-1].tensor_degree > 1
-    text = parts.TRAIN.replace("{run}", parts.RUN_LOSS_PARALLEL if is_parallel else parts.RUN)
-    text = text.replace("{stage_mesh}", "build_stage_mesh(device_type)" if needs.switch else "None")
-    text = text.replace("{pair}", "    pair = tied_pair()\n" if needs.tied else "")
-    return text.replace("{tied}", "        sum_tied_gradients(layers, pair)\n" if needs.tied else "")
-
-
-def _quoted(text: str | None) -> str:
-    return "None" if text is None else f'"{text}"'
+def _chain(chain: ModelChain) -> dict[str, Any]:
+    """What the script must know of the model beside its config; paths are those of modules and parameters."""
+    family, numbers = chain.family, range(chain.num_layers)
+    return {
+        "hidden_size": chain.hidden_size,
+        "vocab_size": chain.vocab_size,
+        "rotary": family.rotary,
+        "rotary_by_attention": family.rotary_by_attention,
+        "fused_attention": family.fused_attention,
+        "tied": [list(copy) for shared in chain.shared for copy in shared.copies],
+        "kinds": {
+            kind.name: {"role": kind.role.value, "attention": kind.attention, "styles": _styles(family, kind)}
+            for kind in chain.kinds
+        },
+        "layers": [
+            {"kind": chain.kind_of(number).name, "modules": dict(family.modules(chain.layout, number))}
+            for number in numbers
+        ],
+    }
 
 
 TARGET = Target(

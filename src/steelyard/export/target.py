@@ -32,17 +32,22 @@ class Draft:
     files: tuple[tuple[str, str], ...]
     """Name and content, the main file first."""
     carried: tuple[str, ...]
+    script: tuple[str, str] | None = None
+    """A main file that is the same for every plan, and so has no statement; it reads the others, from beside itself
+    and under its own name."""
     left_out: tuple[str, ...] = ()
     usage: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """The files of a target, each opening with the statement, and the statement by itself."""
+    """The files of a target, and the statement that each opens with; a script that all plans share has none."""
 
     files: tuple[tuple[str, str], ...]
     carried: tuple[str, ...]
     left_out: tuple[str, ...]
+    is_one: bool = False
+    """Whether the first file reads the others, from beside itself and under its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +68,25 @@ def export_plan(target: Target, request: Request) -> Export:
     left_out = (*request.beyond, *draft.left_out)
     lines = statement(target, request, draft.carried, left_out, draft.usage)
     return Export(
-        files=tuple((name, _opened(name, content, lines)) for name, content in draft.files),
+        files=(
+            *((draft.script,) if draft.script else ()),
+            *((name, _opened(name, content, lines)) for name, content in draft.files),
+        ),
         carried=draft.carried,
         left_out=left_out,
+        is_one=draft.script is not None,
     )
 
 
 def statement(
     target: Target, request: Request, carried: Sequence[str], left_out: Sequence[str], usage: Sequence[str]
 ) -> tuple[str, ...]:
-    """The lines that a file opens with: what it is, what was carried over, what could not be, and how it is used."""
+    """The lines that a file opens with: what it is, what was carried over, what could not be, and how it is used.
+
+    Lines of a comment stay lines of a comment, whatever the names in a plan hold.
+    """
     plan = request.plan
-    return (
+    lines = (
         f"For {target.software}, written by steelyard export.",
         f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
         f"{plan.precision}, {plan.num_devices} devices.",
@@ -86,6 +98,7 @@ def statement(
         *(("How to use it:",) if usage else ()),
         *(f"  {line}" for line in usage),
     )
+    return tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
 
 
 def _opened(name: str, content: str, lines: Sequence[str]) -> str:

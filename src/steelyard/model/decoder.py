@@ -22,6 +22,8 @@ from steelyard.model.family import (
     Tensor,
 )
 
+DENSE = "dense"
+"""What `kind_of_block` says of blocks without experts where others have some."""
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -123,6 +125,7 @@ def decoder(
                     tp_divides=divides,
                     no_cp=no_cp,
                     no_tp=no_tp_block,
+                    num_experts=0 if extra == DENSE else dict(divides).get("experts", 0),
                     attention=attending,
                 )
                 for attending, extra in distinct

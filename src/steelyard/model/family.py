@@ -76,17 +76,14 @@ class LayerKind:
     """Why the kind cannot be sequence-parallel; empty where it can."""
     no_cp: str = "only causal attention in one kernel can be divided by tokens"
     """Why the kind cannot work on a part of the tokens of a sequence; empty where it can."""
+    num_experts: int = 0
+    """Routed experts of a layer; 0 where it has none."""
     hidden: tuple[int, int] | None = None
     """Sequence length and width of what flows out, where these are not those of the whole model."""
     num_streams: int = 1
     """Hidden states that flow out: two where an encoder's output goes along with the decoder's state."""
     attention: str = "full_attention"
     """Key of the mask and of the rotary embedding that a block reads: as in ``layer_types`` of a config."""
-
-    @property
-    def num_experts(self) -> int:
-        """Routed experts of a layer; 0 where it has none."""
-        return dict(self.tp_divides).get("experts", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,8 @@ class ChainLayer(nn.Module):
         run = family.of_kind(family.run, kind)
         assert run is not None, f"the family {family.model_type} does not say how its {kind.name} runs"
         self.run_by_family: Run = run
+        self.divided_tokens: tuple[int, str] | None = None
+        """Over how many ranks, and how, context parallelism divides tokens; None where it does not."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
         """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
 

@@ -265,10 +265,41 @@ class Strategy:
         return self._axes(replica_levels(self.levels))
 
     @property
+    def expert_axes(self) -> tuple[int, ...]:
+        """The axes over which routed experts are divided: the innermost of `data_axes`, none where they are whole.
+
+        Raises `InvalidPlanError` if the degree is not a run of them.
+        """
+        return self._outside_experts(self.data_axes)[1]
+
+    @property
+    def expert_state_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes over which experts' states are replicated and sharded: what expert parallelism leaves of them."""
+        taken = set(self.expert_axes)
+        replicas, shards = self.replica_axes, self.shard_axes
+        return tuple(axis for axis in replicas if axis not in taken), tuple(
+            axis for axis in shards if axis not in taken
+        )
+
+    def _outside_experts(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sizes, degree = mesh_axes(self.num_devices), self.expert_degree
+        place = len(axes)
+        while place and math.prod(sizes[axis] for axis in axes[place:]) < degree:
+            place -= 1
+        if math.prod(sizes[axis] for axis in axes[place:]) != degree:
+            raise InvalidPlanError(
+                field="parallel",
+                found=str(self),
+                expected="experts divided over whole axes of the stage mesh, the innermost of the data ranks",
+                hint="choose another degree of ep",
+            )
+        return axes[:place], axes[place:]
+
+    @property
     def is_aligned(self) -> bool:
         """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
         try:
-            self.axes_of()
+            assert self.expert_axes is not None
         except InvalidPlanError:
             return False
         return True

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from steelyard.modules.kinds.ep import divided_parameters
+from steelyard.modules.kinds.ep import divided_parameters, expert_degree
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, Flow, tensors_of
-from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.kinds import CP, DP, FSDP, TP
 from steelyard.plan.strategy import Level, Strategy
 from steelyard.runtime.parallel_model import ParallelModel
 
@@ -68,16 +68,25 @@ def applied_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: in
     """The strategy that this rank's ``layer`` runs under, given the hidden state [B, s, H] that passed through it."""
     replicated, sharded, reshards = _data_parallelism(layer)
     tensor = _tensor_parallelism(layer, {replicated[0], sharded[0]})
+    tokens, method = layer.divided_tokens or (1, None)
+    reshards = reshards or sharded[1] == 1
+    if sharded[1] > 1:
+        sharded = sharded[0], sharded[1] // tokens
+    else:
+        replicated = replicated[0], replicated[1] // tokens
+    divided = (sharded[0] or replicated[0], tokens)
     levels = [
         (name, Level(kind=kind, degree=degree))
-        for (name, degree), kind in ((replicated, DP), (sharded, FSDP), (tensor, TP))
+        for (name, degree), kind in ((replicated, DP), (sharded, FSDP), (divided, CP), (tensor, TP))
         if degree > 1
     ]
     return Strategy.of(
         levels=tuple(level for _, level in sorted(levels, key=lambda pair: pair[0])),
         remat=layer.remat,
-        sp=tensor[1] > 1 and hidden_shape[1] * tensor[1] == seq_len,
-        zero=2 if sharded[1] > 1 and not reshards else 3,
+        sp=tensor[1] > 1 and hidden_shape[1] * tensor[1] * tokens == seq_len,
+        zero=3 if reshards else 2,
+        cp_method=str(method or "gather"),
+        ep=expert_degree(layer),
     )
 
 

@@ -70,9 +70,14 @@ class PlanMesh:
         """The one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
         return self._run(strategy.replica_axes), self._run(strategy.shard_axes)
 
+    def expert_states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
+        """The same for the states of experts that are divided over ranks."""
+        replicas, shards = strategy.expert_state_axes
+        return self._run(replicas), self._run(shards)
+
     def kind(self, strategy: Strategy, kind: Kind) -> DeviceMesh:
         """The one-axis mesh of the ranks that share a kind of the strategy."""
-        return self._run(strategy.axes_of(kind))
+        return self._run(strategy.axes_of(kind) if kind.is_level else strategy.expert_axes)
 
     def data(self, strategy: Strategy) -> DeviceMesh:
         """The one-axis mesh of the ranks with different samples or tokens."""
@@ -108,6 +113,7 @@ def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:
     """Every run of axes over which layers of a strategy communicate."""
     yield from (strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes)
     yield from (strategy.axes_of(kind) for kind in strategy.kinds)
+    yield from (strategy.expert_axes, *strategy.expert_state_axes)
 
 
 def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -28,14 +28,20 @@ def shard_layer(
         if name in used:
             ranks = mesh.kind(strategy, used[name])
             twin.divide(layer, Division(model=model, chain=chain, strategy=strategy, mesh=ranks))
+    replicas, shards = mesh.states(strategy)
+    divides_experts = strategy.expert_degree > 1
+    outer_replicas, outer_shards = mesh.expert_states(strategy)
     if strategy.state_shards > 1:
         return shard_over(
-            layer, state_mesh(mesh, strategy), precision, reshard_after_forward=not strategy.keeps_gathered
+            layer,
+            _state_mesh(replicas, shards),
+            precision,
+            reshard_after_forward=not strategy.keeps_gathered,
+            expert_mesh=_state_mesh(outer_replicas, outer_shards) if divides_experts else None,
         )
-    return replicate_over(layer, mesh.states(strategy)[0], precision)
+    return replicate_over(layer, replicas, precision, expert_mesh=outer_replicas if divides_experts else None)
 
 
-def state_mesh(mesh: PlanMesh, strategy: Strategy) -> DeviceMesh:
-    """The ranks that shard a layer's states; where shards are replicated, an axis of replicas before that of shards."""
-    replicas, shards = mesh.states(strategy)
-    return DeviceMesh._concatenate([replicas, shards]) if strategy.replicas > 1 else shards
+def _state_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+    """The ranks that shard states; where shards are replicated, an axis of replicas before that of shards."""
+    return DeviceMesh._concatenate([replicas, shards]) if replicas.size() > 1 else shards

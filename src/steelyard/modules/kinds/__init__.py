@@ -3,10 +3,10 @@
 What becomes of states over ranks that divide samples is said in `steelyard.modules.data_parallel` for all kinds alike.
 """
 
-from steelyard.modules.kinds import cp, dp, fsdp, tp
+from steelyard.modules.kinds import cp, dp, ep, fsdp, tp
 from steelyard.modules.kinds.twin import Division, Twin
 
-TWINS: dict[str, Twin] = {"tp": tp.TWIN, "cp": cp.TWIN, "dp": dp.TWIN, "fsdp": fsdp.TWIN}
+TWINS: dict[str, Twin] = {"tp": tp.TWIN, "cp": cp.TWIN, "ep": ep.TWIN, "dp": dp.TWIN, "fsdp": fsdp.TWIN}
 """By the name of the kind, in the order in which they divide a layer."""
 
 __all__ = ["TWINS", "Division", "Twin"]

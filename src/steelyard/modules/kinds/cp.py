@@ -34,6 +34,7 @@ def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> 
         raise _not_causal(layer)
     if isinstance(layer, BlockLayer):
         _divide_attention(layer, mesh, ContextMethod(method))
+    layer.divided_tokens = (mesh.size(), ContextMethod(method))
     compute, reads_tokens = layer.compute, isinstance(layer, EmbeddingLayer)
 
     def compute_own(inputs: Flow, context: LayerContext) -> Flow:

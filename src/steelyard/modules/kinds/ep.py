@@ -39,6 +39,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.modules.experts import compute_pairs, inverse, routed_experts
+from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.updates import local_part
 
@@ -217,3 +218,10 @@ def take_imbalance(layers: Mapping[str, ChainLayer]) -> dict[str, float]:
 
 def _divided(layer: nn.Module) -> list[nn.Module]:
     return [each for each in routed_experts(layer) if isinstance(getattr(each, "compute_pairs", None), ExpertExchange)]
+
+
+def _divide(layer: ChainLayer, division: Division) -> None:
+    apply_expert_parallel(layer, division.mesh)
+
+
+TWIN = Twin(divide=_divide)

@@ -1,0 +1,96 @@
+"""Plans that the plain PyTorch script trains, each in a few processes, to be compared with the runtime in one.
+
+`train_cases` runs on every rank of a world of `NUM_RANKS` processes: all cases in one launch.
+"""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from steelyard.export import Request, export_plan, target_of
+from steelyard.export.pytorch import SCRIPT
+from steelyard.plan.plan import Plan
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
+
+NUM_RANKS = 4
+NUM_STEPS = 2
+FOLDER = "STEELYARD_SCRIPT_CASES"
+"""The variable that names the folder of the data and of what is found."""
+
+
+def _plan(config: dict[str, Any], *stages: str, **settings: Any) -> Plan:
+    return make_plan(config, *stages, num_devices=NUM_RANKS, **{"num_microbatches": 2, "global_batch": 8} | settings)
+
+
+_LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 4}
+_TIED = CONFIGS["llama-tied"]
+CASES: dict[str, Plan] = {
+    "one stage": _plan(
+        _LLAMA,
+        "fsdp4, dp4 remat=full, tp4+sp, fsdp2-tp2+sp remat=selective, tp2-fsdp2, dp2-tp2",
+        num_microbatches=1,
+    ),
+    "microbatches": _plan(_LLAMA, "dp4, fsdp4 zero2, dp2-tp2, tp2-dp2 remat=selective, fsdp4, tp4", num_microbatches=2),
+    "1f1b": _plan(_LLAMA, "fsdp2, tp2+sp, dp2 remat=full", "dp2, tp2 remat=selective, tp2+sp", num_microbatches=4),
+    "gpipe": _plan(_LLAMA, "single", "single, single", "single, single", "single", schedule="gpipe"),
+    "interleaved": _plan(
+        _TIED, "fsdp2", "tp2+sp", "dp2", "fsdp2", num_chunks=2, schedule="interleaved-1f1b", num_microbatches=4
+    ),
+    "tied, alike": _plan(_TIED, "fsdp2-tp2, dp4, fsdp4, fsdp2-tp2+sp"),
+    "tied, unlike": _plan(_TIED, "tp4+sp, dp4, fsdp4, tp2-dp2"),
+    "tied, two stages": _plan(_TIED, "fsdp2, dp2", "tp2, tp2+sp"),
+    "tied, two stages, alike": _plan(_TIED, "fsdp2, dp2", "tp2, fsdp2"),
+    "bf16": _plan(_LLAMA, "dp4, fsdp4, fsdp2-tp2+sp remat=selective, dp4, tp4 remat=full, fsdp4", precision="bf16"),
+    **{
+        name: _plan(FAMILY_CONFIGS[name], "fsdp4, tp2-dp2, tp4+sp remat=full, fsdp2-tp2+sp")
+        for name in ("gpt_neox", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
+    },
+    **{name: _plan(FAMILY_CONFIGS[name], "dp4, fsdp4, dp4 remat=full, fsdp4") for name in ("mixtral", "qwen3_moe")},
+}
+REPLICATED_SHARDS = "dp over fsdp"
+"""A case whose strategy no plan has yet: the script alone knows it."""
+
+
+def content_of(plan: Plan) -> dict[str, Any]:
+    """What the script reads, as exported for a plan."""
+    files = dict(export_plan(target_of("pytorch"), Request(plan=plan, headline="the plan", beyond=())).files)
+    return next(json.loads(content) for name, content in files.items() if name.endswith(".json"))
+
+
+def contents() -> dict[str, Any]:
+    """What the script reads, for every case."""
+    found = {name: content_of(plan) for name, plan in CASES.items()}
+    hybrid = json.loads(json.dumps(found["microbatches"]).replace('"fsdp4"', '"dp2-fsdp2"'))
+    return found | {REPLICATED_SHARDS: hybrid}
+
+
+def script() -> ModuleType:
+    """The script as a module."""
+    spec = spec_from_file_location("train_plan", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def options(folder: Path, name: str) -> dict[str, Any]:
+    """How the script and the runtime train a case."""
+    data, metrics = folder / "tokens.npy", folder / f"{name}.jsonl"
+    rate: Mapping[str, Any] = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 3}
+    return {"data": data, "metrics": metrics, "steps": NUM_STEPS, **rate}
+
+
+def train_cases() -> None:
+    """Trains every case on this rank."""
+    import torch
+
+    module, folder = script(), Path(os.environ[FOLDER])
+    for name in contents():
+        plan = module.Plan(folder / f"{name}.json")
+        module.train(plan, torch.device("cpu"), Namespace(**options(folder, name)))
