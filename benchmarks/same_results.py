@@ -45,7 +45,7 @@ from steelyard.errors import UserError
 from steelyard.export import TARGETS
 from steelyard.model.read import chain_from_config, load_model, model_names
 from steelyard.plan.choices import Explanation, Rival, TradeOffs
-from steelyard.plan.plan import Plan, Schedule, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import (
     PlanningResult,
@@ -67,6 +67,7 @@ from steelyard.planning import (
 )
 from steelyard.planning.assemble import assemble_plan
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile, ShardingTime
+from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.search import (
     Problem,
     SearchResult,
@@ -122,7 +123,7 @@ def _pin(text: str, job: Job) -> Any:
     return parse_pin(text, option="--pin", num_layers=job.chain.num_layers, with_settings=True)
 
 
-def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: Schedule = "1f1b", chunks: int = 1) -> Plan:
+def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: str = "1f1b", chunks: int = 1) -> Plan:
     """A plan as one would write it: every part of the pipeline as in ``fsdp4*3, dp2-tp2+sp``, layer after layer."""
     num_stages = len(stages) // chunks
     size, parts, first = job.cluster.num_devices // num_stages, [], 0
@@ -134,7 +135,16 @@ def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: Schedule
         rank = index % num_stages * size
         parts.append(StagePlan(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(strategies))))
         first += len(strategies)
-    return assemble_plan(job, microbatches, schedule, tuple(parts))
+    return assemble_plan(job, _pipeline(num_stages, microbatches, schedule, chunks), tuple(parts))
+
+
+def _pipeline(num_stages: int, microbatches: int, schedule: str, chunks: int = 1) -> PipelineConfig:
+    return PipelineConfig(
+        num_stages=num_stages,
+        num_chunks=chunks,
+        num_microbatches=microbatches,
+        schedule=find_schedule(schedule),
+    )
 
 
 def _plan_record(plan: Plan) -> Record:
@@ -186,8 +196,9 @@ def _search_record(found: SearchResult) -> Record:
 
 
 def _setting_text(tables: CostTables) -> str:
-    chunks = f" x{tables.num_chunks}" if tables.num_chunks > 1 else ""
-    return f"{tables.num_stages}{chunks} stages, {tables.num_microbatches} microbatches, {tables.schedule}"
+    pipeline = tables.pipeline
+    chunks = f" x{pipeline.num_chunks}" if pipeline.num_chunks > 1 else ""
+    return f"{pipeline.num_stages}{chunks} stages, {pipeline.num_microbatches} microbatches, {pipeline.schedule}"
 
 
 def _tables_record(problem: Problem) -> Record:
@@ -253,7 +264,7 @@ def _timeline_record(timeline: Timeline) -> Record:
         ],
         "bubbles": [
             [[each.reason, each.microbatch, each.start_s, each.end_s] for each in timeline.bubbles(stage)]
-            for stage in range(timeline.num_stages)
+            for stage in range(timeline.pipeline.num_stages)
         ],
     }
 
@@ -505,7 +516,7 @@ class Written(NamedTuple):
 
     parts: tuple[str, ...]
     microbatches: int
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     chunks: int = 1
 
 
@@ -673,14 +684,14 @@ def _played(schedule: str, chunks: int, way: Mapping[str, Any]) -> Record:
         )
         for index in range(4 * chunks)
     ]
-    return _timeline_record(simulate(parts, 8, schedule, num_chunks=chunks, **way))
+    return _timeline_record(simulate(parts, _pipeline(4, 8, schedule, chunks), **way))
 
 
 def _switches(cluster: str) -> Record:
     """Seconds from every strategy to every other, in the order of the strategies; those of layouts, remat aside."""
     job = _measured("gpt2", 16, 1024, "3GiB") if cluster.endswith("cpu") else _job("llama", cluster, 32, 2048)
     strategies = enumerate_strategies(job.cluster.num_devices, SpaceOptions(remats=(Remat.NONE,)))
-    table = switch_table(strategies, Setting(job=job, num_stages=1, num_microbatches=2, schedule="1f1b"))
+    table = switch_table(strategies, Setting(job=job, pipeline=_pipeline(1, 2, "1f1b")))
     return {str(before): row.tolist() for before, row in zip(strategies, table, strict=True)}
 
 

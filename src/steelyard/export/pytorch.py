@@ -20,8 +20,6 @@ from steelyard.units import format_plural
 
 MEANS = Means(mixes_layers=True)
 
-_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved-1f1b": "ScheduleInterleaved1F1B"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Modules:
@@ -130,7 +128,7 @@ def _script(plan: Plan, chain: ModelChain, modules: _Modules) -> str:
 def _imports(plan: Plan, needs: _Needs) -> str:
     text = parts.IMPORTS
     if needs.pipeline:
-        text += parts.IMPORT_PIPELINE.format(schedule=_SCHEDULES[plan.schedule])
+        text += parts.IMPORT_PIPELINE.format(schedule=plan.pipeline.schedule.torch_name)
     text += parts.IMPORT_TENSOR if needs.tensor or needs.switch else "from torch.distributed.tensor import DTensor\n"
     if needs.tensor:
         is_parallel = plan.strategies[-1].tp > 1
@@ -232,8 +230,9 @@ def _build(needs: _Needs) -> str:
 def _step(plan: Plan, needs: _Needs) -> str:
     if not needs.pipeline:
         return parts.STEP_ONE_STAGE
-    stages = "stages" if plan.schedule == "interleaved-1f1b" else "stages[0]"
-    return parts.STEP_PIPELINE.replace("{schedule}", _SCHEDULES[plan.schedule]).replace("{stages}", stages)
+    schedule = plan.pipeline.schedule
+    stages = "stages" if schedule.takes_chunks else "stages[0]"
+    return parts.STEP_PIPELINE.replace("{schedule}", schedule.torch_name).replace("{stages}", stages)
 
 
 def _train(plan: Plan, needs: _Needs) -> str:

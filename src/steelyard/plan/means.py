@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.plan import Plan, Schedule
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Parallelism, Remat, Strategy, ZeroStage
 
 Pipeline = Literal["none", "any cuts"]
@@ -42,7 +42,8 @@ class Means:
     remats_first_blocks: bool = False
     """Whether the first n blocks of every stage may be recomputed and the others not, n the same on all stages."""
     pipeline: Pipeline = "none"
-    schedules: frozenset[Schedule] = frozenset()
+    schedules: frozenset[str] = frozenset()
+    """By name."""
 
     def refusal(self, strategy: Strategy) -> str | None:
         """Why the framework cannot give a layer this strategy, or None where it can."""

@@ -17,9 +17,13 @@ from steelyard.hardware.catalogue import default_links
 from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
+from steelyard.schedules import Schedule
+from steelyard.schedules.gpipe import GPIPE
+from steelyard.schedules.interleaved import INTERLEAVED_1F1B
+from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
 from steelyard.units import GB
 from steelyard.validation.frameworks import Framework, framework_of
 from steelyard.validation.rows import PublishedRun
@@ -260,7 +264,7 @@ def _plan(
         global_batch=degrees.global_batch,
         num_microbatches=degrees.microbatches,
         precision="bf16",
-        schedule=_schedule(degrees),
+        schedule=_schedule(degrees).name,
         stages=tuple(stages),
     )
 
@@ -268,8 +272,8 @@ def _plan(
 def _schedule(degrees: _Degrees) -> Schedule:
     """Interleaved where there are chunks; with fewer microbatches than stages 1F1B does the passes of GPipe."""
     if degrees.chunks > 1:
-        return "interleaved-1f1b"
-    return "1f1b" if degrees.microbatches >= degrees.pp else "gpipe"
+        return INTERLEAVED_1F1B
+    return ONE_F_ONE_B if degrees.microbatches >= degrees.pp else GPIPE
 
 
 def _stage_bounds(shape: ModelShape, num_stages: int, *, by_flop: bool) -> tuple[int, ...]:
