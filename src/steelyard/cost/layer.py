@@ -404,11 +404,11 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     of the microbatches in flight. Where torch waits for sends only when the step ends, every chunk has these buffers
     and all that it ever sent stays until then; see `steelyard.cost.predict` for what a stage has less.
     """
-    pipeline, shares = setting.pipeline, setting.devices_per_stage
+    pipeline, ranks = setting.pipeline, setting.devices_per_stage
     count, stages = pipeline.num_microbatches, pipeline.num_stages
     if stages == 1 or setting.job.execution.states is not None:
         return 0
     if pipeline.schedule.keeps_sends:
-        return 4 * pipeline.num_chunks * count * setting.activation_bytes // shares
+        return 4 * pipeline.num_chunks * count * setting.activation_bytes // ranks
     kept = count if stages > 2 else pipeline.in_flight(0)
-    return (count + kept) * setting.activation_bytes // shares
+    return (count + kept) * setting.activation_bytes // ranks

@@ -210,7 +210,7 @@ def simulate(
     runs = []
     for stage in range(num_stages):
         codes = _codes(stage, pipeline)
-        if not overlap_sync:
+        if not overlap_sync and any(part.sync_s for part in parts):
             codes = _with_sync(codes, parts, num_microbatches)
         runs.append(StageRun(codes=codes))
     if speeds:

@@ -192,9 +192,10 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
     """How many of them came before each forward pass of a chunk that waits for its backward pass."""
     sent = 0
     schedule = setting.pipeline.schedule
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
     for phase, chunk, _ in _passes(index, setting.pipeline):
-        is_backward = phase is Phase.BACKWARD
-        assert is_backward or phase is Phase.FORWARD, f"the walk knows no pass of the phase {phase}"
+        is_backward = phase is backward
+        assert is_backward or phase is forward, f"the walk knows no pass of the phase {phase}"
         before, target = pauses[chunk], None
         if is_backward:
             num_before = in_flight[chunk].pop()

@@ -9,7 +9,7 @@ from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.strategy import Remat, Strategy, ZeroStage
 from steelyard.planning.pins import Pin, pinned
-from steelyard.schedules import SCHEDULES, PipelineConfig, Schedule
+from steelyard.schedules import SCHEDULES, PipelineConfig, Schedule, find_schedule
 from steelyard.search import Partition, Problem, SpaceOptions, enumerate_strategies
 
 
@@ -27,6 +27,10 @@ class PlanOptions:
     partition: Partition = "exact"
     time_limit_s: float | None = None
     pins: tuple[Pin, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.schedules:
+            find_schedule(name)
 
 
 def make_problem(job: Job, options: PlanOptions) -> Problem:

@@ -39,6 +39,7 @@ class Phase(IntEnum):
 
 
 _CHANGES = {Phase.FORWARD: 1, Phase.BACKWARD: -1, Phase.BACKWARD_INPUT: 0, Phase.BACKWARD_WEIGHT: -1}
+_PHASES = tuple(Phase)
 _CHANGE = np.array([_CHANGES[phase] for phase in Phase], dtype=np.int64)
 _MAKES_GRADIENT = np.array([phase.makes_gradient for phase in Phase], dtype=np.int64)
 
@@ -69,9 +70,8 @@ class PassOrder:
         return len(self.phase)
 
     def __iter__(self) -> Iterator[Pass]:
-        phases = list(Phase)
-        codes = (phases[code] for code in self.phase.tolist())
-        return map(Pass, codes, self.chunk.tolist(), self.microbatch.tolist())
+        phases = map(_PHASES.__getitem__, self.phase.tolist())
+        return map(Pass._make, zip(phases, self.chunk.tolist(), self.microbatch.tolist(), strict=True))
 
     def in_flight(self, chunk: int) -> int:
         """Most microbatches of a chunk that are alive at once: forward begun, backward not ended."""
