@@ -1,4 +1,7 @@
-"""Pipeline schedules: one module each with the passes of a rank and all that follows from them, and their registry."""
+"""Pipeline schedules: a module each with the passes of a rank and all that follows from them, and their registry.
+
+A new one is a module here and an entry in `SCHEDULES`.
+"""
 
 from steelyard.errors import UserError, nearest
 from steelyard.schedules.gpipe import GPIPE
@@ -8,7 +11,7 @@ from steelyard.schedules.passes import Pass, PassOrder, Phase
 from steelyard.schedules.pipeline import PipelineConfig, Schedule
 
 SCHEDULES: dict[str, Schedule] = {each.name: each for each in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B)}
-"""All schedules by name; who adds one puts it here."""
+"""All schedules by name."""
 USUAL: Schedule = ONE_F_ONE_B
 """The schedule of a plan that names none."""
 
