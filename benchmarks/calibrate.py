@@ -156,13 +156,7 @@ def collect(cases: list[Case]) -> Rows:
 
 def _row(case: Case) -> dict[str, object]:
     job, plan = case.job, case.plan
-    setting = Setting(
-        job=job,
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
-        schedule=plan.schedule,
-        num_chunks=plan.num_chunks,
-    )
+    setting = Setting(job=job, pipeline=plan.pipeline)
     strategies = [plan.strategies[0], plan.strategies[1], plan.strategies[-1]]
     share = sum(strategy.remat is not Remat.NONE for strategy in plan.strategies) / job.chain.layers.count(1)
     kinds = [

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.ranks import on_ranks
 from steelyard.cost.setting import Job
 from steelyard.model.read import load_model
-from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning import PlanOptions, make_job, plan_job, price_plan
 from steelyard.profiles.profile import Profile
@@ -63,7 +63,7 @@ class Case:
     strategies: tuple[str, ...]
     microbatches: int = 1
     stages: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     chunks: int = 1
 
     @property

@@ -38,7 +38,7 @@ from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
 from steelyard.export import TARGETS
 from steelyard.model.read import chain_from_config, load_model, model_names
-from steelyard.plan.plan import Plan, Schedule, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import (
     PlanOptions,
@@ -58,6 +58,7 @@ from steelyard.planning import (
     with_price,
 )
 from steelyard.planning.assemble import assemble_plan
+from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.search import (
     Problem,
     SpaceOptions,
@@ -88,7 +89,7 @@ class Written(NamedTuple):
 
     parts: tuple[str, ...]
     microbatches: int
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     chunks: int = 1
 
 
@@ -182,7 +183,7 @@ def _pin(text: str, job: Job) -> Any:
     return parse_pin(text, option="--pin", num_layers=job.chain.num_layers, with_settings=True)
 
 
-def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: Schedule = "1f1b", chunks: int = 1) -> Plan:
+def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: str = "1f1b", chunks: int = 1) -> Plan:
     """A plan as one would write it: every part of the pipeline as in ``fsdp4*3, dp2-tp2+sp``, layer after layer."""
     num_stages = len(stages) // chunks
     size, parts, first = job.cluster.num_devices // num_stages, [], 0
@@ -194,7 +195,16 @@ def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: Schedule
         rank = index % num_stages * size
         parts.append(StagePlan(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(strategies))))
         first += len(strategies)
-    return assemble_plan(job, microbatches, schedule, tuple(parts))
+    return assemble_plan(job, _pipeline(num_stages, microbatches, schedule, chunks), tuple(parts))
+
+
+def _pipeline(num_stages: int, microbatches: int, schedule: str = "1f1b", chunks: int = 1) -> PipelineConfig:
+    return PipelineConfig(
+        num_stages=num_stages,
+        num_chunks=chunks,
+        num_microbatches=microbatches,
+        schedule=find_schedule(schedule),
+    )
 
 
 def planned(job: Callable[[], Job], **options: Any) -> Record:
@@ -357,14 +367,14 @@ def played(schedule: str, chunks: int, way: Mapping[str, Any]) -> Record:
         )
         for index in range(4 * chunks)
     ]
-    return timeline_record(simulate(parts, 8, schedule, num_chunks=chunks, **way))
+    return timeline_record(simulate(parts, _pipeline(4, 8, schedule, chunks), **way))
 
 
 def switches(cluster: str) -> Record:
     """Seconds from every strategy to every other, in the order of the strategies; those of layouts, remat aside."""
     job = measured("gpt2", 16, 1024, "3GiB") if cluster.endswith("cpu") else job_of("llama", cluster, 32, 2048)
     strategies = enumerate_strategies(job.cluster.num_devices, SpaceOptions(remats=(Remat.NONE,)))
-    table = switch_table(strategies, Setting(job=job, num_stages=1, num_microbatches=2, schedule="1f1b"))
+    table = switch_table(strategies, Setting(job=job, pipeline=_pipeline(1, 2)))
     return {str(before): row.tolist() for before, row in zip(strategies, table, strict=True)}
 
 

@@ -72,8 +72,9 @@ def search_record(found: SearchResult) -> Record:
 
 
 def setting_text(tables: CostTables) -> str:
-    chunks = f" x{tables.num_chunks}" if tables.num_chunks > 1 else ""
-    return f"{tables.num_stages}{chunks} stages, {tables.num_microbatches} microbatches, {tables.schedule}"
+    pipeline = tables.pipeline
+    chunks = f" x{pipeline.num_chunks}" if pipeline.num_chunks > 1 else ""
+    return f"{pipeline.num_stages}{chunks} stages, {pipeline.num_microbatches} microbatches, {pipeline.schedule}"
 
 
 def tables_record(problem: Problem) -> Record:
@@ -139,7 +140,7 @@ def timeline_record(timeline: Timeline) -> Record:
         ],
         "bubbles": [
             [[each.reason, each.microbatch, each.start_s, each.end_s] for each in timeline.bubbles(stage)]
-            for stage in range(timeline.num_stages)
+            for stage in range(timeline.pipeline.num_stages)
         ],
     }
 

@@ -22,6 +22,8 @@ from galvatron.rules import MB, Point, layer_mb, layer_s, other_mb, switch_s
 from steelyard.cost.tables import CostTables
 from steelyard.plan.kinds import DP, FSDP, TP
 from steelyard.plan.strategy import Level, Remat, Strategy
+from steelyard.schedules import PipelineConfig
+from steelyard.schedules.gpipe import GPIPE
 from steelyard.search import SpaceOptions, enumerate_strategies
 
 Space = Literal["full", "dp+pp", "dp+tp"]
@@ -103,9 +105,7 @@ def _tables(
     )
     switches = np.array([[switch_s(point, before, after) for after in strategies] for before in strategies])
     return CostTables(
-        num_stages=num_stages,
-        num_microbatches=1,
-        schedule="gpipe",
+        pipeline=PipelineConfig(num_stages=num_stages, num_microbatches=1, schedule=GPIPE),
         kinds=names,
         layers=tuple(names.index(kind.name) for kind in layers),
         strategies=strategies,

@@ -21,9 +21,13 @@ from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.kinds import DP, FSDP, TP
-from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
+from steelyard.schedules import Schedule
+from steelyard.schedules.gpipe import GPIPE
+from steelyard.schedules.interleaved import INTERLEAVED_1F1B
+from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
 from steelyard.units import GB
 
 _GATED = {"swiglu": True, "geglu": True, "gelu": False, "squared_relu": False}
@@ -265,7 +269,7 @@ def _plan(
         global_batch=degrees.global_batch,
         num_microbatches=degrees.microbatches,
         precision="bf16",
-        schedule=_schedule(degrees),
+        schedule=_schedule(degrees).name,
         stages=tuple(stages),
     )
 
@@ -273,8 +277,8 @@ def _plan(
 def _schedule(degrees: _Degrees) -> Schedule:
     """Interleaved where there are chunks; with fewer microbatches than stages 1F1B does the passes of GPipe."""
     if degrees.chunks > 1:
-        return "interleaved-1f1b"
-    return "1f1b" if degrees.microbatches >= degrees.pp else "gpipe"
+        return INTERLEAVED_1F1B
+    return ONE_F_ONE_B if degrees.microbatches >= degrees.pp else GPIPE
 
 
 def _stage_bounds(shape: ModelShape, num_stages: int, *, by_flop: bool) -> tuple[int, ...]:

@@ -1,13 +1,15 @@
 """A small model, a made-up profile of it and jobs on known clusters, that the tests of costs share; no torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from steelyard.cost.setting import Job, Setting
+from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.hardware import Backend, Cluster, parse_cluster
 from steelyard.hardware.values import Device, Link
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.plan import Plan, Precision, Schedule, fold_runs
+from steelyard.plan.plan import Plan, Precision, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import (
     Affine,
@@ -18,6 +20,7 @@ from steelyard.profiles.profile import (
     Recomputation,
     Work,
 )
+from tests.schedules.examples import pipeline
 from tests.shapes import tp_shape
 
 CONFIG = {
@@ -174,12 +177,24 @@ def unprofiled_job() -> Job:
 
 
 def setting(
-    of: Job | None = None, *, num_stages: int = 1, num_microbatches: int = 1, schedule: Schedule = "1f1b"
+    of: Job | None = None,
+    *,
+    num_stages: int = 1,
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    num_chunks: int = 1,
 ) -> Setting:
-    return Setting(job=of or job(), num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
+    return Setting(job=of or job(), pipeline=pipeline(num_stages, num_microbatches, schedule, num_chunks))
 
 
-def plan(of: Job, *stages: str, num_microbatches: int, schedule: Schedule = "1f1b", num_chunks: int = 1) -> Plan:
+def simulated(
+    parts: Sequence[StageTimes], num_microbatches: int, schedule: str, *, num_chunks: int = 1, **how: Any
+) -> Timeline:
+    """The timeline of a pipeline of as many stages as the parts make."""
+    return simulate(parts, pipeline(len(parts) // num_chunks, num_microbatches, schedule, num_chunks), **how)
+
+
+def plan(of: Job, *stages: str, num_microbatches: int, schedule: str = "1f1b", num_chunks: int = 1) -> Plan:
     """A plan of the job whose stages (interleaved: chunks) are strategies separated by commas, one per layer."""
     num_stages = len(stages) // num_chunks
     size = of.cluster.num_devices // num_stages

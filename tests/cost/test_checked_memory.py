@@ -10,7 +10,7 @@ from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.plan import Plan, Precision, Schedule
+from steelyard.plan.plan import Plan, Precision
 from steelyard.profiles.profile import Profile
 from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
@@ -41,7 +41,7 @@ class Case:
     seq_len: int = SEQ_LEN
     precision: Precision = "bf16"
     microbatches: int = 4
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     chunks: int = 1
     tied: bool = False
     vocab: int = 512

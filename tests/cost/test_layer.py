@@ -21,7 +21,6 @@ from steelyard.cost.execution import OURS, Execution, StateBytes
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, levels_group, pipeline_buffer_bytes
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
-from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import ShardingTime
 from tests.cost.examples import PARAMS, SEQ_LEN, cluster, job, setting, unprofiled_job
@@ -282,7 +281,7 @@ def test_more_stages_have_two_buffers_per_microbatch() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 8)])
-def test_every_microbatch_in_flight_has_positions_and_rotary_embeddings(schedule: Schedule, in_flight: int) -> None:
+def test_every_microbatch_in_flight_has_positions_and_rotary_embeddings(schedule: str, in_flight: int) -> None:
     where = setting(num_stages=4, num_microbatches=8, schedule=schedule)
     shared = overhead_bytes(where) - context_bytes(where) - pipeline_buffer_bytes(where)
     rotary = 2 * 8 * 2  # cosines and sines of a head of 8, in bf16

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.plan.plan import Schedule
+from steelyard.cost.simulator import StageTimes, Timeline
+from tests.cost.examples import simulated
 
 seconds = st.integers(1, 20).map(float)
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[list[StageTimes], int, Schedule, int]:
+def pipelines(draw: st.DrawFn) -> tuple[list[StageTimes], int, str, int]:
     """Parts, microbatches, schedule and chunks."""
     num_stages, schedule = draw(st.integers(2, 4)), draw(st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b"]))
     num_chunks = 2 if schedule == "interleaved-1f1b" else 1
@@ -23,12 +23,12 @@ def pipelines(draw: st.DrawFn) -> tuple[list[StageTimes], int, Schedule, int]:
     return parts, num_stages * draw(st.integers(1, 3)), schedule, num_chunks
 
 
-def run(pipeline: tuple[list[StageTimes], int, Schedule, int], speeds: list[float]) -> Timeline:
+def run(pipeline: tuple[list[StageTimes], int, str, int], speeds: list[float]) -> Timeline:
     parts, num_microbatches, schedule, num_chunks = pipeline
-    return simulate(parts, num_microbatches, schedule, num_chunks=num_chunks, speeds=speeds)
+    return simulated(parts, num_microbatches, schedule, num_chunks=num_chunks, speeds=speeds)
 
 
-def num_stages_of(pipeline: tuple[list[StageTimes], int, Schedule, int]) -> int:
+def num_stages_of(pipeline: tuple[list[StageTimes], int, str, int]) -> int:
     return len(pipeline[0]) // pipeline[3]
 
 
@@ -47,7 +47,7 @@ def with_transfers(parts: list[StageTimes]) -> list[StageTimes]:
 
 @given(pipelines())
 def test_stages_that_do_not_slow_each_other_down_take_the_time_of_stages_of_their_own_that_work_on_transfers(
-    pipeline: tuple[list[StageTimes], int, Schedule, int],
+    pipeline: tuple[list[StageTimes], int, str, int],
 ) -> None:
     parts, *rest = pipeline
     shared = run(pipeline, [1.0] * num_stages_of(pipeline))
@@ -61,7 +61,7 @@ def test_stages_that_do_not_slow_each_other_down_take_the_time_of_stages_of_thei
 
 @given(pipelines())
 def test_one_core_takes_the_sum_of_all_passes_and_no_bubble(
-    pipeline: tuple[list[StageTimes], int, Schedule, int],
+    pipeline: tuple[list[StageTimes], int, str, int],
 ) -> None:
     """The core is P times as fast for one stage as for all P, and always has one to work for."""
     parts, num_microbatches, _, _ = pipeline
@@ -73,14 +73,14 @@ def test_one_core_takes_the_sum_of_all_passes_and_no_bubble(
 
 
 @given(pipelines())
-def test_faster_cores_never_lengthen_the_step(pipeline: tuple[list[StageTimes], int, Schedule, int]) -> None:
+def test_faster_cores_never_lengthen_the_step(pipeline: tuple[list[StageTimes], int, str, int]) -> None:
     count = num_stages_of(pipeline)
     slowest = run(pipeline, [1.0] * count)
     assert run(pipeline, [2.0] * count).step_time_s <= slowest.step_time_s
 
 
 @given(pipelines())
-def test_a_stage_does_one_pass_at_a_time(pipeline: tuple[list[StageTimes], int, Schedule, int]) -> None:
+def test_a_stage_does_one_pass_at_a_time(pipeline: tuple[list[StageTimes], int, str, int]) -> None:
     count = num_stages_of(pipeline)
     for events in run(pipeline, [count / busy for busy in range(1, count + 1)]).stages:
         ends = [event.end_s for event in events]
@@ -90,6 +90,6 @@ def test_a_stage_does_one_pass_at_a_time(pipeline: tuple[list[StageTimes], int, 
 
 def test_two_stages_on_one_core_by_hand() -> None:
     """Passes of 2 and 4 s while both work, so 1 and 2 s alone: forward, forward, backward, backward one by one."""
-    timeline = simulate([StageTimes(forward_s=2, backward_s=4)] * 2, 1, "gpipe", speeds=[2.0, 1.0])
+    timeline = simulated([StageTimes(forward_s=2, backward_s=4)] * 2, 1, "gpipe", speeds=[2.0, 1.0])
     assert [(event.start_s, event.end_s) for event in timeline.stages[0][:2]] == [(0, 1), (4, 6)]
     assert [(event.start_s, event.end_s) for event in timeline.stages[1][:2]] == [(1, 2), (2, 4)]

@@ -1,6 +1,5 @@
 """The schedule simulator against its closed form and the laws of a pipeline."""
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -8,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.simulator import Event, StageTimes, Timeline, simulate
+from steelyard.cost.simulator import Event, StageTimes, Timeline
 from steelyard.errors import InvalidPlanError, InvalidProblemError
-from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
-from tests.cost.examples import cluster, job, setting
+from tests.cost.examples import setting, simulated
 from tests.oracles.closed_form import closed_form_s
+from tests.schedules.examples import pipeline as pipeline_of
 
 schedules = st.sampled_from(["gpipe", "1f1b"])
 seconds = st.integers(0, 20).map(float)
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[list[StageTimes], int, Schedule]:
+def pipelines(draw: st.DrawFn) -> tuple[list[StageTimes], int, str]:
     times = st.builds(StageTimes, forward_s=seconds, backward_s=seconds, once_s=seconds, transfer_s=seconds)
     stages = draw(st.lists(times, min_size=1, max_size=5))
     schedule = draw(schedules)
@@ -34,16 +33,16 @@ def _without_transfers(stages: list[StageTimes]) -> list[StageTimes]:
 
 @given(st.integers(1, 6), st.integers(1, 12), seconds, seconds, schedules)
 def test_equal_stages_take_the_closed_form(
-    num_stages: int, num_microbatches: int, forward_s: float, backward_s: float, schedule: Schedule
+    num_stages: int, num_microbatches: int, forward_s: float, backward_s: float, schedule: str
 ) -> None:
     stages = [StageTimes(forward_s=forward_s, backward_s=backward_s)] * num_stages
     expected = closed_form_s([forward_s + backward_s] * num_stages, num_microbatches)
-    assert simulate(stages, num_microbatches, schedule).step_time_s == expected
+    assert simulated(stages, num_microbatches, schedule).step_time_s == expected
 
 
 @given(pipelines())
 def test_never_faster_than_the_work_of_any_stage_behind_the_first_and_before_the_last_passes(
-    pipeline: tuple[list[StageTimes], int, Schedule],
+    pipeline: tuple[list[StageTimes], int, str],
 ) -> None:
     stages, num_microbatches, schedule = pipeline
     stages = _without_transfers(stages)
@@ -52,57 +51,57 @@ def test_never_faster_than_the_work_of_any_stage_behind_the_first_and_before_the
         + num_microbatches * (stage.forward_s + stage.backward_s)
         for index, stage in enumerate(stages)
     ]
-    assert simulate(stages, num_microbatches, schedule).step_time_s >= max(bounds)
+    assert simulated(stages, num_microbatches, schedule).step_time_s >= max(bounds)
 
 
 @given(pipelines())
 def test_gpipe_takes_the_closed_form_on_unequal_stages_whose_backward_is_twice_forward(
-    pipeline: tuple[list[StageTimes], int, Schedule],
+    pipeline: tuple[list[StageTimes], int, str],
 ) -> None:
     stages, num_microbatches, _ = pipeline
     stages = [StageTimes(forward_s=s.forward_s, backward_s=2 * s.forward_s) for s in stages]
     expected = closed_form_s([s.forward_s + s.backward_s for s in stages], num_microbatches)
-    assert simulate(stages, num_microbatches, "gpipe").step_time_s == expected
+    assert simulated(stages, num_microbatches, "gpipe").step_time_s == expected
 
 
 @given(pipelines())
 def test_1f1b_never_takes_longer_than_the_closed_form_where_backward_is_twice_forward(
-    pipeline: tuple[list[StageTimes], int, Schedule],
+    pipeline: tuple[list[StageTimes], int, str],
 ) -> None:
     stages, num_microbatches, _ = pipeline
     num_microbatches = max(num_microbatches, len(stages))
     stages = [StageTimes(forward_s=s.forward_s, backward_s=2 * s.forward_s) for s in stages]
     most = closed_form_s([s.forward_s + s.backward_s for s in stages], num_microbatches)
-    assert simulate(stages, num_microbatches, "1f1b").step_time_s <= most
+    assert simulated(stages, num_microbatches, "1f1b").step_time_s <= most
 
 
 @given(pipelines())
-def test_gpipe_never_beats_the_closed_form(pipeline: tuple[list[StageTimes], int, Schedule]) -> None:
+def test_gpipe_never_beats_the_closed_form(pipeline: tuple[list[StageTimes], int, str]) -> None:
     stages, num_microbatches, _ = pipeline
     least = closed_form_s([s.forward_s + s.backward_s for s in stages], num_microbatches)
-    assert simulate(stages, num_microbatches, "gpipe").step_time_s >= least
+    assert simulated(stages, num_microbatches, "gpipe").step_time_s >= least
 
 
 def test_a_slow_middle_stage_is_not_free() -> None:
     fast, slow = StageTimes(forward_s=1, backward_s=2), StageTimes(forward_s=4, backward_s=8)
-    assert simulate([fast, slow, fast], 8, "1f1b").step_time_s >= 8 * 12
+    assert simulated([fast, slow, fast], 8, "1f1b").step_time_s >= 8 * 12
 
 
 @given(pipelines())
 def test_gpipe_takes_as_long_as_1f1b_on_equal_stages_without_transfers(
-    pipeline: tuple[list[StageTimes], int, Schedule],
+    pipeline: tuple[list[StageTimes], int, str],
 ) -> None:
     stages, num_microbatches, _ = pipeline
     equal = _without_transfers(stages)[:1] * len(stages)
     num_microbatches = max(num_microbatches, len(stages))
-    gpipe = simulate(equal, num_microbatches, "gpipe").step_time_s
-    assert gpipe == simulate(equal, num_microbatches, "1f1b").step_time_s
+    gpipe = simulated(equal, num_microbatches, "gpipe").step_time_s
+    assert gpipe == simulated(equal, num_microbatches, "1f1b").step_time_s
 
 
 @given(pipelines())
-def test_every_pass_happens_exactly_once(pipeline: tuple[list[StageTimes], int, Schedule]) -> None:
+def test_every_pass_happens_exactly_once(pipeline: tuple[list[StageTimes], int, str]) -> None:
     stages, num_microbatches, schedule = pipeline
-    for events in simulate(stages, num_microbatches, schedule).stages:
+    for events in simulated(stages, num_microbatches, schedule).stages:
         passes = [(event.kind, event.microbatch) for event in events]
         expected = {(kind, m) for kind in ("forward", "backward") for m in range(num_microbatches)} | {("once", -1)}
         assert len(passes) == len(expected)
@@ -110,15 +109,15 @@ def test_every_pass_happens_exactly_once(pipeline: tuple[list[StageTimes], int, 
 
 
 @given(pipelines())
-def test_passes_of_a_stage_do_not_overlap(pipeline: tuple[list[StageTimes], int, Schedule]) -> None:
-    for events in simulate(*pipeline).stages:
+def test_passes_of_a_stage_do_not_overlap(pipeline: tuple[list[StageTimes], int, str]) -> None:
+    for events in simulated(*pipeline).stages:
         assert all(before.end_s <= after.start_s for before, after in pairwise(events))
 
 
 @given(pipelines())
-def test_a_pass_starts_after_what_it_needs_has_arrived(pipeline: tuple[list[StageTimes], int, Schedule]) -> None:
+def test_a_pass_starts_after_what_it_needs_has_arrived(pipeline: tuple[list[StageTimes], int, str]) -> None:
     stages, num_microbatches, schedule = pipeline
-    found = _by_pass(simulate(stages, num_microbatches, schedule))
+    found = _by_pass(simulated(stages, num_microbatches, schedule))
     last = len(stages) - 1
     for microbatch in range(num_microbatches):
         for index, stage in enumerate(stages):
@@ -133,29 +132,27 @@ def test_a_pass_starts_after_what_it_needs_has_arrived(pipeline: tuple[list[Stag
 
 @given(pipelines())
 def test_no_stage_holds_more_microbatches_than_the_tables_say(
-    pipeline: tuple[list[StageTimes], int, Schedule],
+    pipeline: tuple[list[StageTimes], int, str],
 ) -> None:
     stages, num_microbatches, schedule = pipeline
-    one_device = setting(job(cluster(1, 1)), num_microbatches=1)
-    tables = build_tables(one_device, (parse_strategy("single"),))
-    tables = replace(tables, num_stages=len(stages), num_microbatches=num_microbatches, schedule=schedule)
-    for index, events in enumerate(simulate(stages, num_microbatches, schedule).stages):
+    setting_of_it = pipeline_of(len(stages), num_microbatches, schedule)
+    for index, events in enumerate(simulated(stages, num_microbatches, schedule).stages):
         changes = [{"forward": 1, "backward": -1, "once": 0}[event.kind] for event in events]
-        assert max(accumulate(changes)) == tables.in_flight(index)
+        assert max(accumulate(changes)) == setting_of_it.in_flight(index)
 
 
 @given(pipelines())
-def test_slower_transfers_never_speed_a_step_up(pipeline: tuple[list[StageTimes], int, Schedule]) -> None:
+def test_slower_transfers_never_speed_a_step_up(pipeline: tuple[list[StageTimes], int, str]) -> None:
     stages, num_microbatches, schedule = pipeline
-    with_transfers = simulate(stages, num_microbatches, schedule).step_time_s
+    with_transfers = simulated(stages, num_microbatches, schedule).step_time_s
     without = [
         StageTimes(forward_s=s.forward_s, backward_s=s.backward_s, once_s=s.once_s, transfer_s=0) for s in stages
     ]
-    assert simulate(without, num_microbatches, schedule).step_time_s <= with_transfers
+    assert simulated(without, num_microbatches, schedule).step_time_s <= with_transfers
 
 
 def test_work_once_a_step_comes_after_the_last_backward_of_its_stage() -> None:
-    timeline = simulate([StageTimes(forward_s=1, backward_s=2, once_s=5)], 2, "1f1b")
+    timeline = simulated([StageTimes(forward_s=1, backward_s=2, once_s=5)], 2, "1f1b")
     assert timeline.step_time_s == pytest.approx(11)
 
 
@@ -183,7 +180,7 @@ def test_the_interleaved_bubble_of_equal_parts_is_that_of_the_paper(
 ) -> None:
     num_microbatches = num_rounds * num_stages
     parts = [StageTimes(forward_s=forward_s, backward_s=backward_s)] * (num_stages * num_chunks)
-    found = simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
+    found = simulated(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
     work_s = num_microbatches * num_chunks * (forward_s + backward_s)
     bubble = (num_stages - 1) / (num_chunks * num_microbatches)
     assert found.step_time_s == pytest.approx(work_s * (1 + bubble))
@@ -196,7 +193,7 @@ def test_an_interleaved_pass_starts_after_what_it_needs_has_arrived(
 ) -> None:
     parts, num_microbatches, num_chunks = pipeline
     num_stages = len(parts) // num_chunks
-    timeline = simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
+    timeline = simulated(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
     found = {
         (event.chunk * num_stages + event.stage, event.kind, event.microbatch): event
         for events in timeline.stages
@@ -218,7 +215,7 @@ def test_the_work_and_the_bubbles_of_a_stage_fill_the_step(
     pipeline: tuple[list[StageTimes], int, int], overlap_sends: bool, overlap_sync: bool
 ) -> None:
     parts, num_microbatches, num_chunks = pipeline
-    timeline = simulate(
+    timeline = simulated(
         parts,
         num_microbatches,
         "interleaved-1f1b",
@@ -238,7 +235,7 @@ def test_the_work_and_the_bubbles_of_a_stage_fill_the_step(
 def test_overlap_of_gradient_reductions_never_costs_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
     parts, num_microbatches, num_chunks = pipeline
     apart, beside = (
-        simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks, overlap_sync=overlap)
+        simulated(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks, overlap_sync=overlap)
         for overlap in (False, True)
     )
     assert beside.step_time_s <= apart.step_time_s
@@ -248,7 +245,7 @@ def test_overlap_of_gradient_reductions_never_costs_time(pipeline: tuple[list[St
 def test_overlap_of_sends_never_costs_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
     parts, num_microbatches, num_chunks = pipeline
     apart, beside = (
-        simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks, overlap_sends=overlap)
+        simulated(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks, overlap_sends=overlap)
         for overlap in (False, True)
     )
     assert beside.step_time_s <= apart.step_time_s
@@ -257,7 +254,7 @@ def test_overlap_of_sends_never_costs_time(pipeline: tuple[list[StageTimes], int
 @given(interleaved())
 def test_a_link_carries_one_transfer_at_a_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
     parts, num_microbatches, num_chunks = pipeline
-    timeline = simulate(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
+    timeline = simulated(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
     for sends in timeline.sends:
         for receiver in {send.receiver for send in sends}:
             spans = [(send.start_s, send.end_s) for send in sends if send.receiver == receiver]
@@ -266,33 +263,33 @@ def test_a_link_carries_one_transfer_at_a_time(pipeline: tuple[list[StageTimes],
 
 def test_the_chunks_of_one_stage_hand_over_without_a_transfer() -> None:
     parts = [StageTimes(forward_s=1, backward_s=2, transfer_s=50, latency_s=50)] * 3
-    timeline = simulate(parts, 2, "interleaved-1f1b", num_chunks=3)
+    timeline = simulated(parts, 2, "interleaved-1f1b", num_chunks=3)
     assert timeline.step_time_s == 18
     assert timeline.sends == ((),)
 
 
 def test_a_slow_link_holds_transfers_back_one_behind_the_other() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, transfer_s=10)] * 2
-    arrivals = [event.start_s for event in simulate(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
+    arrivals = [event.start_s for event in simulated(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
     assert arrivals == [11, 21, 31]
 
 
 def test_latency_delays_arrivals_and_occupies_nothing() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, latency_s=10)] * 2
-    arrivals = [event.start_s for event in simulate(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
+    arrivals = [event.start_s for event in simulated(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
     assert arrivals == [11, 12, 13]
 
 
 def test_a_stage_waits_for_sends_that_are_not_overlapped() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, transfer_s=10)] * 2
-    events = simulate(parts, 2, "gpipe", overlap_sends=False).stages[0]
+    events = simulated(parts, 2, "gpipe", overlap_sends=False).stages[0]
     assert [event.start_s for event in events if event.kind == "forward"] == [0, 11]
 
 
 def test_a_chunk_reduces_its_gradients_after_its_last_backward_and_beside_the_cool_down_if_overlapped() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, sync_s=3)] * 4
     apart, beside = (
-        simulate(parts, 2, "interleaved-1f1b", num_chunks=2, overlap_sync=overlap) for overlap in (False, True)
+        simulated(parts, 2, "interleaved-1f1b", num_chunks=2, overlap_sync=overlap) for overlap in (False, True)
     )
     for timeline in (apart, beside):
         for events in timeline.stages:
@@ -304,14 +301,14 @@ def test_a_chunk_reduces_its_gradients_after_its_last_backward_and_beside_the_co
 
 
 def test_bubbles_are_named_by_what_the_stage_waits_for() -> None:
-    timeline = simulate([StageTimes(forward_s=1, backward_s=2)] * 2, 2, "1f1b")
+    timeline = simulated([StageTimes(forward_s=1, backward_s=2)] * 2, 2, "1f1b")
     assert [bubble.reason for bubble in timeline.bubbles(0)] == ["waits for gradient", "waits for gradient"]
     assert [bubble.reason for bubble in timeline.bubbles(1)] == ["pipeline fills", "step ends"]
 
 
 def test_microbatches_that_cannot_be_interleaved_are_an_error() -> None:
     with pytest.raises(InvalidPlanError, match="a multiple of its 2 rounds"):
-        simulate([StageTimes(forward_s=1, backward_s=2)] * 4, 5, "interleaved-1f1b", num_chunks=2)
+        simulated([StageTimes(forward_s=1, backward_s=2)] * 4, 5, "interleaved-1f1b", num_chunks=2)
 
 
 def test_tables_of_the_search_refuse_an_interleaved_stage_of_one_chunk() -> None:

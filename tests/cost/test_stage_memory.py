@@ -139,7 +139,7 @@ def test_what_arrived_is_not_counted_again_as_saved() -> None:
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 3), ("gpipe", 8)])
 def test_microbatches_in_flight_hold_what_they_saved(schedule: str, in_flight: int) -> None:
-    where = setting(num_stages=4, num_microbatches=8, schedule=schedule)  # type: ignore[arg-type]
+    where = setting(num_stages=4, num_microbatches=8, schedule=schedule)
     terms = stage_terms([stage(layer(saved=10**6))], 1, where)
     assert terms["activations"] == in_flight * 10**6
 
@@ -171,7 +171,7 @@ def test_a_later_stage_never_holds_more_activations(chosen: list[LayerMemory]) -
 
 
 def interleaved() -> Setting:
-    return replace(setting(num_stages=2, num_microbatches=2, schedule="interleaved-1f1b"), num_chunks=2)
+    return setting(num_stages=2, num_microbatches=2, schedule="interleaved-1f1b", num_chunks=2)
 
 
 def chunks(first: PartLayers, second: PartLayers) -> dict[str, int]:

@@ -260,7 +260,7 @@ def test_transformers_takes_the_training_arguments(plan: Plan, tmp_path: Path) -
             output_dir=str(tmp_path), use_cpu=True, **trainer_module(plan).training_arguments | {"bf16": False}
         )
     assert arguments.per_device_train_batch_size == view.microbatch_per_rank
-    assert arguments.gradient_accumulation_steps == view.num_microbatches
+    assert arguments.gradient_accumulation_steps == view.pipeline.num_microbatches
 
 
 def test_transformers_takes_the_distributed_config() -> None:

@@ -36,14 +36,14 @@ def stage_seconds_and_bytes(
             if layer in side.readers:
                 seconds += side.seconds[choices[:, side.source], strategy]
         num_bytes += tables.static_bytes[kind, strategy]
-        num_bytes += tables.in_flight(stage) * tables.activation_bytes[kind, strategy]
+        num_bytes += tables.pipeline.in_flight(stage) * tables.activation_bytes[kind, strategy]
         transient = np.maximum(transient, tables.transient_bytes[kind, strategy])
     return seconds, num_bytes + transient
 
 
 def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:
     """Step time and peak bytes of every plan."""
-    for boundaries in all_boundaries(len(tables.layers), tables.num_stages):
+    for boundaries in all_boundaries(len(tables.layers), tables.pipeline.num_stages):
         if all(b - a >= tables.least_layers(stage) for stage, (a, b) in enumerate(itertools.pairwise(boundaries))):
             yield from plans_with(tables, boundaries)
 
@@ -56,7 +56,7 @@ def plans_with(tables: CostTables, boundaries: tuple[int, ...]) -> Iterator[tupl
         for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
     ]
     times, sizes = (np.stack(values) for values in zip(*stages, strict=True))
-    steps = times.sum(axis=0) + (tables.num_passes - 1) * times.max(axis=0)
+    steps = times.sum(axis=0) + (tables.pipeline.num_passes - 1) * times.max(axis=0)
     yield from zip(steps.tolist(), sizes.max(axis=0).tolist(), strict=True)
 
 

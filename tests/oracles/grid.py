@@ -16,7 +16,7 @@ def least_seconds(tables: CostTables, budget_bytes: int, step_bytes: int = 10**6
         return float(np.inf)
     best = np.zeros((len(tables.strategies), cells))
     for layer, kind in enumerate(tables.layers):
-        num_bytes = tables.static_bytes[kind] + tables.in_flight(0) * tables.activation_bytes[kind]
+        num_bytes = tables.static_bytes[kind] + tables.pipeline.in_flight(0) * tables.activation_bytes[kind]
         extended = np.full_like(best, np.inf)
         for strategy in np.flatnonzero(tables.legal[kind]):
             size = -(-int(num_bytes[strategy]) // step_bytes)

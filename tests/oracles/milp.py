@@ -36,7 +36,7 @@ class Rows:
 
 def nodes_of(tables: CostTables) -> list[list[Node]]:
     """For each layer the nodes (layer, stage, strategy) that a plan can pass."""
-    layers, stages = len(tables.layers), tables.num_stages
+    layers, stages = len(tables.layers), tables.pipeline.num_stages
     return [
         [
             (layer, stage, strategy)
@@ -55,7 +55,7 @@ def solve(tables: CostTables, budget_bytes: int, time_limit_s: float = 120.0) ->
     arcs = [
         (a, b) for before, after in itertools.pairwise(nodes) for a in before for b in after if b[1] - a[1] in (0, 1)
     ]
-    first_arc, stages = len(flat), tables.num_stages
+    first_arc, stages = len(flat), tables.pipeline.num_stages
     first_time = first_arc + len(arcs)
     slowest, first_peak = first_time + stages, first_time + stages + 1
     rows = Rows()
@@ -73,7 +73,7 @@ def solve(tables: CostTables, budget_bytes: int, time_limit_s: float = 120.0) ->
         layer, stage, strategy = node
         pair = (tables.layers[layer], strategy)
         seconds[stage][column[node]] = float(tables.time_s[pair])
-        size = tables.static_bytes[pair] + tables.in_flight(stage) * tables.activation_bytes[pair]
+        size = tables.static_bytes[pair] + tables.pipeline.in_flight(stage) * tables.activation_bytes[pair]
         held[stage][column[node]] = float(size) / gib
         if layer < len(tables.layers) - 1:
             rows.add({column[node]: -1.0, **leaving[node]}, 0, 0)
@@ -92,7 +92,7 @@ def solve(tables: CostTables, budget_bytes: int, time_limit_s: float = 120.0) ->
     num_columns = first_peak + stages
     cost = np.zeros(num_columns)
     cost[first_time : first_time + stages] = 1.0
-    cost[slowest] = tables.num_microbatches - 1
+    cost[slowest] = tables.pipeline.num_microbatches - 1
     return _run(rows, cost, len(flat), first_arc + len(arcs), time_limit_s)
 
 

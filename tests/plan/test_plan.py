@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan.examples import CONFIG, CONTENT, PREDICTION, changed, one_stage, read
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.read import chain_from_config, config_hash, load_model
-from steelyard.plan.plan import fold_runs, microbatches_per_round
+from steelyard.plan.plan import fold_runs
 from steelyard.search import enumerate_strategies
 
 LAYERS_OF = ["stages", 0, "runs", 0, "layers"]
@@ -307,11 +307,6 @@ def test_microbatches_that_do_not_make_equal_rounds_are_named():
     message = r"^num_microbatches: found 5 for 2 stages under interleaved-1f1b\n.*multiple of its 2 rounds"
     with pytest.raises(InvalidPlanError, match=message):
         read(interleaved(*TWO_CHUNKS, num_microbatches=5, global_batch=10))
-
-
-@pytest.mark.parametrize(("num_microbatches", "per_round"), [(1, 1), (2, 2), (3, 3), (4, 2), (8, 2)])
-def test_interleaved_rounds_have_as_many_microbatches_as_stages_or_all_of_few(num_microbatches, per_round):
-    assert microbatches_per_round(num_microbatches, 2) == per_round
 
 
 def test_ranks_repeat_under_the_interleaved_schedule_alone():

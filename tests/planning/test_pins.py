@@ -12,6 +12,7 @@ from steelyard.planning.pins import Pin, parse_pin, pinned
 from steelyard.search import search
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_tables
+from tests.schedules.examples import pipeline
 
 
 def pin(text: str) -> Pin:
@@ -74,8 +75,8 @@ def test_a_mistake_in_a_pin_says_what_was_expected(text: str, hint: str) -> None
 
 
 def test_settings_are_pinned_only_where_that_is_allowed() -> None:
-    assert pin("stages=4").takes(4, 8, "1f1b")
-    assert not pin("stages=4").takes(2, 8, "1f1b")
+    assert pin("stages=4").takes(pipeline(4, 8))
+    assert not pin("stages=4").takes(pipeline(2, 8))
     with pytest.raises(UserError, match="stages"):
         parse_pin("stages=4", option="--pin", num_layers=10)
 
@@ -93,7 +94,7 @@ def test_a_pinned_search_finds_the_best_of_all_plans_that_obey_the_pin() -> None
         expected = min(
             (
                 seconds
-                for boundaries in exhaustive.all_boundaries(len(tables.layers), tables.num_stages)
+                for boundaries in exhaustive.all_boundaries(len(tables.layers), tables.pipeline.num_stages)
                 for strategies in itertools.product(range(3), repeat=len(tables.layers))
                 if all(tables.legal[kind, s] for kind, s in zip(tables.layers, strategies, strict=True))
                 and all(str(tables.strategies[strategies[layer]]) == wanted for layer in range(first, last + 1))
@@ -113,7 +114,7 @@ def _cost(tables, boundaries, strategies):  # type: ignore[no-untyped-def]
         for stage, (a, b) in enumerate(itertools.pairwise(boundaries))
     ]
     times = [seconds.item() for seconds, _ in stages]
-    return sum(times) + (tables.num_microbatches - 1) * max(times), max(size.item() for _, size in stages)
+    return sum(times) + (tables.pipeline.num_microbatches - 1) * max(times), max(size.item() for _, size in stages)
 
 
 def test_no_pins_leave_the_tables_as_they_are() -> None:

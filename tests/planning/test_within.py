@@ -15,6 +15,7 @@ from steelyard.planning.assemble import assemble_plan
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.within import uniform_tables_within, with_first_blocks_recomputed
 from tests.cost.examples import SEQ_LEN, chain, cluster, profile
+from tests.schedules.examples import pipeline
 
 DP_ONLY = Means(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
 
@@ -38,7 +39,7 @@ def one_stage(job: Job, *strategies: str, microbatches: int = 1) -> Plan:
     embedding, blocks, head = (parse_strategy(each) for each in strategies)
     layers = (embedding, *[blocks] * (job.chain.num_layers - 2), head)
     stage = StagePlan(ranks=(0, 7), runs=fold_runs(0, layers))
-    return assemble_plan(job, microbatches, "1f1b", (stage,))
+    return assemble_plan(job, pipeline(1, microbatches), (stage,))
 
 
 MIXED = ("dp8", "fsdp8", "fsdp4-tp2")
@@ -105,7 +106,7 @@ def first_recomputed(job: Job, count: int) -> Plan:
     """A plan of dp8 with the first ``count`` of its four blocks recomputed."""
     plain, full = parse_strategy("dp8"), parse_strategy("dp8 remat=full")
     stage = StagePlan(ranks=(0, 7), runs=fold_runs(0, (plain, *[full] * count, *[plain] * (4 - count), plain)))
-    return with_price(assemble_plan(job, 1, "1f1b", (stage,)), job)
+    return with_price(assemble_plan(job, pipeline(), (stage,)), job)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])

@@ -4,8 +4,8 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.plan.kinds import DP
-from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Level, Strategy
+from tests.schedules.examples import pipeline
 
 
 def placeholder_strategies(count: int) -> tuple[Strategy, ...]:
@@ -45,15 +45,12 @@ def random_tables(
     switch = per_group[:, groups][:, :, groups] * (groups[:, None] != groups[None, :])
     if rng.random() < 0.3:
         switch = seconds((kinds, strategies, strategies))  # no classes, no triangle inequality, own switches cost
-    schedule: Schedule = "gpipe" if rng.random() < 0.5 else "1f1b"
+    schedule = "gpipe" if rng.random() < 0.5 else "1f1b"
     microbatches, chunks = int(rng.choice([1, 2, 3, 8])), 1
     if interleaved and stages > 1:
         schedule, microbatches, chunks = "interleaved-1f1b", stages * int(rng.integers(1, 4)), int(rng.integers(2, 5))
     return CostTables(
-        num_stages=stages,
-        num_microbatches=microbatches,
-        num_chunks=chunks,
-        schedule=schedule,
+        pipeline=pipeline(stages, microbatches, schedule, chunks),
         kinds=tuple(f"kind{index}" for index in range(kinds)),
         layers=tuple(int(kind) for kind in rng.integers(0, kinds, layers)),
         strategies=placeholder_strategies(strategies),

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.plan.kinds import DP
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_strategies
+from tests.schedules.examples import pipeline
 
 PEAK_FLOP_PER_S = 400e12
 NODE_BYTES_PER_S = 200e9
@@ -49,7 +49,7 @@ def decoder_tables(
     num_microbatches: int,
     global_batch: int,
     space: SpaceOptions | None = None,
-    schedule: Literal["gpipe", "1f1b"] = "1f1b",
+    schedule: str = "1f1b",
     layers: Sequence[int] | None = None,
     jitter: float = 0.03,
     most_strategies: int | None = None,
@@ -70,9 +70,7 @@ def decoder_tables(
             )
     time_s *= 1 + jitter * rng.random(shape)
     return CostTables(
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
+        pipeline=pipeline(num_stages, num_microbatches, schedule),
         kinds=("embedding", "block", "head"),
         layers=tuple(layers) if layers is not None else (0, *(1 for _ in range(decoder.num_blocks)), 2),
         strategies=strategies,

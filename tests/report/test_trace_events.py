@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from steelyard.cost.simulator import StageTimes, Timeline, simulate
+from steelyard.cost.simulator import StageTimes, Timeline
 from steelyard.plan.plan import Plan
 from steelyard.report.trace_events import default_num_shown, trace_events
-from tests.cost.examples import cluster, job, plan
+from tests.cost.examples import cluster, job, plan, simulated
 
 TIMES = StageTimes(forward_s=1e-3, backward_s=2e-3, once_s=5e-4, transfer_s=1e-4, sync_s=3e-4)
 
@@ -23,7 +23,7 @@ def interleaved(num_microbatches: int = 8) -> tuple[Plan, Timeline]:
         num_chunks=2,
         schedule="interleaved-1f1b",
     )
-    return candidate, simulate([TIMES] * 4, num_microbatches, "interleaved-1f1b", num_chunks=2)
+    return candidate, simulated([TIMES] * 4, num_microbatches, "interleaved-1f1b", num_chunks=2)
 
 
 def slices(content: dict) -> list[dict]:
@@ -86,7 +86,7 @@ def test_stages_are_named_with_their_ranks() -> None:
 
 def test_overlapped_reductions_have_a_track_of_their_own() -> None:
     candidate, _ = interleaved()
-    timeline = simulate([TIMES] * 4, 8, "interleaved-1f1b", num_chunks=2, overlap_sync=True)
+    timeline = simulated([TIMES] * 4, 8, "interleaved-1f1b", num_chunks=2, overlap_sync=True)
     events = slices(trace_events(timeline, candidate, num_shown=8))
     sync_tracks = {event["tid"] for event in events if event["cat"] == "sync"}
     assert sync_tracks
@@ -109,7 +109,7 @@ def test_sixteen_stages_of_512_microbatches_are_shown_whole_in_less_than_8_mb() 
     candidate = plan(of, *["single"] * 16, num_microbatches=512)
     uneven = [replace(TIMES, forward_s=1e-3 * (1 + stage / 37)) for stage in range(16)]
     num_shown = default_num_shown(candidate)
-    content = trace_events(simulate(uneven, 512, "1f1b"), candidate, num_shown=num_shown)
+    content = trace_events(simulated(uneven, 512, "1f1b"), candidate, num_shown=num_shown)
     assert num_shown == 512
     assert len(json.dumps(content, separators=(",", ":"))) < 8e6
 

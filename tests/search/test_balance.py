@@ -73,7 +73,7 @@ def test_time_balanced_cuts_have_the_fastest_slowest_stage() -> None:
             spans = itertools.pairwise(boundaries)
             return max(fastest[a:b].sum() + (transfer_s if a else 0) for a, b in spans)
 
-        every = exhaustive.all_boundaries(len(tables.layers), tables.num_stages)
+        every = exhaustive.all_boundaries(len(tables.layers), tables.pipeline.num_stages)
         assert slowest(time_balanced_boundaries(tables)) == pytest.approx(min(map(slowest, every))), seed
 
 

@@ -190,7 +190,7 @@ def test_the_graph_of_a_stage_has_the_frontier_of_its_plans() -> None:
         for transient in np.unique(tables.transient_bytes).tolist():
             points = graph_frontier(cost_graph(tables, transient_bytes=transient)).frontier
             sizes = points.bytes + transient + tables.overhead_bytes
-            found += zip(sizes.tolist(), (points.seconds * tables.num_microbatches).tolist(), strict=True)
+            found += zip(sizes.tolist(), (points.seconds * tables.pipeline.num_microbatches).tolist(), strict=True)
         plans = [(size, seconds) for seconds, size in exhaustive.all_plans(tables)]
         expected = frontier([size for size, _ in plans], [seconds for _, seconds in plans])
         ours = frontier([size for size, _ in found], [seconds for _, seconds in found])

@@ -25,7 +25,7 @@ def medium_tables(seed: int, *, num_stages: int, num_layers: int, num_strategies
     groups = rng.integers(0, 4, num_strategies)
     tables = replace(
         tables,
-        num_microbatches=int(rng.integers(1, 9)),
+        pipeline=replace(tables.pipeline, num_microbatches=int(rng.integers(1, 9))),
         layers=tuple(range(num_layers)),
         legal=rng.random(pair) < 0.9,
         time_s=size * pace,

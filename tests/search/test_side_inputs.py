@@ -164,7 +164,7 @@ def test_the_graph_of_a_stage_and_the_search_give_the_same_frontier() -> None:
         for step in sampled_frontier([tables], max_searches=1000).steps:
             point = graph.frontier.at(step.peak_bytes - tables.overhead_bytes)
             assert point is not None, seed
-            seconds = float(graph.frontier.seconds[point]) * tables.num_microbatches
+            seconds = float(graph.frontier.seconds[point]) * tables.pipeline.num_microbatches
             assert step.score_s == pytest.approx(seconds, rel=1e-12, abs=1e-12), seed
 
 

@@ -131,7 +131,8 @@ def test_roomy_memory_gives_replication_and_tight_memory_gives_sharding() -> Non
 
 
 def test_a_setting_with_more_stages_than_layers_says_so() -> None:
-    tables = replace(random_tables(np.random.default_rng(0), num_stages=1), num_stages=9)
+    tables = random_tables(np.random.default_rng(0), num_stages=1)
+    tables = replace(tables, pipeline=replace(tables.pipeline, num_stages=9))
     result = search([tables], 100)
     assert result.status == "infeasible"
     assert "stages for" in result.settings[0].reason

@@ -24,7 +24,7 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError, nearest
 from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Plan, Precision, Schedule
+from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
     BatchTrial,
@@ -42,6 +42,7 @@ from steelyard.planning import (
     with_fallbacks,
 )
 from steelyard.report.plan_table import plan_view
+from steelyard.schedules import SCHEDULES
 from steelyard.search import Partition, Problem, save_problem
 from steelyard.units import format_bytes, format_count, format_plural
 
@@ -90,7 +91,7 @@ def plan(
         str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option("--schedule", help="Pipeline schedules to search, as in 1f1b,interleaved-1f1b,gpipe.")
+        str | None, typer.Option("--schedule", help=f"Pipeline schedules to search, as in {','.join(SCHEDULES)}.")
     ] = None,
     zero: Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")] = None,
     space: Annotated[
@@ -144,7 +145,7 @@ def plan(
     if zero is not None:
         options = replace(options, variants={"zero": check_choices("--zero", zero, {"2": 2, "3": 3})})
     if schedule is not None:
-        names = {name: name for name in get_args(Schedule)}
+        names = {name: name for name in SCHEDULES}
         options = replace(options, schedules=check_choices("--schedule", schedule, names))
     with progress("counting the model's layers", silent=as_json) as show:
         job = make_job(
@@ -284,8 +285,8 @@ def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:
     budget = result.job.budget_bytes
     reasons = [
         {
-            "stages": each.tables.num_stages,
-            "microbatches": each.tables.num_microbatches,
+            "stages": each.tables.pipeline.num_stages,
+            "microbatches": each.tables.pipeline.num_microbatches,
             "reason": each.reason,
         }
         for each in result.search.settings

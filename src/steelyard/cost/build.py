@@ -1,18 +1,20 @@
 """Builds the tables that a search works on, from a job, for one pipeline setting."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from steelyard.cost.communication import send_recv_s
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_buffer_bytes
-from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
+from steelyard.schedules import USUAL
 from steelyard.units import MIB
 
 CUDA_CONTEXT_BYTES = 1024 * MIB
@@ -40,10 +42,10 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
             activation[k, s] = cost.activation_bytes
             transient[k, s] = cost.transient_bytes + _waiting_reduction_bytes(strategy, setting)
     switch = switch_table(strategies, setting)
+    pipeline = setting.pipeline
+    has_chunks = pipeline.num_chunks > 1
     tables = CostTables(
-        num_stages=setting.num_stages,
-        num_microbatches=setting.num_microbatches,
-        schedule=setting.schedule if setting.num_chunks == 1 else "1f1b",
+        pipeline=replace(pipeline, num_chunks=1, schedule=USUAL) if has_chunks else pipeline,
         kinds=tuple(kind.name for kind in job.chain.kinds),
         layers=job.chain.layers,
         strategies=strategies,
@@ -56,13 +58,13 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
         transfer_s=transfer_s(setting),
         overhead_bytes=overhead_bytes(setting),
     )
-    if setting.num_chunks == 1:
+    if not has_chunks:
         return tables
     return folded(
         tables,
-        setting.num_chunks,
+        pipeline,
         overhead_bytes=overhead_bytes(setting),
-        round_trip_s=transfer_s(setting, setting.num_stages - 1),
+        round_trip_s=transfer_s(setting, pipeline.num_stages - 1),
     )
 
 
@@ -71,17 +73,17 @@ def _waiting_reduction_bytes(strategy: Strategy, setting: Setting) -> int:
 
     As large as those of the largest block.
     """
-    if setting.num_chunks == 1 or strategy.state_shards == 1 or setting.job.execution.keeps_own_buffers:
+    if setting.pipeline.num_chunks == 1 or strategy.state_shards == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     blocks = [kind for kind in setting.job.chain.kinds if kind.role is LayerRole.BLOCK]
     profiles = [setting.job.profile.layer(kind.name, strategy.shape) for kind in blocks]
     largest = max((held_params(layer, strategy) for layer in profiles if layer is not None), default=0)
-    return (setting.num_chunks - 1) * MASTER_BYTES * largest
+    return (setting.pipeline.num_chunks - 1) * MASTER_BYTES * largest
 
 
 def step_share_s(cost: LayerCost, setting: Setting) -> float:
     """Seconds of one microbatch, with what is done once a step spread over the microbatches."""
-    return cost.microbatch_s + sum(cost.once_s.values()) / setting.num_microbatches
+    return cost.microbatch_s + sum(cost.once_s.values()) / setting.pipeline.num_microbatches
 
 
 def transfer_s(setting: Setting, stages_apart: int = 1) -> float:
@@ -91,7 +93,7 @@ def transfer_s(setting: Setting, stages_apart: int = 1) -> float:
     The activation is taken to be divided over all ranks of the stage: under tp without sp the runtime sends a copy from
     each tensor-parallel rank, tp times as many bytes, which the tables cannot know before the cut is chosen.
     """
-    if setting.num_stages == 1:
+    if setting.pipeline.num_stages == 1:
         return 0.0
     num_bytes = setting.activation_bytes / setting.devices_per_stage
     job = setting.job
@@ -116,15 +118,15 @@ def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] |
     """Positions, rotary embeddings and masks of all microbatches in flight on a stage of layers of these kinds."""
     if setting.job.execution.keeps_own_buffers:
         return 0
-    order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
-    return order.peak_bytes([side_bytes(kinds or set(setting.job.chain.kinds), setting)] * setting.num_chunks)
+    each = side_bytes(kinds or set(setting.job.chain.kinds), setting)
+    return setting.pipeline.passes(stage).peak_bytes([each] * setting.pipeline.num_chunks)
 
 
 def context_bytes(setting: Setting) -> int:
     """Bytes of the process and its communicators on a GPU; a CPU has none of its own."""
     if not setting.job.cluster.device.is_gpu:
         return 0
-    return CUDA_CONTEXT_BYTES + (PIPELINE_CHANNEL_BYTES if setting.num_stages > 1 else 0)
+    return CUDA_CONTEXT_BYTES + (PIPELINE_CHANNEL_BYTES if setting.pipeline.num_stages > 1 else 0)
 
 
 def usable_bytes(job: Job) -> int:

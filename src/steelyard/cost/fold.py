@@ -1,4 +1,4 @@
-r"""Folds the tables of a pipeline setting for interleaved 1F1B: all chunks of a stage are cut and trained alike.
+r"""Folds the tables of a pipeline setting with chunks: all those of a stage are cut and trained alike.
 
 A model of a first layer, $B$ blocks and a last layer becomes a chain of $B/v$ blocks between the same two ends. Block
 $j$ stands for the $v$ blocks $j, j + B/v, \ldots$, one in each chunk, all under one strategy. Cut into $P$ stages, it
@@ -23,19 +23,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from steelyard.cost.schedule import pass_order
 from steelyard.cost.tables import CostTables
+from steelyard.schedules import PipelineConfig
 
 Entry = TypeVar("Entry")
 
 
-def why_not_interleaved(
-    layers: Sequence[int], *, num_stages: int, num_microbatches: int, num_chunks: int
-) -> str | None:
-    """Why these layers (their kinds) cannot be interleaved in chunks that are cut alike; None if they can."""
+def why_not_folded(layers: Sequence[int], *, num_stages: int, num_chunks: int) -> str | None:
+    """Why these layers (their kinds) do not come in chunks that are cut alike; None if they do."""
     blocks = layers[1:-1]
-    if num_stages < 2 or num_chunks < 2 or num_microbatches < num_stages:
-        return "takes two stages and two chunks or more, and as many microbatches as stages"
+    if num_stages < 2 or num_chunks < 2:
+        return "takes two stages and two chunks or more"
     if len(blocks) % num_chunks:
         return f"{len(blocks)} blocks do not divide into {num_chunks} chunks"
     period = len(blocks) // num_chunks
@@ -43,16 +41,15 @@ def why_not_interleaved(
         return f"{num_stages} stages of {num_chunks} chunks need {num_stages * num_chunks} blocks or more"
     if any(blocks[place] != blocks[place + period] for place in range(len(blocks) - period)):
         return f"the blocks of {num_chunks} chunks are not alike"
-    if num_microbatches % (num_microbatches // num_stages):
-        return f"{num_microbatches} microbatches do not divide into equal rounds of {num_stages} or more"
     return None
 
 
-def folded(tables: CostTables, num_chunks: int, *, overhead_bytes: int, round_trip_s: float) -> CostTables:
-    """The tables of the same stages and microbatches, interleaved in so many chunks (see `why_not_interleaved`).
+def folded(tables: CostTables, pipeline: PipelineConfig, *, overhead_bytes: int, round_trip_s: float) -> CostTables:
+    """The tables of the same stages and microbatches, in chunks under another schedule (see `why_not_folded`).
 
     ``overhead_bytes`` are those under this schedule, ``round_trip_s`` the hand-over from the last stage to the first.
     """
+    num_chunks = pipeline.num_chunks
     first, last = tables.layers[0], tables.layers[-1]
     blocks = tables.layers[1:-1]
     alone = {first, last} - set(blocks)
@@ -64,8 +61,7 @@ def folded(tables: CostTables, num_chunks: int, *, overhead_bytes: int, round_tr
     time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
     result = replace(
         tables,
-        schedule="interleaved-1f1b",
-        num_chunks=num_chunks,
+        pipeline=pipeline,
         layers=(first, *blocks[: len(blocks) // num_chunks], last),
         time_s=time_s,
         static_bytes=tables.static_bytes * copies,
@@ -75,14 +71,14 @@ def folded(tables: CostTables, num_chunks: int, *, overhead_bytes: int, round_tr
 
 
 def _of_the_ends(tables: CostTables, alone: set[int]) -> np.ndarray:
-    """Activation bytes of which `in_flight` times as many are what the microbatches in their own chunk hold."""
+    """Activation bytes of which as many times as passes are in flight are what microbatches in their own chunk hold."""
     num_bytes = tables.activation_bytes.copy()
-    for layer, stage, chunk in ((0, 0, 0), (-1, tables.num_stages - 1, tables.num_chunks - 1)):
+    pipeline = tables.pipeline
+    for layer, stage, chunk in ((0, 0, 0), (-1, pipeline.num_stages - 1, pipeline.num_chunks - 1)):
         kind = tables.layers[layer]
         if kind in alone:
-            order = pass_order(stage, tables.num_stages, tables.num_microbatches, "interleaved-1f1b", tables.num_chunks)
-            held = order.in_flight(chunk) * tables.activation_bytes[kind]
-            num_bytes[kind] = -(-held // tables.in_flight(stage))
+            held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[kind]
+            num_bytes[kind] = -(-held // pipeline.in_flight(stage))
     return num_bytes
 
 

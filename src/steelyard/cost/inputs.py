@@ -23,7 +23,7 @@ def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int:
     """
     if kind.role is LayerRole.BLOCK:
         return 0
-    samples = setting.num_microbatches * (setting.microbatch_samples // strategy.sample_degree)
+    samples = setting.pipeline.num_microbatches * (setting.microbatch_samples // strategy.sample_degree)
     image = setting.job.chain.layout.image
     if image is None:
         return samples * _TOKEN_BYTES * (setting.job.seq_len + 1)

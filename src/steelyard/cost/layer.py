@@ -285,7 +285,7 @@ def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: Setting, samples
 
 def held_up_s(strategy: Strategy, setting: Setting) -> float:
     """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
-    between_nodes = setting.num_stages > 1 and setting.job.cluster.num_nodes > 1
+    between_nodes = setting.pipeline.num_stages > 1 and setting.job.cluster.num_nodes > 1
     return setting.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
 
 
@@ -352,17 +352,17 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     if not job.chain.tied_embeddings or kind.role is LayerRole.BLOCK:
         return 0.0
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
-    distance = (setting.num_stages - 1) * setting.devices_per_stage
+    distance = (setting.pipeline.num_stages - 1) * setting.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if alike or job.execution.keeps_own_buffers:
         shards = job.execution.states.tied_shards(strategy)
-        return _collective_s("all_reduce", matrix_bytes / shards, pair, job) if setting.num_stages > 1 else 0.0
+        return _collective_s("all_reduce", matrix_bytes / shards, pair, job) if setting.pipeline.num_stages > 1 else 0.0
     dividing = tuple(level for level in strategy.levels if level.kind.divides is Divides.TENSORS)
     tensor, data = (levels_group(strategy, each, setting) for each in (dividing, shard_levels(strategy.levels)))
     count = SLICES_PER_TP_RANK * strategy.tensor_degree
     seconds = _collective_s("all_gather", matrix_bytes / tensor.size / count, data, job)
     seconds += _collective_s("all_gather", matrix_bytes / count, tensor, job)
-    if setting.num_stages > 1:
+    if setting.pipeline.num_stages > 1:
         seconds += _collective_s("all_reduce", matrix_bytes / count, pair, job)
     return count * seconds
 
@@ -388,7 +388,7 @@ def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, sett
         "optimizer": 2 * MASTER_BYTES * sharded + layer.buffer_bytes,
     }
     working = sample_bytes(kind, strategy, setting)
-    if kind.role is LayerRole.EMBEDDING and strategy.state_shards > 1 and setting.num_microbatches > 1:
+    if kind.role is LayerRole.EMBEDDING and strategy.state_shards > 1 and setting.pipeline.num_microbatches > 1:
         working += MASTER_BYTES * layer.num_params
     if working:
         static["working set"] = working
@@ -446,7 +446,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
     reduction = input_bytes + made if strategy.state_shards == 1 else 0
     if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
-        gathers = copy and (kind.role is LayerRole.HEAD or setting.num_microbatches > 1)
+        gathers = copy and (kind.role is LayerRole.HEAD or setting.pipeline.num_microbatches > 1)
         reduction = input_bytes + gradients + MASTER_BYTES * params + (buffer if gathers else 0)
         reduction += scratch_bytes(layer, strategy, setting)
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
@@ -468,7 +468,7 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> i
     """
     if kind.role is not LayerRole.HEAD:
         return MASTER_BYTES * layer.num_params
-    if setting.num_microbatches == 1:
+    if setting.pipeline.num_microbatches == 1:
         return 0
     job = setting.job
     blocks = {each.name for each in job.chain.kinds if each.role is LayerRole.BLOCK}
@@ -494,8 +494,8 @@ def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Settin
     """
     made = setting.job.compute_bytes * held_params(layer, strategy)
     if strategy.state_shards > 1:
-        return made + (0 if setting.num_microbatches == 1 else int(MASTER_BYTES * _trained(layer, strategy)))
-    return 0 if setting.num_microbatches == 1 and setting.job.compute_bytes == MASTER_BYTES else made
+        return made + (0 if setting.pipeline.num_microbatches == 1 else int(MASTER_BYTES * _trained(layer, strategy)))
+    return 0 if setting.pipeline.num_microbatches == 1 and setting.job.compute_bytes == MASTER_BYTES else made
 
 
 def _replicated_buffer_bytes(strategy: Strategy, setting: Setting) -> int:
@@ -511,13 +511,14 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
 
     Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
     layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
-    of the microbatches in flight. Interleaved, every chunk has these buffers, and all that it ever sent stays until the
-    step ends, since torch waits for the sends only then; see `steelyard.cost.predict` for what a stage has less.
+    of the microbatches in flight. Where torch waits for sends only when the step ends, every chunk has these buffers
+    and all that it ever sent stays until then; see `steelyard.cost.predict` for what a stage has less.
     """
-    count, stages = setting.num_microbatches, setting.num_stages
+    pipeline, ranks = setting.pipeline, setting.devices_per_stage
+    count, stages = pipeline.num_microbatches, pipeline.num_stages
     if stages == 1 or setting.job.execution.keeps_own_buffers:
         return 0
-    if setting.num_chunks > 1:
-        return 4 * setting.num_chunks * count * setting.activation_bytes // setting.devices_per_stage
-    kept = count if setting.schedule == "gpipe" or stages > 2 else min(count, stages)
-    return (count + kept) * setting.activation_bytes // setting.devices_per_stage
+    if pipeline.schedule.keeps_sends:
+        return 4 * pipeline.num_chunks * count * setting.activation_bytes // ranks
+    kept = count if stages > 2 else pipeline.in_flight(0)
+    return (count + kept) * setting.activation_bytes // ranks

@@ -21,7 +21,6 @@ from steelyard.cost.layer import (
     pipeline_buffer_bytes,
     tied_s,
 )
-from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.stage_memory import hidden_bytes, part_layers, stage_terms, tied_bytes
@@ -31,6 +30,7 @@ from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.plan import Plan, StagePlan, StagePrediction
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Strategy
+from steelyard.schedules import PassOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,7 @@ def predict(plan: Plan, job: Job) -> PlanCost:
         )
     timeline = simulate(
         [_stage_times(part) for part in parts],
-        plan.num_microbatches,
-        plan.schedule,
-        num_chunks=plan.num_chunks,
+        setting.pipeline,
         overlap_sends=job.execution.overlaps_transfers,
         speeds=job.profile.stage_speeds(plan.num_stages),
     )
@@ -87,13 +85,7 @@ def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
 
 def _setting(plan: Plan, job: Job) -> Setting:
     _check_same_job(plan, job)
-    return Setting(
-        job=job,
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
-        schedule=plan.schedule,
-        num_chunks=plan.num_chunks,
-    )
+    return Setting(job=job, pipeline=plan.pipeline)
 
 
 def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | None:
@@ -180,7 +172,7 @@ def _time_terms(chunks: list[_PartCost], setting: Setting) -> dict[str, float]:
         for cost in chunk.layers:
             for part in (cost.forward_s, cost.backward_s):
                 terms.update(part)
-            terms.update({name: seconds / setting.num_microbatches for name, seconds in cost.once_s.items()})
+            terms.update({name: seconds / setting.pipeline.num_microbatches for name, seconds in cost.once_s.items()})
         terms.update({"switch": chunk.switch_s, "pipeline": chunk.received_s})
     return {name: seconds for name, seconds in terms.items() if seconds}
 
@@ -209,7 +201,8 @@ def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
 
 def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     """The bound of the search: what all layers hold at most, and the largest short-lived memory on top."""
-    order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
+    pipeline = setting.pipeline
+    order = pipeline.passes(stage)
     chain, strategies = setting.job.chain, plan.strategies
     parts = [part.layers for part in plan.chunks(stage)]
     layers = [layer for part in parts for layer in part]
@@ -222,8 +215,8 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
     terms["activations"] = order.peak_bytes(saved)
     terms["activations"] += shared_input_bytes(setting, stage, {chain.kind_of(layer) for layer in layers})
     terms["pipeline buffers"] = pipeline_buffer_bytes(setting)
-    if setting.num_chunks > 1 and terms["pipeline buffers"]:
-        terms["pipeline buffers"] = _chunk_buffer_bytes(order, saved, plan, stage, setting)
+    if pipeline.schedule.keeps_sends and terms["pipeline buffers"]:
+        terms["pipeline buffers"] = _kept_buffer_bytes(order, saved, plan, stage, setting)
     terms["pipeline buffers"] += received_copies_bytes(plan, stage, setting)
     waiting = _waiting_reduction_bytes(plan, stage, setting)
     terms["working set"] += max(
@@ -231,7 +224,7 @@ def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
         for chunk, mine in zip(chunks, waiting, strict=True)
     )
     if setting.job.execution.keeps_own_buffers:
-        terms.update(_framework_terms(terms, costs, order.peak_bytes([1] * setting.num_chunks), plan, stage, setting))
+        terms.update(_framework_terms(terms, costs, order.peak_bytes([1] * pipeline.num_chunks), plan, stage, setting))
     return dict(terms)
 
 
@@ -241,10 +234,10 @@ def received_copies_bytes(plan: Plan, stage: int, setting: Setting) -> int:
     The working set counts such copies of the stage's own layers (`steelyard.cost.layer`), at both ends of the stage.
     The tables of the search know no neighbours: there these bytes are missing.
     """
-    if setting.num_stages == 1 or setting.job.execution.keeps_own_buffers:
+    if setting.pipeline.num_stages == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     own = max(_copies_kept(plan.strategies[layer]) for part in plan.chunks(stage) for layer in part.layers)
-    share = setting.num_microbatches * setting.activation_bytes // setting.devices_per_stage
+    share = setting.pipeline.num_microbatches * setting.activation_bytes // setting.devices_per_stage
     before = [_copies_kept(plan.strategies[part.first_layer - 1]) for part in plan.chunks(stage) if part.first_layer]
     return sum(max(0, copies - own) * share for copies in before)
 
@@ -284,7 +277,7 @@ def _framework_terms(
     execution = setting.job.execution
     strategy = plan.stages[stage].runs[0].strategy
     sent = setting.activation_bytes // (strategy.sample_degree * strategy.sequence_degree)
-    kept = execution.kept_transfers * in_flight * sent if setting.num_stages > 1 else 0
+    kept = execution.kept_transfers * in_flight * sent if setting.pipeline.num_stages > 1 else 0
     made = 0
     if execution.accumulates_late and isinstance(execution.states, StateBytes):
         made = terms["parameters"] * setting.job.compute_bytes // execution.states.parameters
@@ -300,22 +293,27 @@ def _step_excess_bytes(terms: Mapping[str, int], plan: Plan, stage: int, setting
     return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 
 
-def _chunk_buffer_bytes(order: PassOrder, activation_bytes: list[int], plan: Plan, stage: int, setting: Setting) -> int:
-    """What the pipeline keeps on an interleaved stage beside the most activations that it holds.
+def _kept_buffer_bytes(order: PassOrder, activation_bytes: list[int], plan: Plan, stage: int, setting: Setting) -> int:
+    """What the pipeline keeps, until the step ends, beside the most activations that a stage holds.
 
-    A buffer for every activation and gradient that arrives, and what was sent so far: torch waits for the sends only
-    when the step ends. The first part of the model receives no activations and sends no gradients, the last one the
+    A buffer for every activation and gradient that arrives, and what was sent so far, for which torch waits only when
+    the step ends. The first part of the model receives no activations and sends no gradients, the last one the
     other way round. What arrived for a microbatch in flight may be what the first layer saved of it.
     """
     unit = setting.activation_bytes // setting.devices_per_stage
-    before = [unit * (stage > 0 or chunk > 0) for chunk in range(setting.num_chunks)]
-    behind = [unit * (stage < setting.num_stages - 1 or chunk < setting.num_chunks - 1) for chunk in range(len(before))]
+    before = [unit * (stage > 0 or chunk > 0) for chunk in range(setting.pipeline.num_chunks)]
+    behind = [
+        unit * (stage < setting.pipeline.num_stages - 1 or chunk < setting.pipeline.num_chunks - 1)
+        for chunk in range(len(before))
+    ]
     own = [
         num_bytes - _saved_as_received(plan, part, setting)
         for num_bytes, part in zip(activation_bytes, plan.chunks(stage), strict=True)
     ]
     together = order.peak_bytes_with_kept(own, by_forward=behind, by_backward=before)
-    return setting.num_microbatches * (sum(before) + sum(behind)) + together - order.peak_bytes(activation_bytes)
+    return (
+        setting.pipeline.num_microbatches * (sum(before) + sum(behind)) + together - order.peak_bytes(activation_bytes)
+    )
 
 
 def _saved_as_received(plan: Plan, part: StagePlan, setting: Setting) -> int:

@@ -9,8 +9,9 @@ from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds.kind import Batch
-from steelyard.plan.plan import Precision, Schedule
+from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
+from steelyard.schedules import PipelineConfig
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
@@ -76,24 +77,20 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One pipeline setting of a job: stages, microbatches, schedule."""
+    """One pipeline setting of a job."""
 
     job: Job
-    num_stages: int
-    num_microbatches: int
-    schedule: Schedule
-    num_chunks: int = 1
-    """Parts of the model on every stage: more than one under interleaved 1F1B alone."""
+    pipeline: PipelineConfig
 
     @property
     def devices_per_stage(self) -> int:
         """Ranks of each stage."""
-        return self.job.cluster.num_devices // self.num_stages
+        return self.job.cluster.num_devices // self.pipeline.num_stages
 
     @property
     def microbatch_samples(self) -> int:
         """Samples of a microbatch over all ranks of a stage."""
-        return self.job.global_batch // self.num_microbatches
+        return self.job.global_batch // self.pipeline.num_microbatches
 
     @property
     def batch(self) -> Batch:

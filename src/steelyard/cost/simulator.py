@@ -1,6 +1,6 @@
 r"""Plays a pipeline schedule event by event and yields the step time and the timeline.
 
-Each stage does its forward and backward passes in the schedule's order (`steelyard.cost.schedule`), one at a time; a
+Each stage does its forward and backward passes in the schedule's order (`steelyard.schedules`), one at a time; a
 pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
 stages, for ``transfer_s`` and arrives ``latency_s`` later; the sender goes on meanwhile, or waits for the link where
 sends are not overlapped. After the last backward of a chunk its gradients are reduced, in line or beside the passes
@@ -12,16 +12,15 @@ the last passes of a fast stage hide behind those of a slow one before it. Inter
 of m, the bubble is the share $(P-1)/(vm)$ of the work. Never is a step shorter than the first pass of every stage
 before one, all passes of that stage, and the last pass of every stage before it.
 
-| symbol | argument           | meaning                              |
-|--------|--------------------|--------------------------------------|
-| $P$    |                    | stages: groups of ranks              |
-| $v$    | `num_chunks`       | parts of the model on every stage    |
-| $m$    | `num_microbatches` | microbatches of a step               |
-| $t_i$  |                    | forward and backward of a microbatch |
+| symbol        | argument   | meaning                                                                             |
+|---------------|------------|-------------------------------------------------------------------------------------|
+| $P$, $v$, $m$ | `pipeline` | stages: groups of ranks; parts of the model on every stage; microbatches of a step  |
+| $t_i$         | `parts`    | forward and backward of a microbatch                                                |
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved; arXiv 2104.04473, sections 2.2 and 2.3).
 Not modelled: a send that slows the sender's computation down; a reduction of gradients that holds back the gradient
-sent to the stage before, as FSDP's does in the last backward.
+sent to the stage before, as FSDP's does in the last backward; backward passes split in two (`Phase`), which have no
+times of their own.
 """
 
 from collections.abc import Sequence
@@ -32,17 +31,16 @@ from typing import Literal
 
 import numpy as np
 
-from steelyard.cost.schedule import pass_order
 from steelyard.cost.shared_cores import play_on_shared_cores
 from steelyard.cost.wiring import StageRun, Wiring
-from steelyard.plan.plan import Schedule
+from steelyard.schedules import Phase, PipelineConfig
 
-Pass = Literal["forward", "backward", "sync", "once"]
+Work = Literal["forward", "backward", "sync", "once"]
 Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "waits for sync", "step ends"]
 
-_PASSES: tuple[Pass, ...] = ("forward", "backward", "sync")
+_PASSES: tuple[Work, ...] = ("forward", "backward", "sync")
 _FORWARD, _BACKWARD, _SYNC = range(3)
-_WAITS: dict[Pass, Wait] = {
+_WAITS: dict[Work, Wait] = {
     "forward": "waits for activation",
     "backward": "waits for gradient",
     "sync": "waits for sync",
@@ -71,7 +69,7 @@ class Event:
     """One pass of a stage in the timeline; ``microbatch`` is −1 for what is done once a step."""
 
     stage: int
-    kind: Pass
+    kind: Work
     microbatch: int
     start_s: float
     end_s: float
@@ -108,8 +106,7 @@ class Timeline:
     """All passes of one step. Events are made when they are asked for: most callers want the step time alone."""
 
     step_time_s: float
-    num_stages: int
-    num_microbatches: int
+    pipeline: PipelineConfig
     _wiring: Wiring
     _runs: tuple[StageRun, ...]
     _closing: tuple[tuple[Event, ...], ...]
@@ -118,12 +115,12 @@ class Timeline:
     @cached_property
     def stages(self) -> tuple[tuple[Event, ...], ...]:
         """For every stage its passes, those of all its chunks, in order of time; what is beside them comes last."""
-        return tuple((*self._events(stage), *self._closing[stage]) for stage in range(self.num_stages))
+        return tuple((*self._events(stage), *self._closing[stage]) for stage in range(self.pipeline.num_stages))
 
     @cached_property
     def sends(self) -> tuple[tuple[Send, ...], ...]:
         """For every stage the transfers that it begins and that take time, in order."""
-        return tuple(tuple(self._sends(stage)) for stage in range(self.num_stages))
+        return tuple(tuple(self._sends(stage)) for stage in range(self.pipeline.num_stages))
 
     def beside(self, stage: int) -> tuple[Event, ...]:
         """The reductions of gradients that a stage does beside its passes."""
@@ -144,8 +141,10 @@ class Timeline:
 
     def bubble_share(self) -> float:
         """The share of the step in which stages compute nothing, averaged over the stages."""
-        idle_s = sum(each.end_s - each.start_s for stage in range(self.num_stages) for each in self.bubbles(stage))
-        return idle_s / (self.step_time_s * self.num_stages) if self.step_time_s else 0.0
+        idle_s = sum(
+            each.end_s - each.start_s for stage in range(self.pipeline.num_stages) for each in self.bubbles(stage)
+        )
+        return idle_s / (self.step_time_s * self.pipeline.num_stages) if self.step_time_s else 0.0
 
     def _events(self, stage: int) -> list[Event]:
         run = self._runs[stage]
@@ -161,7 +160,7 @@ class Timeline:
     def _sends(self, stage: int) -> list[Send]:
         run, wiring, sends = self._runs[stage], self._wiring, []
         for code, end in zip(run.codes, run.sent_s, strict=True):
-            group = code // self.num_microbatches
+            group = code // self.pipeline.num_microbatches
             if wiring.transfer_s[group] > 0:
                 kind, chunk, microbatch = self._place(code)
                 sends.append(
@@ -179,35 +178,34 @@ class Timeline:
 
     def _place(self, code: int) -> tuple[int, int, int]:
         """Kind, chunk and microbatch of a pass."""
-        group, microbatch = divmod(code, self.num_microbatches)
+        group, microbatch = divmod(code, self.pipeline.num_microbatches)
         kind, part = divmod(group, self._wiring.num_parts)
-        return kind, part // self.num_stages, microbatch
+        return kind, part // self.pipeline.num_stages, microbatch
 
 
 def simulate(
     parts: Sequence[StageTimes],
-    num_microbatches: int,
-    schedule: Schedule,
+    pipeline: PipelineConfig,
     *,
-    num_chunks: int = 1,
     overlap_sends: bool = True,
     overlap_sync: bool = False,
     speeds: Sequence[float] = (),
 ) -> Timeline:
     """The timeline of one step.
 
-    ``parts`` are the stages in the order of the layers, ``num_chunks`` times as many where they are interleaved: part
-    k then lies on stage k mod P. Without ``overlap_sends`` a stage waits until its result has left; with
+    ``parts`` are those of the model in the order of the layers, as many as the pipeline has: part k lies on stage
+    k mod P. Without ``overlap_sends`` a stage waits until its result has left; with
     ``overlap_sync`` it reduces a chunk's gradients beside the passes that are left, else at once. Stages that share
     processor cores have ``speeds``, see `steelyard.cost.shared_cores`; otherwise each has devices of its own.
-    Raises `InvalidPlanError` for a number of microbatches that cannot be interleaved.
+    Raises `InvalidPlanError` for a number of microbatches for which the schedule has no order.
     """
-    num_stages = len(parts) // num_chunks
+    num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
+    assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
     wiring = _wire(parts, num_stages)
     runs = []
     for stage in range(num_stages):
-        codes = _codes(stage, num_stages, num_microbatches, schedule, num_chunks)
-        if not overlap_sync:
+        codes = _codes(stage, pipeline)
+        if not overlap_sync and any(part.sync_s for part in parts):
             codes = _with_sync(codes, parts, num_microbatches)
         runs.append(StageRun(codes=codes))
     if speeds:
@@ -220,8 +218,7 @@ def simulate(
     )
     return Timeline(
         step_time_s=max(event.end_s for events in closing for event in events),
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
+        pipeline=pipeline,
         _wiring=wiring,
         _runs=tuple(runs),
         _closing=closing,
@@ -250,24 +247,32 @@ def _wire(parts: Sequence[StageTimes], num_stages: int) -> Wiring:
     )
 
 
-def _codes(stage: int, num_stages: int, num_microbatches: int, schedule: Schedule, num_chunks: int) -> list[int]:
-    order = pass_order(stage, num_stages, num_microbatches, schedule, num_chunks)
-    part = order.chunk * num_stages + stage
-    group = np.where(order.is_backward, _BACKWARD * num_stages * num_chunks, 0) + part
-    codes: list[int] = (group * num_microbatches + order.microbatch).tolist()
+def _codes(stage: int, pipeline: PipelineConfig) -> list[int]:
+    order = pipeline.passes(stage)
+    is_backward = order.phase == Phase.BACKWARD
+    assert np.all(is_backward | (order.phase == Phase.FORWARD)), "passes of other phases have no times"
+    part = order.chunk * pipeline.num_stages + stage
+    group = np.where(is_backward, _BACKWARD * pipeline.num_parts, 0) + part
+    codes: list[int] = (group * pipeline.num_microbatches + order.microbatch).tolist()
     return codes
 
 
 def _with_sync(codes: list[int], parts: Sequence[StageTimes], num_microbatches: int) -> list[int]:
     """The order with the reduction of its gradients after the last backward of every chunk that has one."""
+    last = _last_backwards(codes, len(parts), num_microbatches)
+    syncs = {index: part for part, index in last.items() if parts[part].sync_s}
     result = []
-    for code in codes:
+    for index, code in enumerate(codes):
         result.append(code)
-        group, microbatch = divmod(code, num_microbatches)
-        kind, part = divmod(group, len(parts))
-        if kind == _BACKWARD and microbatch == num_microbatches - 1 and parts[part].sync_s:
-            result.append((_SYNC * len(parts) + part) * num_microbatches)
+        if index in syncs:
+            result.append((_SYNC * len(parts) + syncs[index]) * num_microbatches)
     return result
+
+
+def _last_backwards(codes: Sequence[int], num_parts: int, num_microbatches: int) -> dict[int, int]:
+    """For each part of a stage, in the order in which they are first worked backwards, where its last backward is."""
+    first, end = (kind * num_parts * num_microbatches for kind in (_BACKWARD, _BACKWARD + 1))
+    return {(code - first) // num_microbatches: index for index, code in enumerate(codes) if first <= code < end}
 
 
 def _play(runs: Sequence[StageRun], wiring: Wiring, num_microbatches: int, *, overlap_sends: bool) -> None:
@@ -325,9 +330,9 @@ def _close(
     synced_s = 0.0
     mine = range(stage, len(parts), num_stages)
     if overlap_sync:
-        ended_s = dict(zip(run.codes, run.ends_s, strict=True))
-        last = {part: ended_s[(len(parts) + part + 1) * num_microbatches - 1] for part in mine if parts[part].sync_s}
-        for part, end_s in sorted(last.items(), key=lambda item: item[1]):
+        last = _last_backwards(run.codes, len(parts), num_microbatches)
+        ended_s = {part: run.ends_s[last[part]] for part in mine if parts[part].sync_s}
+        for part, end_s in sorted(ended_s.items(), key=lambda item: item[1]):
             start_s = max(end_s, synced_s)
             synced_s = start_s + parts[part].sync_s
             events.append(_once_event("sync", stage, part // num_stages, start_s, synced_s))
@@ -338,5 +343,5 @@ def _close(
     return events
 
 
-def _once_event(kind: Pass, stage: int, chunk: int, start_s: float, end_s: float) -> Event:
+def _once_event(kind: Work, stage: int, chunk: int, start_s: float, end_s: float) -> Event:
     return Event(stage=stage, kind=kind, microbatch=-1, start_s=start_s, end_s=end_s, chunk=chunk)

@@ -22,7 +22,7 @@ Not modelled: what a redistribution between two layouts takes beyond its result.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
@@ -38,12 +38,12 @@ from steelyard.cost.layer import (
     scratch_bytes,
     sharded_params,
 )
-from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Remat, Strategy
+from steelyard.schedules import Pass, Phase, PipelineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
             "parameters": sum(layer.shard for layer in layers),
             "optimizer": sum(2 * layer.shard + layer.buffers for layer in layers),
             "working set": sum(part.token_bytes for part in parts),
-            "pipeline buffers": setting.num_microbatches * sum(part.received + part.sent for part in parts),
+            "pipeline buffers": setting.pipeline.num_microbatches * sum(part.received + part.sent for part in parts),
         }
     )
     best = Counter(
@@ -172,12 +172,13 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
             "working set": tied + sum(_last_reduced_bytes(part.layers) + part.side_bytes for part in parts),
         }
     )
+    keeps_sends = setting.pipeline.schedule.keeps_sends
     for (chunk, moment, pauses), sent in _moments(parts, index, setting).items():
         beside = Counter({"pipeline buffers": sent})
         for place, (part, pause) in enumerate(zip(parts, pauses, strict=True)):
             if place != chunk:
                 beside.update(_paused_terms(part, pause))
-        for terms in _pass_terms(parts[chunk], moment, keeps_sent=len(parts) > 1):
+        for terms in _pass_terms(parts[chunk], moment, keeps_sent=keeps_sends):
             if (terms + beside).total() > best.total():
                 best = terms + beside
     return dict(always + best)
@@ -186,7 +187,7 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
 def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[_Working, int]:
     """The distinct states in which a stage begins a pass, and the most bytes sent before it that are still there.
 
-    Torch waits for the sends of an interleaved schedule only when the step ends; of others see `_kept_sends`.
+    Under some schedules torch waits for all sends only when the step ends; of others see `Schedule.kept_gradients`.
     """
     found: dict[_Working, int] = {}
     begin = _Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False, is_ahead=False)
@@ -198,7 +199,11 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
     in_flight: list[list[int]] = [[] for _ in parts]
     """How many of them came before each forward pass of a chunk that waits for its backward pass."""
     sent = 0
-    for chunk, is_backward in _passes(index, setting):
+    schedule = setting.pipeline.schedule
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    for phase, chunk, _ in _passes(index, setting.pipeline):
+        is_backward = phase is backward
+        assert is_backward or phase is forward, f"the walk knows no pass of the phase {phase}"
         before, target = pauses[chunk], None
         if is_backward:
             num_before = in_flight[chunk].pop()
@@ -207,7 +212,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             in_flight[chunk].append(len(forwards))
             forwards += [chunk] if num_sharded[chunk] else []
         backwards[chunk] += is_backward
-        is_last = is_backward and backwards[chunk] == setting.num_microbatches
+        is_last = is_backward and backwards[chunk] == setting.pipeline.num_microbatches
         moment = _Moment(
             in_flight=before.in_flight - is_backward,
             is_backward=is_backward,
@@ -216,7 +221,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             follows_forward=before.follows_forward,
             finds_ahead=before.is_ahead,
             gathers_ahead=0 if target is None else _ahead_bytes(parts[target].layers),
-            kept_sends=_kept_sends(backwards[chunk] - is_backward, setting),
+            kept_sends=0 if schedule.keeps_sends else schedule.kept_gradients(backwards[chunk] - is_backward),
         )
         working = (chunk, moment, tuple(pauses))
         found[working] = max(found.get(working, 0), sent)
@@ -229,7 +234,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
         )
         if target is not None and not pauses[target].is_done:
             pauses[target] = replace(pauses[target], is_ahead=True)
-        if len(parts) > 1:
+        if schedule.keeps_sends:
             sent += parts[chunk].received if is_backward else parts[chunk].sent
     return found
 
@@ -244,22 +249,12 @@ def _gathered_ahead(chunk: int, before: int | None, num_sharded: Sequence[int]) 
     return before if num_sharded[chunk] and not is_at_work else None
 
 
-def _kept_sends(num_sent: int, setting: Setting) -> int:
-    """How many of the gradients that a part sent are still there, where they do not count for the whole stage.
-
-    Torch's GPipe waits for them when the step ends, 1F1B lets go of each at the next.
-    """
-    if setting.num_chunks > 1:
-        return 0
-    return num_sent if setting.schedule == "gpipe" else min(num_sent, 1)
-
-
-def _passes(index: int, setting: Setting) -> list[tuple[int, bool]]:
-    """The chunk and direction of every pass of a stage: backward or not."""
-    if setting.num_stages == 1:
-        return [(0, False), (0, True)] * setting.num_microbatches
-    order = pass_order(index, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
-    return [(int(chunk), bool(each)) for chunk, each in zip(order.chunk, order.is_backward, strict=True)]
+def _passes(index: int, pipeline: PipelineConfig) -> Iterable[Pass]:
+    """The passes of a stage; without a pipeline each microbatch goes forward and backward before the next."""
+    if pipeline.num_stages > 1:
+        return pipeline.passes(index)
+    phases = (Phase.FORWARD, Phase.BACKWARD)
+    return [Pass(phase, 0, microbatch) for microbatch in range(pipeline.num_microbatches) for phase in phases]
 
 
 def _paused_terms(part: PartLayers, pause: _Pause) -> Counter[str]:

@@ -12,10 +12,10 @@ The first layer of the model has no $r$; the first layer of a later stage pays $
 before it, since the receiver redistributes. A side input $v$ is a value that layers $R_v$ read besides the output of
 the layer before them: an encoder's output read by every decoder layer, a tied embedding's weight read by the head.
 
-$v$ is 1 but for interleaved 1F1B. There the tables are folded (`steelyard.cost.fold`): a stage holds $v$ chunks that
-are cut alike, so one layer of the tables stands for the $v$ layers at the same place of the chunks. Its time is that of
-one chunk's pass, its static bytes those of all, and $n_i$ counts passes in flight. No chunk may be left without a
-layer, so the stages with the first and the last layer, which no other chunk has, hold two layers or more.
+$v$ is 1 but for schedules that take chunks. There the tables are folded (`steelyard.cost.fold`): a stage holds $v$
+chunks that are cut alike, so one layer of the tables stands for the $v$ layers at the same place of the chunks. Its
+time is that of one chunk's pass, its static bytes those of all, and $n_i$ counts passes in flight. No chunk may be left
+without a layer, so the stages with the first and the last layer, which no other chunk has, hold two layers or more.
 
 | symbol | field                | unit  | meaning                                                                   |
 |--------|----------------------|-------|---------------------------------------------------------------------------|
@@ -26,8 +26,8 @@ layer, so the stages with the first and the last layer, which no other chunk has
 | $a$    | `static_bytes`       | bytes | parameters, gradients, optimizer states                                   |
 | $b$    | `activation_bytes`   | bytes | saved for backward, per microbatch in flight                              |
 | $u$    | `transient_bytes`    | bytes | largest short-lived memory while the layer runs                           |
-| $n_i$  | `in_flight(i)`       | –     | microbatches alive on stage i: min(m, P − i) for 1F1B, m for GPipe        |
-| $v$    | `num_chunks`         | –     | parts of the model on every stage                                         |
+| $n_i$  | `pipeline`           | –     | passes in flight on stage i: min(m, P − i) for 1F1B, m for GPipe          |
+| $v$    | `pipeline`           | –     | parts of the model on every stage                                         |
 | $o$    | `overhead_bytes`     | bytes | per device, whatever the layers: context, buffers                         |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023 (Galvatron-BMW, arXiv 2307.02031), Eqs. 3–8.
@@ -36,14 +36,16 @@ their readers' own tables hold.
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.errors import InvalidProblemError
-from steelyard.plan.plan import Schedule, microbatches_per_round
 from steelyard.plan.strategy import Strategy
+from steelyard.schedules import PipelineConfig, names_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,9 +64,8 @@ class SideInput:
 class CostTables:
     """Costs of one pipeline setting; arrays are over K layer kinds and S strategies, see the module for the symbols."""
 
-    num_stages: int
-    num_microbatches: int
-    schedule: Schedule
+    pipeline: PipelineConfig
+    """With two chunks or more the tables are folded."""
     kinds: tuple[str, ...]
     layers: tuple[int, ...]
     """For each of the L layers in order, the index of its kind."""
@@ -84,8 +85,6 @@ class CostTables:
     transfer_s: float
     overhead_bytes: int
     side_inputs: tuple[SideInput, ...] = ()
-    num_chunks: int = 1
-    """Parts of the model on every stage: two or more under interleaved 1F1B, where the tables are folded."""
 
     def __post_init__(self) -> None:
         num_kinds, num_strategies = len(self.kinds), len(self.strategies)
@@ -109,59 +108,73 @@ class CostTables:
             raise InvalidProblemError(
                 field="layers", found=str(self.layers[:8]), expected=f"one or more indices below {num_kinds}"
             )
-        if self.num_stages < 1 or self.num_microbatches < 1:
-            raise InvalidProblemError(
-                field="num_stages, num_microbatches",
-                found=f"{self.num_stages}, {self.num_microbatches}",
-                expected="1 or more of each",
-            )
         _check_chunks(self)
         for index, side in enumerate(self.side_inputs):
             _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
 
-    @property
-    def num_passes(self) -> int:
-        """Forward passes of every stage in a step: one for each microbatch and chunk."""
-        return self.num_microbatches * self.num_chunks
+    def select(
+        self,
+        *,
+        strategies: Sequence[int] | None = None,
+        kinds: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> Self:
+        """The tables with these strategies and these kinds alone, by their indices, in this order; all where None.
 
-    def in_flight(self, stage: int) -> int:
-        """Microbatches, or passes of a chunk, whose activations are alive at once on ``stage``, counted from 0."""
-        match self.schedule:
-            case "gpipe":
-                return self.num_microbatches
-            case "1f1b":
-                return min(self.num_microbatches, self.num_stages - stage)
-            case "interleaved-1f1b":
-                first = (self.num_chunks - 1) * microbatches_per_round(self.num_microbatches, self.num_stages)
-                return min(self.num_passes, first + 2 * (self.num_stages - 1 - stage) + 1)
+        A kind may be taken more than once. ``layers`` gives the index of each layer's kind among those taken.
+        """
+        rows = list(range(len(self.kinds)) if kinds is None else kinds)
+        columns = list(range(len(self.strategies)) if strategies is None else strategies)
+        pairs = np.ix_(rows, columns)
+        return replace(
+            self,
+            kinds=tuple(self.kinds[kind] for kind in rows),
+            layers=self.layers if layers is None else tuple(layers),
+            strategies=tuple(self.strategies[index] for index in columns),
+            legal=self.legal[pairs],
+            time_s=self.time_s[pairs],
+            static_bytes=self.static_bytes[pairs],
+            activation_bytes=self.activation_bytes[pairs],
+            transient_bytes=self.transient_bytes[pairs],
+            switch_s=self.switch_s[np.ix_(rows, columns, columns)],
+            side_inputs=tuple(
+                replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.side_inputs
+            ),
+        )
 
     def least_layers(self, stage: int) -> int:
         """The fewest layers that ``stage`` may hold."""
-        return 2 if self.num_chunks > 1 and stage in (0, self.num_stages - 1) else 1
+        return 2 if self._is_folded and stage in (0, self.pipeline.num_stages - 1) else 1
 
     def least_layers_before(self, stage: int) -> int:
         """The fewest layers that the stages before ``stage`` may hold together."""
-        return stage + (self.num_chunks > 1 and stage > 0) + (self.num_chunks > 1 and stage == self.num_stages)
+        return stage + (self._is_folded and stage > 0) + (self._is_folded and stage == self.pipeline.num_stages)
 
     def least_layers_behind(self, stage: int) -> int:
         """The fewest layers that the stages behind ``stage`` may hold together."""
-        return self.least_layers_before(self.num_stages) - self.least_layers_before(stage + 1)
+        return self.least_layers_before(self.pipeline.num_stages) - self.least_layers_before(stage + 1)
+
+    @property
+    def _is_folded(self) -> bool:
+        return self.pipeline.num_chunks > 1
 
 
 def _check_chunks(tables: CostTables) -> None:
-    interleaved = tables.schedule == "interleaved-1f1b"
-    if interleaved != (tables.num_chunks > 1) or (interleaved and tables.num_stages < 2):
+    pipeline = tables.pipeline
+    takes_chunks = pipeline.schedule.takes_chunks
+    if takes_chunks != (pipeline.num_chunks > 1) or (takes_chunks and pipeline.num_stages < 2):
         raise InvalidProblemError(
             field="schedule, num_chunks, num_stages",
-            found=f"{tables.schedule}, {tables.num_chunks}, {tables.num_stages}",
-            expected="interleaved-1f1b with two or more chunks and stages, or another schedule with one chunk",
+            found=f"{pipeline.schedule}, {pipeline.num_chunks}, {pipeline.num_stages}",
+            expected=f"{' or '.join(names_of(with_chunks=True))} with two or more chunks and stages, or another "
+            "schedule with one chunk",
         )
-    if interleaved and tables.side_inputs:
+    if takes_chunks and tables.side_inputs:
         raise InvalidProblemError(
-            field="side_inputs", found=str(len(tables.side_inputs)), expected="none under interleaved-1f1b"
+            field="side_inputs", found=str(len(tables.side_inputs)), expected=f"none under {pipeline.schedule}"
         )
-    if interleaved:
-        microbatches_per_round(tables.num_microbatches, tables.num_stages)
+    if takes_chunks:
+        pipeline.check()
 
 
 def _check_side_input(place: str, side: SideInput, num_layers: int, num_strategies: int) -> None:

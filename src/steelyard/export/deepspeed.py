@@ -46,7 +46,7 @@ def _content(view: UniformPlan) -> dict[str, Any]:
     content: dict[str, Any] = {
         "train_batch_size": view.global_batch,
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
-        "gradient_accumulation_steps": view.num_microbatches,
+        "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": view.precision == "bf16"},
         "zero_optimization": _zero(view),

@@ -42,7 +42,7 @@ def _write_accelerate(request: Request) -> Draft:
     left_out = ["optimizer, data and first weights: those of the training script"]
     usage = [
         "accelerate launch --config_file accelerate.yaml train.py",
-        f"in train.py: Accelerator(gradient_accumulation_steps={view.num_microbatches}), a DataLoader of "
+        f"in train.py: Accelerator(gradient_accumulation_steps={view.pipeline.num_microbatches}), a DataLoader of "
         f"{format_plural(view.microbatch_per_rank, 'sample')} of {view.seq_len} tokens",
     ]
     if view.tp > 1:
@@ -117,7 +117,7 @@ def _write_transformers(request: Request) -> Draft:
 def _trainer(view: UniformPlan) -> str:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": view.microbatch_per_rank,
-        "gradient_accumulation_steps": view.num_microbatches,
+        "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "bf16": view.precision == "bf16",
         "max_grad_norm": 1.0,
     }

@@ -13,6 +13,7 @@ from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
+from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
@@ -21,7 +22,7 @@ MEANS = Means(
     remats=frozenset({Remat.NONE, Remat.FULL}),
     remats_first_blocks=True,
     pipeline="any cuts",
-    schedules=frozenset({"1f1b", "interleaved-1f1b"}),
+    schedules=frozenset(each.name for each in SCHEDULES.values() if each.megatron_name is not None),
 )
 
 Flags = list[str]
@@ -74,10 +75,10 @@ def _script(groups: Mapping[str, Flags], view: UniformPlan) -> str:
 def _parallel_flags(view: UniformPlan) -> Flags:
     flags = [
         f"--tensor-model-parallel-size {view.tp}",
-        f"--pipeline-model-parallel-size {view.num_stages}",
+        f"--pipeline-model-parallel-size {view.pipeline.num_stages}",
         *(["--sequence-parallel"] if view.sp else []),
     ]
-    if view.num_stages > 1:
+    if view.pipeline.num_stages > 1:
         flags.append(f"--pipeline-model-parallel-layout {layout(view.parts)!r}")
     if view.fsdp > 1:
         shards = "optim_grads_params" if view.zero == 3 else "optim_grads"

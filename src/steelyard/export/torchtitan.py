@@ -11,6 +11,7 @@ from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
+from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
@@ -18,10 +19,9 @@ MEANS = Means(
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
     remats=frozenset(Remat),
     pipeline="any cuts",
-    schedules=frozenset({"gpipe", "1f1b", "interleaved-1f1b"}),
+    schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}
 _MODELS = {
     ("llama", 4096, 32): ("llama3", "8b"),
     ("llama", 8192, 80): ("llama3", "70b"),
@@ -83,7 +83,7 @@ def _function(request: Request) -> str:
 
 def _local_batch(view: UniformPlan) -> int:
     """Samples that one data rank takes in one forward: all microbatches of a pipeline, one of them without."""
-    return view.microbatch_per_rank * (view.num_microbatches if view.num_stages > 1 else 1)
+    return view.microbatch_per_rank * (view.pipeline.num_microbatches if view.pipeline.num_stages > 1 else 1)
 
 
 def _fqns(part: PipelinePart, output: str) -> list[str]:
@@ -108,7 +108,7 @@ def _configuration(view: UniformPlan, folder: str, size: str, function: str) -> 
         f"    config.training.global_batch_size = {view.global_batch}",
         f"    config.training.seq_len = {view.seq_len}",
         f'    config.training.mixed_precision_param = "{_dtype(view)}"',
-        *(["    config.training.disable_cuda_graphs = True"] if view.num_stages > 1 else []),
+        *(["    config.training.disable_cuda_graphs = True"] if view.pipeline.num_stages > 1 else []),
         f"    config.activation_checkpoint = {remat}",
         "    config.parallelism = ParallelismConfig(",
         f"        data_parallel_replicate_degree={view.dp},",
@@ -124,12 +124,12 @@ def _configuration(view: UniformPlan, folder: str, size: str, function: str) -> 
 
 
 def _pipeline_lines(view: UniformPlan) -> list[str]:
-    if view.num_stages == 1:
+    if view.pipeline.num_stages == 1:
         return ["        pipeline_parallel_degree=1,"]
     parts = "".join(f"            {_fqns(part, 'lm_head')!r},\n".replace("'", '"') for part in view.parts)
     return [
-        f"        pipeline_parallel_degree={view.num_stages},",
-        f'        pipeline_parallel_schedule="{_SCHEDULES[view.schedule]}",',
+        f"        pipeline_parallel_degree={view.pipeline.num_stages},",
+        f'        pipeline_parallel_schedule="{view.pipeline.schedule.torchtitan_name}",',
         f"        pipeline_parallel_microbatch_size={view.microbatch_per_rank},",
         f"        module_fqns_per_model_part=[\n{parts}        ],",
     ]
@@ -152,12 +152,12 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
         f"data_parallel_shard_degree = {view.fsdp}",
         *([f'fsdp_reshard_after_forward = "{_reshard(view)}"'] if view.fsdp > 1 else []),
         f"tensor_parallel_degree = {view.tp}",
-        f"pipeline_parallel_degree = {view.num_stages}",
+        f"pipeline_parallel_degree = {view.pipeline.num_stages}",
     ]
-    if view.num_stages > 1:
+    if view.pipeline.num_stages > 1:
         parts = ", ".join(str(_fqns(part, "output")).replace("'", '"') for part in view.parts)
         lines += [
-            f'pipeline_parallel_schedule = "{_SCHEDULES[view.schedule]}"',
+            f'pipeline_parallel_schedule = "{view.pipeline.schedule.torchtitan_name}"',
             f"pipeline_parallel_microbatch_size = {view.microbatch_per_rank}",
             f"module_fqns_per_model_part = [{parts}]",
         ]

@@ -5,8 +5,9 @@ from typing import Self
 
 from steelyard.plan.kinds import DP, FSDP, TP
 from steelyard.plan.means import block_layers, first_blocks_recomputed
-from steelyard.plan.plan import Plan, Schedule
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
+from steelyard.schedules import PipelineConfig
 from steelyard.units import format_plural
 
 
@@ -33,13 +34,10 @@ class UniformPlan:
     """Of all blocks, or of the first ``remat_blocks`` of every stage."""
     remat_blocks: int | None
     """Blocks at the start of every stage that are recomputed; None where all have the same choice."""
-    schedule: Schedule
-    num_stages: int
-    num_chunks: int
+    pipeline: PipelineConfig
     parts: tuple[PipelinePart, ...]
     microbatch_per_rank: int
     """Samples of a microbatch on one data rank."""
-    num_microbatches: int
     global_batch: int
     seq_len: int
     precision: str
@@ -59,12 +57,9 @@ class UniformPlan:
             zero=int(strategy.variant("zero")),
             remat=Remat.FULL if mixed else remats.pop(),
             remat_blocks=first_blocks_recomputed(plan) if mixed else None,
-            schedule=plan.schedule,
-            num_stages=plan.num_stages,
-            num_chunks=plan.num_chunks,
+            pipeline=plan.pipeline,
             parts=_parts(plan, blocks[0], blocks[-1]),
             microbatch_per_rank=plan.microbatch_samples // strategy.sample_degree,
-            num_microbatches=plan.num_microbatches,
             global_batch=plan.global_batch,
             seq_len=plan.seq_len,
             precision=plan.precision,
@@ -81,7 +76,7 @@ class UniformPlan:
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.fsdp > 1 else []
         words += [f"tp {self.tp} {'with' if self.sp else 'without'} sp"] if self.tp > 1 else []
-        words += [f"{self.num_stages} stages"] if self.num_stages > 1 else []
+        words += [f"{self.pipeline.num_stages} stages"] if self.pipeline.num_stages > 1 else []
         return ", ".join(words) or "one device"
 
     @property
@@ -106,12 +101,12 @@ class UniformPlan:
     @property
     def carried(self) -> tuple[str, ...]:
         """What every framework carries over alike, one line each."""
-        pipeline = (f"pipeline: {self.schedule}, {self.cuts}",) if self.num_stages > 1 else ()
+        pipeline = (f"pipeline: {self.pipeline.schedule}, {self.cuts}",) if self.pipeline.num_stages > 1 else ()
         return (
             f"parallelism: {self.degrees}",
             *pipeline,
             f"remat: {self.remat_words}",
-            f"batch: {format_plural(self.num_microbatches, 'microbatch', 'microbatches')} of "
+            f"batch: {format_plural(self.pipeline.num_microbatches, 'microbatch', 'microbatches')} of "
             f"{format_plural(self.microbatch_per_rank, 'sample')} on each of "
             f"{format_plural(self.data_degree, 'data rank')}; {self.global_batch} samples of {self.seq_len} tokens",
             f"precision: {self.precision}",

@@ -102,7 +102,7 @@ def _first_error(error: ValidationError, model: type[BaseModel], error_type: typ
         found=_short(detail["input"]),
         expected=_LENGTHS.get(detail["type"], "").format(**detail.get("ctx", {}))
         or detail["msg"].removeprefix("Input should be "),
-        hint="correct the value",
+        hint=detail.get("ctx", {}).get("hint", "correct the value"),
     )
 
 

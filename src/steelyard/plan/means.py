@@ -12,7 +12,7 @@ from typing import Literal
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.kinds import Value, kind_named, variants
 from steelyard.plan.kinds.kind import Divides, Kind
-from steelyard.plan.plan import Plan, Schedule
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
 
 Pipeline = Literal["none", "any cuts"]
@@ -46,7 +46,8 @@ class Means:
     remats_first_blocks: bool = False
     """Whether the first n blocks of every stage may be recomputed and the others not, n the same on all stages."""
     pipeline: Pipeline = "none"
-    schedules: frozenset[Schedule] = frozenset()
+    schedules: frozenset[str] = frozenset()
+    """By name."""
 
     def refusal(self, strategy: Strategy) -> str | None:
         """Why the framework cannot give a layer this strategy, or None where it can."""

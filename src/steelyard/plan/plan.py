@@ -19,9 +19,10 @@ from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
+from steelyard.schedules import USUAL, PipelineConfig, find_schedule
+from steelyard.schedules.name import ScheduleName
 
 Precision = Literal["fp32", "bf16"]
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 
 
 class PlanModel(PlanPart):
@@ -71,7 +72,7 @@ class LayerRun(PlanPart):
 class StagePlan(PlanPart):
     """A part of the pipeline: its ranks (first and last, both included) and its layers in order.
 
-    The whole of a stage, or one of its chunks under interleaved 1F1B.
+    The whole of a stage, or one of its chunks where the schedule takes several.
     """
 
     ranks: tuple[int, int]
@@ -162,7 +163,7 @@ class Fallback(PlanPart):
     """The plan to go on with where memory runs out: less of it, more time, the same model, batch and devices."""
 
     num_microbatches: int = Field(ge=1)
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     prediction: Prediction | None = None
 
@@ -181,10 +182,10 @@ class Plan(PlanPart):
     global_batch: int = Field(ge=1)
     num_microbatches: int = Field(ge=1)
     precision: Precision
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)
-    """The parts of the pipeline in the order of the layers: one for each stage; under interleaved-1f1b with v chunks a
-    stage v times as many, the ranks of all stages repeating in order."""
+    """The parts of the pipeline in the order of the layers: one for each stage; under a schedule with v chunks a stage
+    v times as many, the ranks of all stages repeating in order."""
     prediction: Prediction | None = None
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
@@ -225,8 +226,18 @@ class Plan(PlanPart):
 
     @property
     def num_chunks(self) -> int:
-        """Parts of the model that every stage holds: more than one under interleaved 1F1B alone."""
+        """Parts of the model that every stage holds: more than one where the schedule takes chunks."""
         return len(self.stages) // self.num_stages
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """The pipeline setting."""
+        return PipelineConfig(
+            num_stages=self.num_stages,
+            num_chunks=self.num_chunks,
+            num_microbatches=self.num_microbatches,
+            schedule=find_schedule(self.schedule),
+        )
 
     def chunks(self, stage: int) -> tuple[StagePlan, ...]:
         """The parts of the model that the ranks of ``stage`` hold, in the order of the layers."""
@@ -265,23 +276,6 @@ def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[Layer
     return tuple(runs)
 
 
-def microbatches_per_round(num_microbatches: int, num_stages: int) -> int:
-    """Microbatches that a stage takes through one chunk before it turns to the next, under interleaved 1F1B.
-
-    There are ⌊m / P⌋ rounds, at least one, of equal length: P microbatches where P divides m. Raises
-    `InvalidPlanError` where m cannot be divided so; the rule is that of `torch.distributed.pipelining`.
-    """
-    rounds = max(1, num_microbatches // num_stages)
-    if num_microbatches % rounds:
-        raise InvalidPlanError(
-            field="num_microbatches",
-            found=f"{num_microbatches} for {num_stages} stages under interleaved-1f1b",
-            expected=f"a multiple of its {rounds} rounds ({num_microbatches} // {num_stages})",
-            hint=f"take a multiple of {num_stages} microbatches",
-        )
-    return num_microbatches // rounds
-
-
 def _check_config(plan: Plan, chain: ModelChain) -> None:
     if plan.model.config_hash not in (None, chain.config_hash):
         where = "of the packaged model" if plan.model.config is None else "in this file"
@@ -301,21 +295,14 @@ def _check_batch(plan: Plan) -> None:
             expected=f"a divisor of the global batch of {plan.global_batch} samples",
             hint="change num_microbatches or global_batch",
         )
-    if plan.schedule == "1f1b" and plan.num_microbatches < len(plan.stages):
-        raise InvalidPlanError(
-            field="num_microbatches",
-            found=f"{plan.num_microbatches} for {len(plan.stages)} stages",
-            expected="at least as many microbatches as stages under 1f1b",
-            hint="raise num_microbatches or use the gpipe schedule",
-        )
-    if plan.schedule == "interleaved-1f1b":
-        microbatches_per_round(plan.num_microbatches, plan.num_stages)
+    plan.pipeline.check()
 
 
 def _check_ranks(plan: Plan) -> None:
-    if plan.schedule == "interleaved-1f1b":
+    takes_chunks = find_schedule(plan.schedule).takes_chunks
+    if takes_chunks:
         _check_chunks(plan)
-    _check_consecutive(plan.stages[: plan.num_stages] if plan.schedule == "interleaved-1f1b" else plan.stages)
+    _check_consecutive(plan.stages[: plan.num_stages] if takes_chunks else plan.stages)
 
 
 def _check_chunks(plan: Plan) -> None:
@@ -327,7 +314,7 @@ def _check_chunks(plan: Plan) -> None:
             found=f"{num_parts} parts on {count} ranges of ranks",
             expected="two or more stages with two or more chunks each: the same number of parts on every range of "
             "ranks",
-            hint="list the ranks of all stages once for each chunk, or use the 1f1b schedule",
+            hint=f"list the ranks of all stages once for each chunk, or use the {USUAL.name} schedule",
         )
     for index, part in enumerate(plan.stages):
         expected = plan.stages[index % count].ranks

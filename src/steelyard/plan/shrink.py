@@ -44,7 +44,7 @@ def shrunk_plan(plan: Plan) -> Plan:
         stages.append(StagePlan(ranks=part.ranks, runs=fold_runs(first, strategies)))
         first += len(layers)
     microbatches = min(plan.num_microbatches, 2 * len(plan.stages))
-    if plan.num_microbatches >= 2 * plan.num_stages and plan.schedule == "interleaved-1f1b":
+    if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
     degree = _common([strategy.tensor_degree for strategy in plan.strategies])
     return Plan(

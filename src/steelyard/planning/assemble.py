@@ -2,7 +2,8 @@
 
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.setting import Job
-from steelyard.plan.plan import Plan, PlanModel, Schedule, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
 from steelyard.search.tidy import group_equal_strategies
 from steelyard.units import format_plural
@@ -11,47 +12,39 @@ from steelyard.units import format_plural
 def bare_plan(job: Job, outcome: SettingOutcome) -> Plan:
     """The plan of a search outcome, without its prediction."""
     tables = outcome.tables
+    pipeline = tables.pipeline
     solution = group_equal_strategies(tables, outcome.solution)
-    strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], tables.num_chunks)
-    size = job.cluster.num_devices // tables.num_stages
+    strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
+    size = job.cluster.num_devices // pipeline.num_stages
     stages = tuple(
         StagePlan(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
-        for stage, first, end in unfold_parts(solution.boundaries, tables.num_chunks)
+        for stage, first, end in unfold_parts(solution.boundaries, pipeline.num_chunks)
     )
-    return assemble_plan(job, tables.num_microbatches, tables.schedule, stages)
+    return assemble_plan(job, pipeline, stages)
 
 
-def assemble_plan(job: Job, num_microbatches: int, schedule: Schedule, stages: tuple[StagePlan, ...]) -> Plan:
-    """The plan of a job with these stages, without its prediction."""
+def assemble_plan(job: Job, pipeline: PipelineConfig, stages: tuple[StagePlan, ...]) -> Plan:
+    """The plan of a job with these parts of the pipeline, without its prediction."""
     chain = job.chain
     return Plan(
         model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash),
         cluster=job.cluster.name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,
-        num_microbatches=num_microbatches,
+        num_microbatches=pipeline.num_microbatches,
         precision=job.precision,
-        schedule=schedule,
+        schedule=pipeline.schedule.name,
         stages=stages,
     )
 
 
-def describe_setting(outcome: SettingOutcome) -> str:
-    """The pipeline setting of an outcome in words, as in ``2 stages, 16 microbatches``."""
-    tables = outcome.tables
-    return describe(tables.num_stages, tables.num_microbatches, tables.schedule, tables.num_chunks)
-
-
-def describe_plan(plan: Plan) -> str:
-    """The pipeline setting of a plan in the same words."""
-    return describe(plan.num_stages, plan.num_microbatches, plan.schedule, plan.num_chunks)
-
-
-def describe(num_stages: int, num_microbatches: int, schedule: Schedule, num_chunks: int = 1) -> str:
-    """A pipeline setting in words; the schedule only where it is not the usual one."""
-    stages = format_plural(num_stages, "stage") + (f" of {num_chunks} chunks" if num_chunks > 1 else "")
-    microbatches = format_plural(num_microbatches, "microbatch", "microbatches")
-    return f"{stages}, {microbatches}" + (f", {schedule}" if schedule != "1f1b" and num_stages > 1 else "")
+def describe(pipeline: PipelineConfig) -> str:
+    """A pipeline setting in words, as in ``2 stages, 16 microbatches``; the schedule only where it needs saying."""
+    chunks = f" of {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
+    stages = format_plural(pipeline.num_stages, "stage") + chunks
+    microbatches = format_plural(pipeline.num_microbatches, "microbatch", "microbatches")
+    words = pipeline.schedule.words if pipeline.num_stages > 1 else ""
+    return f"{stages}, {microbatches}" + (f", {words}" if words else "")
 
 
 def summarise(plan: Plan) -> str:

@@ -13,7 +13,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.certificate import Certificate, Status
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
-from steelyard.planning.assemble import bare_plan, describe_setting, summarise
+from steelyard.planning.assemble import bare_plan, describe, summarise
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
 from steelyard.profiles.profile import Profile
@@ -141,7 +141,7 @@ def _prediction(
     steps_s = [each.step_time_s for each in costs]
     alternatives = [
         Alternative(
-            description=describe_setting(found.ranked[index]),
+            description=describe(found.ranked[index].tables.pipeline),
             step_time_s=steps_s[index],
             memory_bytes=max(stage.total_bytes for stage in costs[index].stages),
             reason=f"{steps_s[index] / steps_s[best] - 1:.1%} slower: {summarise(candidates[index])}",
@@ -151,7 +151,7 @@ def _prediction(
     ]
     unsolved = (each for each in found.settings if each.result.solution is None)
     for outcome in (*found.ranked[len(candidates) :], *unsolved):
-        alternatives.append(Alternative(description=describe_setting(outcome), reason=_why_lost(job, outcome)))
+        alternatives.append(Alternative(description=describe(outcome.tables.pipeline), reason=_why_lost(job, outcome)))
     return Prediction(
         step_time_s=steps_s[best],
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
@@ -198,8 +198,8 @@ def _miss_text(job: Job, found: SearchResult, settings: list[Setting], spared_by
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
     needed = device_bytes(job, miss.needed_bytes + spared_bytes)
     setting = settings[index]
-    stages = format_plural(setting.num_stages, "stage")
-    microbatches = format_plural(setting.num_microbatches, "microbatch", "microbatches")
+    stages = format_plural(setting.pipeline.num_stages, "stage")
+    microbatches = format_plural(setting.pipeline.num_microbatches, "microbatch", "microbatches")
     return (
         f"at least {format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
         f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "

@@ -2,28 +2,21 @@
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import get_args
 
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import ExcludedValues, StrategyVerdict
 from steelyard.plan.kinds import KINDS, level_kinds
-from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options, stage_strategies
+from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
-
-_WHY_NO_SCHEDULE: dict[str, str] = {
-    "gpipe": "searched only where there are fewer microbatches than stages: elsewhere 1f1b holds fewer activations "
-    "and takes no longer",
-    "interleaved-1f1b": "no setting has two stages or more, as many microbatches, and blocks that divide into chunks",
-}
 
 
 def excluded_settings(job: Job, options: PlanOptions) -> tuple[ExcludedValues, ...]:
     """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
     settings = pipeline_settings(job, options)
     devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
-    searched = {setting.num_stages for setting in settings}
+    searched = {setting.pipeline.num_stages for setting in settings}
     why_not_stages = {
         count: f"fixed at {options.num_stages}"
         if options.num_stages is not None
@@ -33,7 +26,7 @@ def excluded_settings(job: Job, options: PlanOptions) -> tuple[ExcludedValues, .
         for count in range(1, devices + 1)
         if count not in searched
     }
-    searched = {setting.num_microbatches for setting in settings}
+    searched = {setting.pipeline.num_microbatches for setting in settings}
     why_not_counts = {
         count: f"fixed at {options.num_microbatches}"
         if options.num_microbatches is not None
@@ -41,22 +34,24 @@ def excluded_settings(job: Job, options: PlanOptions) -> tuple[ExcludedValues, .
         for count in range(1, batch + 1)
         if count not in searched
     }
-    used = {setting.schedule for setting in settings}
+    used = {setting.pipeline.schedule for setting in settings}
     return (
         *_by_reason("stages", why_not_stages),
         ExcludedValues(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
         *_by_reason("microbatches", why_not_counts),
         ExcludedValues(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
         *(
-            ExcludedValues(what="schedule", values=name, reason=_why_no_schedule(name, options))
-            for name in get_args(Schedule)
-            if name not in used or name == "gpipe"
+            ExcludedValues(what="schedule", values=each.name, reason=_why_no_schedule(each, options))
+            for each in SCHEDULES.values()
+            if each not in used or each.why_not_everywhere
         ),
     )
 
 
-def _why_no_schedule(name: Schedule, options: PlanOptions) -> str:
-    return _WHY_NO_SCHEDULE.get(name, "not searched") if name in options.schedules else "left out by --schedule"
+def _why_no_schedule(schedule: Schedule, options: PlanOptions) -> str:
+    if schedule.name not in options.schedules:
+        return "left out by --schedule"
+    return schedule.why_not_everywhere or schedule.why_nowhere
 
 
 def excluded_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[StrategyVerdict, ...]:

@@ -55,9 +55,7 @@ def explain_plan(
 
 def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
     """What became of every strategy of the tree in the pipeline setting of a plan."""
-    setting = Setting(
-        job=job, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule
-    )
+    setting = Setting(job=job, pipeline=plan.pipeline)
     tables = build_tables(setting, stage_strategies(job, setting.devices_per_stage, options))
 
     def why_illegal(kind: int, strategy: Strategy) -> str | None:

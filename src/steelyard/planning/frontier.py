@@ -6,7 +6,7 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
-from steelyard.planning.assemble import bare_plan, describe_plan, summarise
+from steelyard.planning.assemble import bare_plan, describe, summarise
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
 from steelyard.planning.price import peak_bytes, with_price
@@ -137,7 +137,7 @@ def priced_point(plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
         tokens_per_s=prediction.tokens_per_s_per_device * plan.num_devices,
         num_stages=plan.num_stages,
         num_microbatches=plan.num_microbatches,
-        setting=describe_plan(plan),
+        setting=describe(plan.pipeline),
         strategies=summarise(plan),
         is_chosen=is_chosen,
     )

@@ -73,8 +73,8 @@ def _can_be_met(job: Job, options: PlanOptions, pin: Pin) -> bool:
 
 def _no_setting(job: Job, options: PlanOptions) -> str:
     settings = pipeline_settings(job, options)
-    stages = ", ".join(str(count) for count in sorted({setting.num_stages for setting in settings}))
-    counts = ", ".join(str(count) for count in sorted({setting.num_microbatches for setting in settings}))
+    stages = ", ".join(str(count) for count in sorted({setting.pipeline.num_stages for setting in settings}))
+    counts = ", ".join(str(count) for count in sorted({setting.pipeline.num_microbatches for setting in settings}))
     return f"no such pipeline setting is searched: stages are {stages}, microbatches {counts}"
 
 

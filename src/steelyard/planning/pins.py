@@ -15,6 +15,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
 from steelyard.plan.kinds import kind_named, level_kinds, variants
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
+from steelyard.schedules import PipelineConfig
 
 SHOWN_CHOICES = 6
 """Values that a message lists before it ends in …"""
@@ -46,9 +47,13 @@ class Pin:
         names = {kind.name for kind in strategy.kinds} | {"parallel"}
         return any(key in names and value != "1" for key, value in self.wanted) and self.allows(strategy)
 
-    def takes(self, num_stages: int, num_microbatches: int, schedule: str) -> bool:
+    def takes(self, pipeline: PipelineConfig) -> bool:
         """Whether the pipeline setting has all that is wanted of it."""
-        found = {"stages": str(num_stages), "microbatches": str(num_microbatches), "schedule": schedule}
+        found = {
+            "stages": str(pipeline.num_stages),
+            "microbatches": str(pipeline.num_microbatches),
+            "schedule": pipeline.schedule.name,
+        }
         return all(found[key] == value for key, value in self.wanted if key in _SETTING_KEYS)
 
     def covers(self, layer: int) -> bool:
@@ -78,20 +83,15 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
         key = (kind, tuple(index for index, pin in enumerate(pins) if pin.covers(layer)))
         layers.append(kinds.setdefault(key, len(kinds)))
     source = [kind for kind, _ in kinds]
-    legal = tables.legal[source].copy()
+    chosen = tables.select(kinds=source, layers=layers)
+    legal = chosen.legal.copy()
     for row, (_, own) in enumerate(kinds):
         for index in own:
             legal[row] &= np.array([pins[index].allows(strategy) for strategy in tables.strategies], dtype=bool)
     return replace(
-        tables,
+        chosen,
         kinds=tuple(tables.kinds[kind] + "".join(f" ({pins[index].text})" for index in own) for kind, own in kinds),
-        layers=tuple(layers),
         legal=legal,
-        time_s=tables.time_s[source],
-        static_bytes=tables.static_bytes[source],
-        activation_bytes=tables.activation_bytes[source],
-        transient_bytes=tables.transient_bytes[source],
-        switch_s=tables.switch_s[source],
     )
 
 

@@ -13,6 +13,7 @@ from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.assemble import assemble_plan
 from steelyard.planning.job import make_job
 from steelyard.profiles.profile import Profile
+from steelyard.schedules import USUAL, PipelineConfig
 
 
 def price_plan(
@@ -79,7 +80,8 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
     for count in range(1, job.global_batch + 1):
         if job.global_batch % count or (job.global_batch // count) % strategy.sample_degree:
             continue
-        plan = with_price(assemble_plan(job, count, "1f1b", (stage,)), job)
+        pipeline = PipelineConfig(num_stages=1, num_microbatches=count, schedule=USUAL)
+        plan = with_price(assemble_plan(job, pipeline, (stage,)), job)
         if best is None or peak_bytes(plan) < peak_bytes(best):
             best = plan
     if best is None:

@@ -1,23 +1,20 @@
 """The cost tables of a job: every pipeline setting with every strategy that the options offer."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from steelyard.cost.build import build_tables, usable_bytes
-from steelyard.cost.fold import why_not_interleaved
+from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.kinds import KINDS, Value
-from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.pins import Pin, pinned
+from steelyard.schedules import SCHEDULES, PipelineConfig, Schedule, find_schedule
 from steelyard.search import Partition, Problem, SpaceOptions, enumerate_strategies, paper_kinds
 
 Space = Literal["full", "paper"]
-
-CHUNKS = (2, 4)
-"""Parts of the model per stage that are tried under interleaved 1F1B: more of them send more and gain little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +30,15 @@ class PlanOptions:
     """The values of variants of kinds that are searched; all of those that are not named."""
     space: Space = "full"
     """All kinds of parallelism, or those of the papers and never two that divide samples in one layer."""
-    schedules: tuple[Schedule, ...] = ("1f1b", "interleaved-1f1b", "gpipe")
+    schedules: tuple[str, ...] = field(default_factory=lambda: tuple(SCHEDULES))
+    """By name."""
     partition: Partition = "exact"
     time_limit_s: float | None = None
     pins: tuple[Pin, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.schedules:
+            find_schedule(name)
 
 
 def make_problem(job: Job, options: PlanOptions) -> Problem:
@@ -56,8 +58,8 @@ def make_problem(job: Job, options: PlanOptions) -> Problem:
 def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
     """Every number of stages that divides the devices with every number of microbatches that divides the batch.
 
-    1F1B wherever there are as many microbatches as stages, also interleaved with `CHUNKS` where the blocks divide;
-    GPipe, which holds more activations, only where there are fewer. A partition for comparison cuts no chunks.
+    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`); in chunks where the blocks
+    divide into them. A partition for comparison cuts no chunks.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in range(1, min(devices, layers) + 1) if devices % p == 0]
@@ -66,33 +68,39 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
         stages = _pinned("num_stages", options.num_stages, stages, f"the {devices} devices")
     if options.num_microbatches is not None:
         counts = _pinned("num_microbatches", options.num_microbatches, counts, f"the batch of {job.global_batch}")
-    settings = [
-        Setting(job=job, num_stages=p, num_microbatches=m, schedule="1f1b" if m >= p else "gpipe")
-        for p in stages
-        for m in counts
-    ]
+    schedules = [each for each in SCHEDULES.values() if each.name in options.schedules]
+    found = settings_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
     if options.partition == "exact":
-        settings += [each for setting in settings for each in _interleaved(setting)]
+        found += settings_under([each for each in schedules if each.takes_chunks], job, stages, counts)
     return [
         each
-        for each in settings
-        if each.schedule in options.schedules
-        and all(pin.takes(each.num_stages, each.num_microbatches, each.schedule) for pin in options.pins)
+        for each in found
+        if each.pipeline.schedule.is_tried(each.pipeline) and all(pin.takes(each.pipeline) for pin in options.pins)
     ]
 
 
-def _interleaved(setting: Setting) -> list[Setting]:
+def settings_under(
+    schedules: Sequence[Schedule], job: Job, stages: Sequence[int], counts: Sequence[int]
+) -> list[Setting]:
+    """The settings of these numbers of stages and microbatches in which one of these schedules can run."""
+    pipelines = [
+        PipelineConfig(num_stages=p, num_chunks=chunks, num_microbatches=m, schedule=schedule)
+        for p in stages
+        for m in counts
+        for schedule in schedules
+        for chunks in schedule.chunk_counts
+    ]
     return [
-        replace(setting, schedule="interleaved-1f1b", num_chunks=chunks)
-        for chunks in CHUNKS
-        if why_not_interleaved(
-            setting.job.chain.layers,
-            num_stages=setting.num_stages,
-            num_microbatches=setting.num_microbatches,
-            num_chunks=chunks,
-        )
-        is None
+        Setting(job=job, pipeline=each)
+        for each in pipelines
+        if each.schedule.refusal(each) is None and _comes_in_chunks(job, each)
     ]
+
+
+def _comes_in_chunks(job: Job, pipeline: PipelineConfig) -> bool:
+    """Whether the layers come in as many chunks that are cut alike."""
+    stages, chunks = pipeline.num_stages, pipeline.num_chunks
+    return chunks == 1 or why_not_folded(job.chain.layers, num_stages=stages, num_chunks=chunks) is None
 
 
 def stage_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[Strategy, ...]:

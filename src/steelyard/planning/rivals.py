@@ -11,15 +11,16 @@ import numpy as np
 
 from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import Rival
 from steelyard.plan.kinds import KINDS, Kind, variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.assemble import bare_plan, describe_plan, summarise
+from steelyard.planning.assemble import bare_plan, describe, summarise
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
+from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import search
 from steelyard.units import format_plural
 
@@ -81,7 +82,7 @@ class Contest:
             name=name,
             step_time_s=step_s,
             slowdown=step_s / self.step_s - 1,
-            setting=describe_plan(plan),
+            setting=describe(plan.pipeline),
             strategies=summarise(plan),
         )
 
@@ -117,62 +118,52 @@ def restricted(tables: CostTables, keeps: Keeps) -> CostTables:
 def uniform_tables(tables: Sequence[CostTables]) -> list[CostTables]:
     """A setting for every strategy that all layers may take, with that strategy alone."""
     return [
-        _sliced(each, index)
+        each.select(strategies=[index])
         for each in tables
         for index in np.flatnonzero(each.legal[sorted(set(each.layers))].all(axis=0))
     ]
 
 
-def _sliced(tables: CostTables, index: int) -> CostTables:
-    one = slice(index, index + 1)
-    return replace(
-        tables,
-        strategies=tables.strategies[one],
-        legal=tables.legal[:, one],
-        time_s=tables.time_s[:, one],
-        static_bytes=tables.static_bytes[:, one],
-        activation_bytes=tables.activation_bytes[:, one],
-        transient_bytes=tables.transient_bytes[:, one],
-        switch_s=tables.switch_s[:, one, one],
-        side_inputs=tuple(replace(side, seconds=side.seconds[one, one]) for side in tables.side_inputs),
-    )
-
-
 def _other_pipelines(contest: Contest, plan: Plan) -> list[Restriction]:
     found = []
-    for count in sorted({tables.num_stages for tables in contest.tables} - {plan.num_stages}):
-        chosen = [tables for tables in contest.tables if tables.num_stages == count]
+    for count in sorted({tables.pipeline.num_stages for tables in contest.tables} - {plan.num_stages}):
+        chosen = [tables for tables in contest.tables if tables.pipeline.num_stages == count]
         found.append(_among(format_plural(count, "stage"), chosen))
-    counts = {tables.num_microbatches for tables in contest.tables}
+    counts = {tables.pipeline.num_microbatches for tables in contest.tables}
     for count in (plan.num_microbatches // 2, plan.num_microbatches * 2):
         if count in counts:
-            chosen = [tables for tables in contest.tables if tables.num_microbatches == count]
+            chosen = [tables for tables in contest.tables if tables.pipeline.num_microbatches == count]
             found.append(_among(format_plural(count, "microbatch", "microbatches"), chosen))
     return found
 
 
 def _other_schedules(contest: Contest, plan: Plan, options: PlanOptions) -> list[Restriction]:
-    """The plan's number of stages under the other schedules that were searched, and under GPipe."""
-    here = [tables for tables in contest.tables if tables.num_stages == plan.num_stages]
+    """The plan's number of stages under the other schedules that were searched.
+
+    Those that the search leaves out of some settings come last, here with all numbers of microbatches.
+    """
+    here = [tables for tables in contest.tables if tables.pipeline.num_stages == plan.num_stages]
+    counts = sorted({tables.pipeline.num_microbatches for tables in here})
+    mine = plan.pipeline.schedule
     found = [
-        _among(schedule, [tables for tables in here if tables.schedule == schedule])
-        for schedule in dict.fromkeys(tables.schedule for tables in here)
-        if schedule not in (plan.schedule, "gpipe")
+        _among(schedule.name, [tables for tables in here if tables.pipeline.schedule == schedule])
+        for schedule in dict.fromkeys(tables.pipeline.schedule for tables in here)
+        if schedule != mine and not schedule.why_not_everywhere
     ]
-    if plan.schedule == "gpipe":
-        return found
-    counts = sorted({tables.num_microbatches for tables in here})
-    return [*found, Restriction(name="gpipe", tables=lambda: _gpipe_tables(contest, plan, options, counts))]
+    for schedule in SCHEDULES.values():
+        if schedule != mine and schedule.why_not_everywhere:
+            tables = partial(_tables_under, schedule, contest.job, plan.num_stages, counts, options)
+            found.append(Restriction(name=schedule.name, tables=tables))
+    return found
 
 
 def _among(name: str, tables: Sequence[CostTables]) -> Restriction:
     return Restriction(name=name, tables=lambda: tables)
 
 
-def _gpipe_tables(contest: Contest, plan: Plan, options: PlanOptions, counts: Sequence[int]) -> list[CostTables]:
-    settings = [
-        Setting(job=contest.job, num_stages=plan.num_stages, num_microbatches=count, schedule="gpipe")
-        for count in counts
-    ]
-    strategies = stage_strategies(contest.job, settings[0].devices_per_stage, options) if settings else ()
+def _tables_under(
+    schedule: Schedule, job: Job, num_stages: int, counts: Sequence[int], options: PlanOptions
+) -> list[CostTables]:
+    settings = settings_under([schedule], job, [num_stages], counts)
+    strategies = stage_strategies(job, settings[0].devices_per_stage, options) if settings else ()
     return [build_tables(setting, strategies) for setting in settings]

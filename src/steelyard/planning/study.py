@@ -15,7 +15,7 @@ from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
 from steelyard.plan.plan import Plan
-from steelyard.planning.assemble import bare_plan, describe_plan
+from steelyard.planning.assemble import bare_plan, describe
 from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.price import with_cost
@@ -68,7 +68,7 @@ def study_plan(
     progress("searching the rivals of the plan")
     explanation, left_out = _explain(contest, plan, options, deadline)
     return PlanStudy(
-        scope="all pipeline settings" if everywhere else f"plans of {describe_plan(plan)}",
+        scope="all pipeline settings" if everywhere else f"plans of {describe(plan.pipeline)}",
         explanation=explanation.model_copy(update={"notes": notes}),
         points=points,
         left_out=left_out,

@@ -10,8 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
@@ -100,7 +98,7 @@ def _setting_tables(job: Job, means: Means) -> Iterator[CostTables]:
         },
     )
     for setting in pipeline_settings(job, options):
-        if setting.num_stages == 1 or setting.schedule in means.schedules:
+        if setting.pipeline.num_stages == 1 or setting.pipeline.schedule.name in means.schedules:
             offered = stage_strategies(job, setting.devices_per_stage, options)
             kept = tuple(strategy for strategy in offered if means.refusal(strategy) is None)
             if kept:
@@ -120,7 +118,8 @@ def _narrowed(full: CostTables, kept: list[int], job: Job, *, blocks_at: int | N
 
     None where a layer has no legal strategy left.
     """
-    legal = full.legal[:, kept].copy()
+    chosen = full.select(strategies=kept)
+    legal = chosen.legal.copy()
     for row, kind in enumerate(job.chain.kinds):
         if kind.role is not LayerRole.BLOCK:
             legal[row, 1:] = False
@@ -128,18 +127,7 @@ def _narrowed(full: CostTables, kept: list[int], job: Job, *, blocks_at: int | N
             legal[row, [index for index in range(len(kept)) if index != blocks_at]] = False
     if not all(legal[row].any() for row in set(full.layers)):
         return None
-    pairs = np.ix_(kept, kept)
-    return replace(
-        full,
-        strategies=tuple(full.strategies[index] for index in kept),
-        legal=legal,
-        time_s=full.time_s[:, kept],
-        static_bytes=full.static_bytes[:, kept],
-        activation_bytes=full.activation_bytes[:, kept],
-        transient_bytes=full.transient_bytes[:, kept],
-        switch_s=full.switch_s[:, kept][:, :, kept],
-        side_inputs=tuple(replace(side, seconds=side.seconds[pairs]) for side in full.side_inputs),
-    )
+    return replace(chosen, legal=legal)
 
 
 def _ranked(job: Job, tables: list[CostTables]) -> tuple[SettingOutcome, ...]:

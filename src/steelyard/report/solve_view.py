@@ -80,6 +80,6 @@ def step_table(frontier: SampledFrontier) -> Table:
 
 def _setting(outcome: SettingOutcome) -> str:
     tables = outcome.tables
-    stages = format_plural(tables.num_stages, "stage")
-    microbatches = format_plural(tables.num_microbatches, "microbatch", "microbatches")
-    return f"{stages}, {microbatches}, {tables.schedule}"
+    stages = format_plural(tables.pipeline.num_stages, "stage")
+    microbatches = format_plural(tables.pipeline.num_microbatches, "microbatch", "microbatches")
+    return f"{stages}, {microbatches}, {tables.pipeline.schedule}"

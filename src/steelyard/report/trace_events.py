@@ -43,7 +43,7 @@ def trace_events(timeline: Timeline, plan: Plan, *, num_shown: int) -> dict[str,
     """The content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last."""
     events: list[TraceEvent] = []
     hidden = hidden_microbatches(plan.num_microbatches, num_shown)
-    for stage in range(timeline.num_stages):
+    for stage in range(timeline.pipeline.num_stages):
         slices = list(stage_slices(timeline, stage, plan.num_chunks))
         events += _metadata(plan, stage, sorted({each.track for each in slices}))
         for track in _TRACK_NAMES:

@@ -113,18 +113,14 @@ def dry_run_all(
 def _shortened(plan: Plan, rank: int) -> Plan:
     """The plan with fewer microbatches of the same size, where the others would repeat them.
 
-    On one stage the first makes the gradients, the last reduces them, and those between are alike. Under 1F1B a stage
-    with n behind it begins with n + 1 microbatches; two more make sure that it works in its steady state. Torch wants
-    at least as many as there are stages.
+    On one stage the first makes the gradients, the last reduces them, and those between are alike; on more the schedule
+    knows.
     """
-    stages = plan.num_stages
-    if stages == 1:
-        fewest = 3
-    elif plan.schedule == "1f1b":
-        fewest = max(stages, stages - rank // plan.stages[0].num_devices + 2)
-    else:
+    pipeline, stage = plan.pipeline, rank // plan.stages[0].num_devices
+    fewest = 3 if pipeline.num_stages == 1 else pipeline.schedule.steady_from(pipeline, stage)
+    if fewest >= plan.num_microbatches:
         return plan
-    count = min(plan.num_microbatches, fewest)
+    count = fewest
     return plan.model_copy(
         update={"num_microbatches": count, "global_batch": count * plan.microbatch_samples, "prediction": None}
     )

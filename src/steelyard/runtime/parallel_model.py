@@ -11,7 +11,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -32,8 +33,6 @@ from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_dev
 from steelyard.runtime.stage import StageModule, build_chunks, local_hidden_shape
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
-
-_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
 
 
 class ParallelModel:
@@ -196,8 +195,9 @@ class ParallelModel:
             self._pipeline_part(chunk, number * plan.num_stages + self.mesh.stage_index)
             for number, chunk in enumerate(self.chunks)
         ]
-        schedule = _SCHEDULES[plan.schedule](
-            parts if plan.schedule == "interleaved-1f1b" else parts[0],
+        kind = plan.pipeline.schedule
+        schedule = getattr(pipelining, kind.torch_name)(
+            parts if kind.takes_chunks else parts[0],
             plan.num_microbatches,
             loss_fn=lambda loss, _labels: loss,
             scale_grads=False,

@@ -25,6 +25,7 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
+from steelyard.schedules import names_of
 from steelyard.search.evaluate import Solution
 from steelyard.search.memory import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.partition import Prospect, SettingResult, assess, best_for_boundaries
@@ -57,9 +58,11 @@ class BalancedResult:
 
 def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> BalancedResult:
     """The plan that this method of cutting finds; at most feasible, as other cuts may be faster."""
-    if tables.num_chunks > 1:
+    if tables.pipeline.num_chunks > 1:
         raise InvalidProblemError(
-            field="schedule", found="interleaved-1f1b", expected=f"gpipe or 1f1b for the partition {method!r}"
+            field="schedule",
+            found=tables.pipeline.schedule.name,
+            expected=f"{' or '.join(names_of(with_chunks=False))} for the partition {method!r}",
         )
     prospect = assess(tables, budget_bytes)
     if isinstance(prospect, SettingResult):
@@ -75,7 +78,7 @@ def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> Ba
 
 def even_boundaries(tables: CostTables) -> tuple[int, ...]:
     """Stages of equal numbers of layers; where they do not divide, the sizes differ by one."""
-    layers, stages = len(tables.layers), tables.num_stages
+    layers, stages = len(tables.layers), tables.pipeline.num_stages
     return tuple(stage * layers // stages for stage in range(stages + 1))
 
 
@@ -94,7 +97,7 @@ def time_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
     spans = np.where(np.tri(len(prefix), k=0, dtype=bool).T, prefix - prefix[:, None], np.inf)
     np.fill_diagonal(spans, np.inf)
     slowest, chosen = spans[0], []
-    for _ in range(1, tables.num_stages):
+    for _ in range(1, tables.pipeline.num_stages):
         worst = np.maximum(slowest[:, None], spans + tables.transfer_s)
         chosen.append(worst.argmin(axis=0))
         slowest = worst.min(axis=0)

@@ -83,13 +83,13 @@ def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence
         boundaries=tuple(boundaries),
         strategies=tuple(strategies),
         stages=stages,
-        step_s=sum(times) + (tables.num_passes - 1) * max(times),
+        step_s=sum(times) + (tables.pipeline.num_passes - 1) * max(times),
     )
 
 
 def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Sequence[int]) -> StageCost:
     pairs = [(tables.layers[layer], strategies[layer]) for layer in layers]
-    in_flight = tables.in_flight(stage)
+    in_flight = tables.pipeline.in_flight(stage)
     return StageCost(
         first_layer=layers.start,
         num_layers=len(layers),
@@ -120,11 +120,16 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
 def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> None:
     num_layers = len(tables.layers)
     rising = all(a < b for a, b in itertools.pairwise(boundaries))
-    if len(boundaries) != tables.num_stages + 1 or boundaries[0] != 0 or boundaries[-1] != num_layers or not rising:
+    if (
+        len(boundaries) != tables.pipeline.num_stages + 1
+        or boundaries[0] != 0
+        or boundaries[-1] != num_layers
+        or not rising
+    ):
         raise InvalidProblemError(
             field="boundaries",
             found=str(tuple(boundaries)),
-            expected=f"{tables.num_stages + 1} rising layer numbers from 0 to {num_layers}",
+            expected=f"{tables.pipeline.num_stages + 1} rising layer numbers from 0 to {num_layers}",
         )
     sizes = [end - start for start, end in itertools.pairwise(boundaries)]
     if any(size < tables.least_layers(stage) for stage, size in enumerate(sizes)):

@@ -166,13 +166,13 @@ def cost_graph(tables: CostTables, *, transient_bytes: int) -> CostGraph:
     Transient memory is a maximum: choices that need more than ``transient_bytes`` are not allowed, and whoever reads
     the frontier adds these and the tables' overhead to its bytes. Raises `InvalidProblemError` for more stages.
     """
-    if tables.num_stages != 1:
+    if tables.pipeline.num_stages != 1:
         raise InvalidProblemError(
-            field="num_stages", found=str(tables.num_stages), expected="1: stages have memories of their own"
+            field="num_stages", found=str(tables.pipeline.num_stages), expected="1: stages have memories of their own"
         )
     allowed = tables.legal & (tables.transient_bytes <= transient_bytes)
     seconds = np.where(allowed, tables.time_s, np.inf)
-    num_bytes = tables.static_bytes + tables.in_flight(0) * tables.activation_bytes
+    num_bytes = tables.static_bytes + tables.pipeline.in_flight(0) * tables.activation_bytes
     switches = [
         GraphEdge(source=layer - 1, target=layer, seconds=tables.switch_s[kind])
         for layer, kind in enumerate(tables.layers)

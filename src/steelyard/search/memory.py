@@ -76,7 +76,7 @@ class NearestMiss:
 
 def stage_memories(tables: CostTables) -> list[StageMemory]:
     """One for each stage; stages with equal microbatches in flight share theirs."""
-    flights = sorted({tables.in_flight(stage) for stage in range(tables.num_stages)})
+    flights = sorted({tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)})
     threshold, per_kind = _least_by_threshold(tables, np.array(flights))
     shared: dict[int, StageMemory] = {}
     for in_flight, least in zip(flights, per_kind, strict=True):
@@ -84,7 +84,7 @@ def stage_memories(tables: CostTables) -> list[StageMemory]:
         np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
         rows = list(zip(prefix.tolist(), threshold.tolist(), strict=True))
         shared[in_flight] = StageMemory(threshold=threshold, prefix=prefix, rows=rows)
-    return [shared[tables.in_flight(stage)] for stage in range(tables.num_stages)]
+    return [shared[tables.pipeline.in_flight(stage)] for stage in range(tables.pipeline.num_stages)]
 
 
 def _least_by_threshold(tables: CostTables, in_flight: IntArray) -> tuple[IntArray, IntArray]:
@@ -128,7 +128,7 @@ def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small:
     Bisection; a feasible room shrinks to what its stages take, an infeasible one grows to where some stage takes one
     layer more, so a handful of steps ends it at the exact byte.
     """
-    too_few = len(tables.layers) < tables.least_layers_before(tables.num_stages)
+    too_few = len(tables.layers) < tables.least_layers_before(tables.pipeline.num_stages)
     if too_few or not tables.legal[list(set(tables.layers))].any(axis=1).all():
         return None
     low = _next_room(tables, memories, too_small - tables.overhead_bytes) if too_small > tables.overhead_bytes else 0
@@ -190,7 +190,7 @@ def least_memory_strategies(
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         memory = memories[stage]
         best = int(np.argmin(memory.prefix[:, end] - memory.prefix[:, start] + memory.threshold))
-        num_bytes = tables.static_bytes + tables.in_flight(stage) * tables.activation_bytes
+        num_bytes = tables.static_bytes + tables.pipeline.in_flight(stage) * tables.activation_bytes
         allowed = tables.legal & (tables.transient_bytes <= memory.threshold[best])
         smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
         chosen.extend(int(smallest[tables.layers[layer]]) for layer in range(start, end))

@@ -158,14 +158,14 @@ def _first_or_fallback(prospect: Prospect) -> Solution:
 def quick_bound_s(tables: CostTables) -> float:
     """A lower bound of the step time that ignores memory and switches: perfectly even stages of fastest strategies."""
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
-    total = float(fastest.sum()) + (tables.num_stages - 1) * tables.transfer_s
-    worst = max(total / tables.num_stages, float(fastest.max()))
-    return (total + (tables.num_passes - 1) * worst) * (1 - ROUNDING)
+    total = float(fastest.sum()) + (tables.pipeline.num_stages - 1) * tables.transfer_s
+    worst = max(total / tables.pipeline.num_stages, float(fastest.max()))
+    return (total + (tables.pipeline.num_passes - 1) * worst) * (1 - ROUNDING)
 
 
 def _least_slowest_s(setting: Setting, known_s: float) -> tuple[float, float]:
     """Two times between which the least maximum of the stage bounds lies; bisection below a known one."""
-    low, high = setting.fastest_total_s / setting.num_stages, known_s
+    low, high = setting.fastest_total_s / setting.tables.pipeline.num_stages, known_s
     while high - low > 0.001 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if filled_boundaries(setting, middle) else (middle, high)
@@ -175,7 +175,7 @@ def _least_slowest_s(setting: Setting, known_s: float) -> tuple[float, float]:
 def _step_bound_s(setting: Setting, slowest_s: float) -> float:
     """Step time of stages of which one takes at least this long and that together take the least total."""
     total = max(setting.fastest_total_s, slowest_s)
-    return (total + (setting.tables.num_passes - 1) * slowest_s) * (1 - ROUNDING)
+    return (total + (setting.tables.pipeline.num_passes - 1) * slowest_s) * (1 - ROUNDING)
 
 
 def first_plan(
@@ -191,7 +191,7 @@ def first_plan(
         bounds = setting.bounds[stage]
         pruning = Pruning(
             budget_bytes=setting.room_bytes,
-            limit_s=known_s / setting.tables.num_passes,
+            limit_s=known_s / setting.tables.pipeline.num_passes,
             prices=bounds.good_prices(start, end),
             width=width,
         )

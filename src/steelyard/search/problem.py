@@ -48,8 +48,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
-from steelyard.plan.plan import Schedule
 from steelyard.plan.strategy import parse_strategy
+from steelyard.schedules import PipelineConfig, find_schedule
+from steelyard.schedules.name import ScheduleName
 from steelyard.search.solve import SearchResult, search
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -99,7 +100,7 @@ class SettingCosts(_Part):
 
     num_stages: Count
     num_microbatches: Count
-    schedule: Schedule
+    schedule: ScheduleName
     strategies: list[str]
     layers: list[LayerRun]
     kinds: list[KindCosts]
@@ -194,9 +195,9 @@ def _setting_costs(tables: CostTables, samples: int) -> SettingCosts:
     for kind in range(len(tables.kinds)):
         switches.setdefault(tables.switch_s[kind].tobytes(), []).append(kind)
     return SettingCosts(
-        num_stages=tables.num_stages,
-        num_microbatches=tables.num_microbatches,
-        schedule=tables.schedule,
+        num_stages=tables.pipeline.num_stages,
+        num_microbatches=tables.pipeline.num_microbatches,
+        schedule=tables.pipeline.schedule.name,
         strategies=[str(strategy) for strategy in tables.strategies],
         layers=[LayerRun(kind=tables.kinds[kind], count=len(list(run))) for kind, run in groupby(tables.layers)],
         kinds=[
@@ -221,7 +222,7 @@ def _setting_costs(tables: CostTables, samples: int) -> SettingCosts:
             SideInputCosts(source=side.source, readers=list(side.readers), seconds=side.seconds.tolist())
             for side in tables.side_inputs
         ],
-        num_chunks=tables.num_chunks,
+        num_chunks=tables.pipeline.num_chunks,
     )
 
 
@@ -250,9 +251,12 @@ def _tables(setting: SettingCosts, place: str) -> CostTables:
                 hint=nearest(run.kind, names),
             )
     return CostTables(
-        num_stages=setting.num_stages,
-        num_microbatches=setting.num_microbatches,
-        schedule=setting.schedule,
+        pipeline=PipelineConfig(
+            num_stages=setting.num_stages,
+            num_chunks=setting.num_chunks,
+            num_microbatches=setting.num_microbatches,
+            schedule=find_schedule(setting.schedule),
+        ),
         kinds=tuple(names),
         layers=tuple(names.index(run.kind) for run in setting.layers for _ in range(run.count)),
         strategies=tuple(_strategy(text, place) for text in setting.strategies),
@@ -265,7 +269,6 @@ def _tables(setting: SettingCosts, place: str) -> CostTables:
         transfer_s=setting.transfer_s,
         overhead_bytes=setting.overhead_bytes,
         side_inputs=_side_inputs(setting, f"{place}.side_inputs"),
-        num_chunks=setting.num_chunks,
     )
 
 
@@ -328,4 +331,5 @@ def _explained(error: ValidationError) -> InvalidProblemError:
         )
     if first["type"] == "missing":
         return InvalidProblemError(field=place, found="nothing", expected="a value: the key is missing")
-    return InvalidProblemError(field=place, found=repr(first["input"])[:80], expected=first["msg"])
+    hint = first.get("ctx", {}).get("hint", "")
+    return InvalidProblemError(field=place, found=repr(first["input"])[:80], expected=first["msg"], hint=hint)

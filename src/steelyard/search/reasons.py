@@ -53,7 +53,7 @@ def _beats(tables: CostTables) -> NDArray[np.bool_]:
     for table in (tables.time_s, tables.transient_bytes):
         may_beat &= table[:, :, None] <= table[:, None, :]
     may_beat &= _no_dearer_switches(tables)
-    for in_flight in {tables.in_flight(stage) for stage in range(tables.num_stages)}:
+    for in_flight in {tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)}:
         num_bytes = tables.static_bytes + in_flight * tables.activation_bytes
         may_beat &= num_bytes[:, :, None] <= num_bytes[:, None, :]
     for side in tables.side_inputs:

@@ -76,18 +76,13 @@ class Setting:
     solved: dict[tuple[int, bool, bool, bytes], BestRuns] = field(default_factory=dict)
 
     @property
-    def num_stages(self) -> int:
-        """Pipeline stages."""
-        return self.tables.num_stages
-
-    @property
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self.tables.layers)
 
     def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
         """Step times from the sums and the maxima of the stage times."""
-        more = self.tables.num_passes - 1
+        more = self.tables.pipeline.num_passes - 1
         return total + more * worst if more else total
 
 
@@ -108,11 +103,13 @@ class StageRuns:
 def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | None = None) -> Setting:
     """Options, dominance and bounds of every stage; stages with equal microbatches in flight share theirs."""
     options = option_table(tables)
-    costs = {n: options.stage(n) for n in {tables.in_flight(stage) for stage in range(tables.num_stages)}}
+    costs = {
+        n: options.stage(n) for n in {tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)}
+    }
     shared: dict[tuple[int, bool], StageBounds] = {}
     bounds: list[StageBounds] = []
-    for stage in range(tables.num_stages):
-        key = (tables.in_flight(stage), stage == 0)
+    for stage in range(tables.pipeline.num_stages):
+        key = (tables.pipeline.in_flight(stage), stage == 0)
         if key not in shared:
             transfer_s = tables.transfer_s if stage else 0.0
             shared[key] = stage_bounds(costs[key[0]], tables.layers, room_bytes, transfer_s)
@@ -123,7 +120,7 @@ def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | N
         room_bytes=room_bytes,
         memories=memories or stage_memories(tables),
         bounds=bounds,
-        fastest_total_s=float(fastest.sum()) + (tables.num_stages - 1) * tables.transfer_s,
+        fastest_total_s=float(fastest.sum()) + (tables.pipeline.num_stages - 1) * tables.transfer_s,
     )
 
 
@@ -142,14 +139,14 @@ def filled_boundaries(setting: Setting, limit_s: float) -> tuple[int, ...] | Non
 
 def possible_runs(setting: Setting, aim_s: float) -> list[StageRuns] | None:
     """For each stage the window of first layers and of ends, with bounds; None if some window is empty."""
-    more = setting.tables.num_passes - 1
+    more = setting.tables.pipeline.num_passes - 1
     limit = (aim_s - setting.fastest_total_s) / more if more else aim_s
     latest, earliest = [0], [setting.num_layers]
     for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
         place = latest[-1]
         end = min(memory.farthest(place, setting.room_bytes), bounds.farthest(place, limit))
         latest.append(min(end, setting.num_layers - setting.tables.least_layers_behind(stage)))
-    for stage in reversed(range(setting.num_stages)):
+    for stage in reversed(range(setting.tables.pipeline.num_stages)):
         memory, bounds, end = setting.memories[stage], setting.bounds[stage], earliest[-1]
         start = max(memory.smallest_start(end, setting.room_bytes), bounds.smallest_start(end, limit))
         start = max(start, setting.tables.least_layers_before(stage))
@@ -186,7 +183,7 @@ def time_limits(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> 
     """[starts, ends] per stage: the longest time of use; minus infinity where no plan within the aim passes."""
     rest_total, rest_worst = rest_bounds(stages)
     total, worst = np.zeros(1), np.zeros(1)
-    more = setting.tables.num_passes - 1
+    more = setting.tables.pipeline.num_passes - 1
     limits = []
     for runs, after_total, after_worst in zip(stages, rest_total[1:], rest_worst[1:], strict=True):
         others = total[:, None] + after_total
@@ -231,7 +228,12 @@ def solve_further(
     span = (int(runs.starts[place[0]]), int(runs.ends[place[1]]))
     level = float(runs.level_s[place])
     kinds = np.array(setting.tables.layers[slice(*span)], dtype=np.int32).tobytes()
-    signature = (setting.tables.in_flight(stage), stage == 0, stage == setting.num_stages - 1, kinds)
+    signature = (
+        setting.tables.pipeline.in_flight(stage),
+        stage == 0,
+        stage == setting.tables.pipeline.num_stages - 1,
+        kinds,
+    )
     known = setting.solved.get(signature)
     if known is None or known.level_s <= level:
         limit_s *= 1 + ROUNDING
@@ -252,7 +254,7 @@ def best_runs(
     """Least times of one run by entry and exit class, as far as they are within the level."""
     tables, bounds = setting.tables, setting.bounds[stage]
     groups = bounds.costs.num_groups
-    is_last = stage == setting.num_stages - 1
+    is_last = stage == setting.tables.pipeline.num_stages - 1
     pruning = Pruning(
         budget_bytes=setting.room_bytes,
         limit_s=level_s - bounds.transfer_s,

@@ -222,8 +222,8 @@ def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s
 
 
 def _why_infeasible(tables: CostTables, result: SettingResult, budget_bytes: int) -> str:
-    if len(tables.layers) < tables.num_stages:
-        return f"has {tables.num_stages} stages for {len(tables.layers)} layers"
+    if len(tables.layers) < tables.pipeline.num_stages:
+        return f"has {tables.pipeline.num_stages} stages for {len(tables.layers)} layers"
     if result.miss is None:
         fits_otherwise = result.lower_bound_s < np.inf
         return "does not fit with these cuts" if fits_otherwise else "has a layer without a legal strategy"

@@ -5,8 +5,6 @@ from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, join, tag
 from steelyard.units import format_bytes, format_count, format_plural, format_seconds
 
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "interleaved 1F1B"}
-
 
 def summary(found: ReportContents) -> Html:
     """The head of the page: what is trained, the decision, and the figures."""
@@ -56,7 +54,7 @@ def _pipeline(plan: Plan) -> str:
     if plan.num_stages == 1:
         return f"without a pipeline on {devices}"
     chunks = f" of {format_plural(plan.num_chunks, 'chunk')}" if plan.num_chunks > 1 else ""
-    schedule = SCHEDULES.get(plan.schedule, plan.schedule)
+    schedule = plan.pipeline.schedule.title
     return f"in {format_plural(plan.num_stages, 'pipeline stage')}{chunks} ({schedule}) of {devices} each"
 
 

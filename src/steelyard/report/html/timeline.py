@@ -11,7 +11,6 @@ from steelyard.cost.simulator import Timeline
 from steelyard.plan.plan import Plan
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag
-from steelyard.report.html.summary import SCHEDULES
 from steelyard.report.trace_events import PASSES, Slice, hidden_microbatches, stage_slices, without_hidden
 from steelyard.units import format_seconds
 
@@ -38,7 +37,7 @@ def timeline_section(found: ReportContents) -> Html | None:
     if timeline is None:
         return None
     hidden = hidden_microbatches(plan.num_microbatches, _num_shown(plan))
-    stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.num_stages)]
+    stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.pipeline.num_stages)]
     kinds = [kind for kind in KINDS if any(each.category == kind for stage in stages for each in stage)]
     parts = [
         tag("p", _lead(timeline, plan, hidden)),
@@ -75,8 +74,8 @@ def _passes(timeline: Timeline, plan: Plan, stage: int, hidden: range) -> list[S
 
 
 def _lead(timeline: Timeline, plan: Plan, hidden: range) -> str:
-    text = f"{SCHEDULES.get(plan.schedule, plan.schedule)} with {plan.num_microbatches} microbatches, as simulated. "
-    if timeline.num_stages == 1:
+    text = f"{plan.pipeline.schedule.title} with {plan.num_microbatches} microbatches, as simulated. "
+    if timeline.pipeline.num_stages == 1:
         text = f"{plan.num_microbatches} microbatches one after another, as simulated; without stages nothing waits. "
     else:
         text += f"Stages wait for {timeline.bubble_share():.1%} of the time. "
@@ -167,7 +166,7 @@ def _legend(kinds: Sequence[str]) -> Html:
 
 def _bubble_table(timeline: Timeline) -> Html:
     sums: list[dict[str, float]] = []
-    for stage in range(timeline.num_stages):
+    for stage in range(timeline.pipeline.num_stages):
         sums.append({})
         for bubble in timeline.bubbles(stage):
             sums[-1][bubble.reason] = sums[-1].get(bubble.reason, 0.0) + bubble.end_s - bubble.start_s

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from steelyard.cost.schedule import pass_order
 from steelyard.errors import InvalidPlanError
-from steelyard.plan.plan import Schedule
+from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase
+from steelyard.schedules.interleaved import microbatches_per_round
+from tests.schedules.examples import pipeline
 
 Passes = list[tuple[str, int, int]]
 
@@ -24,12 +25,12 @@ INTERLEAVED = [
 ]
 
 
-def ours(stage: int, num_stages: int, num_microbatches: int, schedule: Schedule, num_chunks: int = 1) -> Passes:
+def ours(stage: int, num_stages: int, num_microbatches: int, schedule: str, num_chunks: int = 1) -> Passes:
     """Passes as kind, part of the model and microbatch."""
-    order = pass_order(stage, num_stages, num_microbatches, schedule, num_chunks)
+    letters = {Phase.FORWARD: "F", Phase.BACKWARD: "B"}
     return [
-        ("B" if is_backward else "F", int(chunk) * num_stages + stage, int(microbatch))
-        for is_backward, chunk, microbatch in zip(order.is_backward, order.chunk, order.microbatch, strict=True)
+        (letters[phase], chunk * num_stages + stage, microbatch)
+        for phase, chunk, microbatch in pipeline(num_stages, num_microbatches, schedule, num_chunks).passes(stage)
     ]
 
 
@@ -57,7 +58,7 @@ class RecordingStage:
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
 
 
-def done_by_torch(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> Passes:
+def done_by_torch(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> Passes:
     recorder = RecordingStage(stage, num_stages)
     kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
     played = kind(recorder, num_microbatches, loss_fn=lambda output, _target: output)
@@ -69,7 +70,7 @@ def done_by_torch(schedule: Schedule, stage: int, num_stages: int, num_microbatc
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 9), (7, 16)])
 def test_passes_are_done_in_the_order_in_which_torch_does_them(
-    schedule: Schedule, num_stages: int, num_microbatches: int
+    schedule: str, num_stages: int, num_microbatches: int
 ) -> None:
     for stage in range(num_stages):
         expected = done_by_torch(schedule, stage, num_stages, num_microbatches)
@@ -85,7 +86,7 @@ def test_interleaved_passes_are_in_the_order_that_torch_plans_or_both_refuse(
         planned = ScheduleInterleaved1F1B(parts, num_microbatches).pipeline_order
     except ValueError:
         with pytest.raises(InvalidPlanError, match="num_microbatches"):
-            pass_order(0, num_stages, num_microbatches, "interleaved-1f1b", num_chunks)
+            pipeline(num_stages, num_microbatches, "interleaved-1f1b", num_chunks).passes(0)
         return
     for stage, actions in planned.items():
         expected = [
@@ -118,8 +119,8 @@ def test_a_stage_holds_all_microbatches_under_gpipe_and_at_most_the_stages_behin
     num_stages: int, num_microbatches: int
 ) -> None:
     for stage in range(num_stages):
-        assert pass_order(stage, num_stages, num_microbatches, "gpipe").in_flight(0) == num_microbatches
-        held = pass_order(stage, num_stages, num_microbatches, "1f1b").in_flight(0)
+        assert pipeline(num_stages, num_microbatches, "gpipe").passes(stage).in_flight(0) == num_microbatches
+        held = pipeline(num_stages, num_microbatches, "1f1b").passes(stage).in_flight(0)
         assert held == min(num_microbatches, num_stages - stage)
 
 
@@ -131,21 +132,58 @@ def test_peak_bytes_are_those_of_the_chunks_alive_at_once(
     stage = data.draw(st.integers(0, num_stages - 1))
     arguments = (stage, num_stages, num_rounds * num_stages, "interleaved-1f1b", num_chunks)
     changes = [(1 if kind == "F" else -1) * chunk_bytes[part // num_stages] for kind, part, _ in ours(*arguments)]
-    order = pass_order(*arguments)
+    order = pipeline(*arguments[1:]).passes(stage)
     assert order.peak_bytes(chunk_bytes) == max(accumulate(changes))
     assert order.peak_bytes(chunk_bytes) <= sum(order.in_flight(chunk) * each for chunk, each in enumerate(chunk_bytes))
 
 
 def test_interleaving_holds_more_than_1f1b_of_the_same_stages() -> None:
-    plain = pass_order(0, 4, 16, "1f1b").peak_bytes([2])
-    interleaved = pass_order(0, 4, 16, "interleaved-1f1b", 2).peak_bytes([1, 1])
+    plain = pipeline(4, 16, "1f1b").passes(0).peak_bytes([2])
+    interleaved = pipeline(4, 16, "interleaved-1f1b", 2).passes(0).peak_bytes([1, 1])
     assert interleaved == 11
     assert plain == 8
 
 
 @pytest.mark.parametrize("stage", range(2))
 def test_what_passes_leave_until_the_step_ends_adds_up_beside_the_activations(stage: int) -> None:
-    order = pass_order(stage, 2, 4, "interleaved-1f1b", 2)
+    order = pipeline(2, 4, "interleaved-1f1b", 2).passes(stage)
     nothing = order.peak_bytes_with_kept([5, 5], by_forward=[0, 0], by_backward=[0, 0])
     assert nothing == order.peak_bytes([5, 5])
     assert order.peak_bytes_with_kept([0, 0], by_forward=[1, 2], by_backward=[10, 20]) == 4 * 33
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 8), st.integers(1, 4), st.data())
+def test_the_bound_of_the_search_is_what_the_passes_hold(
+    schedule: str, num_stages: int, num_rounds: int, data: st.DataObject
+) -> None:
+    chunks = data.draw(st.sampled_from(SCHEDULES[schedule].chunk_counts))
+    setting = pipeline(num_stages, num_rounds * num_stages, schedule, chunks)
+    for stage in range(num_stages):
+        assert setting.in_flight(stage) == setting.passes(stage).peak_bytes([1] * chunks)
+
+
+@pytest.mark.parametrize(("num_microbatches", "per_round"), [(1, 1), (2, 2), (3, 3), (4, 2), (8, 2)])
+def test_interleaved_rounds_have_as_many_microbatches_as_stages_or_all_of_few(
+    num_microbatches: int, per_round: int
+) -> None:
+    assert microbatches_per_round(pipeline(2, num_microbatches, "interleaved-1f1b", 2)) == per_round
+
+
+def test_an_order_gives_back_the_passes_that_it_was_made_of() -> None:
+    passes = [Pass(Phase.FORWARD, 1, 0), Pass(Phase.BACKWARD_INPUT, 1, 0), Pass(Phase.BACKWARD_WEIGHT, 1, 0)]
+    assert list(PassOrder.of(passes)) == passes
+
+
+def test_a_split_backward_pass_frees_activations_with_its_weight_part() -> None:
+    forwards = [Pass(Phase.FORWARD, 0, microbatch) for microbatch in range(2)]
+    inputs = [Pass(Phase.BACKWARD_INPUT, 0, microbatch) for microbatch in range(2)]
+    weights = [Pass(Phase.BACKWARD_WEIGHT, 0, microbatch) for microbatch in range(2)]
+    late = PassOrder.of([forwards[0], inputs[0], forwards[1], inputs[1], *weights])
+    soon = PassOrder.of([forwards[0], inputs[0], weights[0], forwards[1], inputs[1], weights[1]])
+    assert (late.in_flight(0), soon.in_flight(0)) == (2, 1)
+    assert (late.peak_bytes([5]), soon.peak_bytes([5])) == (10, 5)
+
+
+def test_a_split_backward_pass_sends_one_gradient() -> None:
+    order = PassOrder.of([Pass(phase, 0, 0) for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)])
+    assert order.peak_bytes_with_kept([0], by_forward=[1], by_backward=[10]) == 11

@@ -1,0 +1,40 @@
+"""GPipe: a stage does all its forward passes, then all its backward passes.
+
+Source: Huang et al. 2019; the order of `torch.distributed.pipelining` 2.13.
+"""
+
+from steelyard.schedules.passes import PassOrder, Phase, all_of, in_turn
+from steelyard.schedules.pipeline import PipelineConfig, Schedule
+
+
+class GPipe(Schedule):
+    """All forwards, then all backwards: every microbatch is alive at once."""
+
+    name = "gpipe"
+    title = "GPipe"
+    torch_name = "ScheduleGPipe"
+    torchtitan_name = "GPipe"
+    why_not_everywhere = (
+        "searched only where there are fewer microbatches than stages: elsewhere 1f1b holds fewer activations "
+        "and takes no longer"
+    )
+
+    def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
+        """All forwards, then all backwards."""
+        count = pipeline.num_microbatches
+        return in_turn(all_of(Phase.FORWARD, count), all_of(Phase.BACKWARD, count), warm_up=count, backward_first=False)
+
+    def is_tried(self, pipeline: PipelineConfig) -> bool:
+        """Where there are too few microbatches for 1F1B."""
+        return pipeline.num_microbatches < pipeline.num_stages
+
+    def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
+        """All microbatches."""
+        return pipeline.num_microbatches
+
+    def kept_gradients(self, num_sent: int) -> int:
+        """All: torch waits for them when the step ends."""
+        return num_sent
+
+
+GPIPE = GPipe()

@@ -1,0 +1,86 @@
+r"""Interleaved 1F1B: every stage holds $v$ chunks of the model and works for them in turn, for a smaller bubble.
+
+Stage $i$ of $P$ does $\min(mv, (v - 1)g + 2(P - 1 - i))$ forwards of $m$ microbatches first, then a forward and a
+backward in turn, then the rest. It goes through its chunks in rounds of $g$ microbatches, forwards from the first chunk
+to the last and backwards from the last to the first; $g = m / \max(1, \lfloor m / P \rfloor)$, which is $P$ where $P$
+divides $m$.
+
+Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `torch.distributed.pipelining` 2.13.
+"""
+
+import numpy as np
+
+from steelyard.errors import InvalidPlanError
+from steelyard.schedules.passes import PassOrder, Phase, in_turn
+from steelyard.schedules.pipeline import PipelineConfig, Schedule
+
+
+class Interleaved1F1B(Schedule):
+    """1F1B over the chunks of every stage."""
+
+    name = "interleaved-1f1b"
+    title = "interleaved 1F1B"
+    torch_name = "ScheduleInterleaved1F1B"
+    torchtitan_name = "Interleaved1F1B"
+    megatron_name = "forward_backward_pipelining_with_interleaving"
+    chunk_counts = (2, 4)
+    """More of them send more and gain little."""
+    keeps_sends = True
+    why_nowhere = "no setting has two stages or more, as many microbatches, and blocks that divide into chunks"
+
+    def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
+        """Rounds of microbatches through the chunks: the first forwards, a forward and a backward in turn, the rest."""
+        size = microbatches_per_round(pipeline)
+        steps = np.arange(pipeline.num_passes)
+        turn, within = np.divmod(steps, size)
+        whole_round, place = np.divmod(turn, pipeline.num_chunks)
+        microbatch = whole_round * size + within
+        forwards = PassOrder(phase=np.full_like(steps, Phase.FORWARD), chunk=place, microbatch=microbatch)
+        backwards = PassOrder(
+            phase=np.full_like(steps, Phase.BACKWARD), chunk=pipeline.num_chunks - 1 - place, microbatch=microbatch
+        )
+        return in_turn(forwards, backwards, _warm_up(pipeline, stage, size), backward_first=False)
+
+    def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:
+        """The microbatches must come in rounds of equal length."""
+        count, num_stages, rounds = pipeline.num_microbatches, pipeline.num_stages, _num_rounds(pipeline)
+        if count % rounds == 0:
+            return None
+        return InvalidPlanError(
+            field="num_microbatches",
+            found=f"{count} for {num_stages} stages under {self.name}",
+            expected=f"a multiple of its {rounds} rounds ({count} // {num_stages})",
+            hint=f"take a multiple of {num_stages} microbatches",
+        )
+
+    def is_tried(self, pipeline: PipelineConfig) -> bool:
+        """Where every stage has a microbatch to work for, and the chunks can be filled."""
+        return 2 <= pipeline.num_stages <= pipeline.num_microbatches and super().is_tried(pipeline)
+
+    def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
+        """The first forwards, and the one that comes before the first backward; of all chunks together."""
+        size = microbatches_per_round(pipeline)
+        return min(pipeline.num_passes, _warm_up(pipeline, stage, size) + 1)
+
+
+INTERLEAVED_1F1B = Interleaved1F1B()
+
+
+def _warm_up(pipeline: PipelineConfig, stage: int, per_round: int) -> int:
+    """Forwards of a stage before the first forward that is paired with a backward."""
+    first = (pipeline.num_chunks - 1) * per_round + 2 * (pipeline.num_stages - 1 - stage)
+    return min(pipeline.num_passes, first)
+
+
+def _num_rounds(pipeline: PipelineConfig) -> int:
+    return max(1, pipeline.num_microbatches // pipeline.num_stages)
+
+
+def microbatches_per_round(pipeline: PipelineConfig) -> int:
+    """Microbatches that a stage takes through one chunk before it turns to the next.
+
+    There are ⌊m / P⌋ rounds, at least one, of equal length: P microbatches where P divides m. Raises
+    `InvalidPlanError` where m cannot be divided so; the rule is that of `torch.distributed.pipelining`.
+    """
+    pipeline.check()
+    return pipeline.num_microbatches // _num_rounds(pipeline)

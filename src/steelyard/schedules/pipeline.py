@@ -1,0 +1,121 @@
+"""A pipeline setting as one value, and what a schedule is: all that follows from the order of passes it gives a stage.
+
+A stage is a group of ranks. Its layers come in one or more chunks, and chunk $c$ of stage $i$ is part $cP + i$ of the
+model, $P$ stages in all. Costs, memory, search, runtime and exports ask these two values and name no schedule.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.schedules.passes import PassOrder
+
+
+class Schedule(ABC):
+    """In which order the stages of a pipeline do their passes. One instance each; equal by kind."""
+
+    name: str
+    """As plans, problem files and options write it."""
+    title: str
+    """As a sentence writes it."""
+    torch_name: str
+    """The class in `torch.distributed.pipelining`."""
+    torchtitan_name: str | None = None
+    megatron_name: str | None = None
+    """The function of Megatron's ``pipeline_parallel/schedules.py``, which its arguments choose by the chunks."""
+    chunk_counts: tuple[int, ...] = (1,)
+    """Chunks per stage that the search tries."""
+    keeps_sends: bool = False
+    """Whether torch waits for all that a stage sent only when the step ends, so that it stays until then."""
+    why_not_everywhere: str = ""
+    """Why the search leaves out settings in which the schedule can run; empty where it leaves out none."""
+    why_nowhere: str = "not searched"
+    """What to say where the search found no setting for the schedule."""
+
+    @abstractmethod
+    def passes(self, pipeline: "PipelineConfig", stage: int) -> PassOrder:
+        """The passes of a stage in the order in which it does them; raises `InvalidPlanError` where there is none."""
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a stage holds two or more chunks of the model, and not one."""
+        return 1 not in self.chunk_counts
+
+    @property
+    def words(self) -> str:
+        """How a setting is said to run under this schedule; empty where that goes without saying."""
+        return self.name
+
+    def refusal(self, pipeline: "PipelineConfig") -> InvalidPlanError | None:
+        """What is wrong with the number of microbatches; None, by default, where nothing is."""
+        return None
+
+    def is_tried(self, pipeline: "PipelineConfig") -> bool:
+        """Whether the search tries a setting with chunks that the schedule takes: by default wherever it can run."""
+        return self.refusal(pipeline) is None
+
+    def in_flight(self, pipeline: "PipelineConfig", stage: int) -> int:
+        """The bound of the search: most passes of a stage whose activations are alive at once."""
+        return pipeline.passes(stage).peak_bytes([1] * pipeline.num_chunks)
+
+    def kept_gradients(self, num_sent: int) -> int:
+        """Of the gradients that a part sent so far, how many torch still keeps; where not all sends are kept."""
+        return min(num_sent, 1)
+
+    def steady_from(self, pipeline: "PipelineConfig", stage: int) -> int:
+        """Microbatches beyond which a stage only repeats what it did for those before: by default there are none."""
+        return pipeline.num_microbatches
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """One pipeline setting: how the model is cut into parts, and the batch into microbatches, and how they are run."""
+
+    num_stages: int
+    """Groups of ranks."""
+    num_chunks: int = 1
+    """Parts of the model on every stage."""
+    num_microbatches: int
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        counts = (self.num_stages, self.num_chunks, self.num_microbatches)
+        if min(counts) < 1:
+            raise UserError(
+                field="num_stages, num_chunks, num_microbatches",
+                found=", ".join(map(str, counts)),
+                expected="1 or more of each",
+            )
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the model on all stages."""
+        return self.num_stages * self.num_chunks
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes of every stage in a step: one for each microbatch and chunk."""
+        return self.num_microbatches * self.num_chunks
+
+    def check(self) -> None:
+        """Raises `InvalidPlanError` where the schedule cannot run this number of microbatches."""
+        refusal = self.schedule.refusal(self)
+        if refusal is not None:
+            raise refusal
+
+    def passes(self, stage: int) -> PassOrder:
+        """The passes of a stage, counted from 0, in the order in which it does them."""
+        return self.schedule.passes(self, stage)
+
+    def in_flight(self, stage: int) -> int:
+        """Passes whose activations are alive at once on a stage, counted from 0, as the search bounds them."""
+        return self.schedule.in_flight(self, stage)

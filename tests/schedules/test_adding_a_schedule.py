@@ -1,0 +1,121 @@
+"""A schedule is added in one place: with its passes alone it is simulated, its memory walked, and planned with."""
+
+from pathlib import Path
+
+import pytest
+
+from steelyard.cost.build import build_tables
+from steelyard.cost.predict import predict, predict_memory
+from steelyard.cost.simulator import StageTimes
+from steelyard.errors import UserError
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import parse_strategy
+from steelyard.planning.assemble import describe
+from steelyard.planning.choose import plan_job
+from steelyard.planning.excluded import excluded_settings
+from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
+from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
+from steelyard.search import load_problem, save_problem
+from tests.cost.examples import job, plan, setting, simulated
+
+STAGES = ("fsdp4, dp4, fsdp4", "fsdp4, fsdp4, fsdp4")
+
+
+class LastInFirstOut(Schedule):
+    """GPipe whose backward passes begin with the last microbatch."""
+
+    name = "last-in-first-out"
+    title = "last in, first out"
+    torch_name = "ScheduleGPipe"
+
+    def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
+        counts = range(pipeline.num_microbatches)
+        forwards = [Pass(Phase.FORWARD, 0, microbatch) for microbatch in counts]
+        backwards = [Pass(Phase.BACKWARD, 0, microbatch) for microbatch in reversed(counts)]
+        return PassOrder.of(forwards + backwards)
+
+
+NAME = LastInFirstOut.name
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, NAME, LastInFirstOut())
+
+
+def test_it_is_simulated_in_its_own_order() -> None:
+    timeline = simulated([StageTimes(forward_s=1, backward_s=2, sync_s=5)] * 3, 4, NAME)
+    backwards = [event.microbatch for event in timeline.stages[2] if event.kind == "backward"]
+    assert backwards == [3, 2, 1, 0]
+
+
+def test_it_takes_the_time_of_gpipe_on_equal_stages() -> None:
+    parts = [StageTimes(forward_s=1, backward_s=2, once_s=1)] * 3
+    assert simulated(parts, 4, NAME).step_time_s == simulated(parts, 4, "gpipe").step_time_s
+
+
+@pytest.mark.parametrize("overlap_sync", [False, True])
+def test_gradients_are_reduced_after_the_backward_pass_that_its_order_ends_with(overlap_sync: bool) -> None:
+    timeline = simulated([StageTimes(forward_s=1, backward_s=2, sync_s=5)] * 2, 3, NAME, overlap_sync=overlap_sync)
+    for events in timeline.stages:
+        last = max(event.end_s for event in events if event.kind == "backward")
+        assert [event.start_s >= last for event in events if event.kind == "sync"] == [True]
+
+
+def test_the_search_holds_as_many_microbatches_as_its_passes_do() -> None:
+    tables = build_tables(setting(num_stages=2, num_microbatches=8, schedule=NAME), (parse_strategy("fsdp4"),))
+    assert [tables.pipeline.in_flight(stage) for stage in range(2)] == [8, 8]
+
+
+def test_its_memory_is_walked() -> None:
+    of = job(global_batch=32)
+    lifo, gpipe, usual = (
+        predict_memory(plan(of, *STAGES, num_microbatches=8, schedule=name), of) for name in (NAME, "gpipe", "1f1b")
+    )
+    for stage in range(2):
+        assert lifo[stage]["activations"] == gpipe[stage]["activations"] > usual[stage]["activations"]
+
+
+def planned() -> Plan:
+    found = plan_job(job(), PlanOptions(schedules=(NAME,), num_stages=2)).plan
+    assert found is not None
+    return found
+
+
+def test_it_is_planned_with() -> None:
+    found = planned()
+    assert found.schedule == NAME
+    assert found.prediction is not None
+    assert found.prediction.step_time_s == predict(found, job()).step_time_s
+
+
+def test_it_is_said_of_a_setting() -> None:
+    assert describe(planned().pipeline).endswith(f", {NAME}")
+
+
+def test_a_plan_under_it_is_written_and_read(tmp_path: Path) -> None:
+    found = planned()
+    write_plan(found, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == found
+
+
+def test_a_problem_under_it_is_written_and_read(tmp_path: Path) -> None:
+    problem = make_problem(job(), PlanOptions(schedules=(NAME,), num_stages=2, num_microbatches=8))
+    save_problem(tmp_path / "problem.json", problem)
+    (tables,) = load_problem(tmp_path / "problem.json").settings
+    assert tables.pipeline == problem.settings[0].pipeline
+
+
+def test_it_is_searched_where_nothing_is_said() -> None:
+    assert NAME in {each.pipeline.schedule.name for each in pipeline_settings(job(), PlanOptions())}
+
+
+def test_that_it_was_left_out_is_said() -> None:
+    excluded = excluded_settings(job(), PlanOptions(schedules=("1f1b",)))
+    assert (NAME, "left out by --schedule") in {(each.values, each.reason) for each in excluded}
+
+
+def test_an_unknown_name_has_the_nearest_known_one_as_its_hint() -> None:
+    with pytest.raises(UserError, match=f"did you mean {NAME}"):
+        find_schedule("last-in-last-out")
