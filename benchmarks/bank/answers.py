@@ -126,6 +126,7 @@ _SIZES = {
 """In place of those of a family's smallest model, where its config has such a key."""
 
 _OTHER_SIZES = {
+    "deepseek_v3": {"num_key_value_heads": 8},
     "gpt2": {"n_embd": 512, "n_layer": 6, "n_head": 8, "n_positions": 2048},
     "t5": {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 3, "num_decoder_layers": 4, "num_heads": 8},
     "vit": {"image_size": 224, "patch_size": 16},

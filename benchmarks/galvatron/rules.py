@@ -133,23 +133,23 @@ def _coefficient(point: Point, strategy: Strategy, *, is_tp: bool) -> float:
 def switch_s(point: Point, before: Strategy, after: Strategy) -> float:
     """Redistribution between two layers of a stage, and the published 0.1 ms that orders sharded before replicated."""
     if before.layout == after.layout:
-        return ORDERING_S if before.fsdp > 1 and after.dp > 1 else 0.0
+        return ORDERING_S if before.degree(FSDP) > 1 and after.degree(DP) > 1 else 0.0
     if not _is_moved(point, before, after):
         return 0.0
-    size = (after.tp - 1) / after.tp * SWITCHED_MB_PER_SAMPLE * point.batch / after.data_degree
+    size = (after.degree(TP) - 1) / after.degree(TP) * SWITCHED_MB_PER_SAMPLE * point.batch / after.data_degree
     return size * _coefficient(point, after, is_tp=True) / 1000
 
 
 def _is_moved(point: Point, before: Strategy, after: Strategy) -> bool:
     """Whether activations move: to more tensor-parallel ranks, or between mixed layouts of another rank order."""
-    if after.tp > before.tp:
+    if after.degree(TP) > before.degree(TP):
         return True
     is_reordered = len(before.levels) == len(after.levels) == 2 and _is_tp_inner(before) != _is_tp_inner(after)
-    if not is_reordered or after.tp == before.tp:
+    if not is_reordered or after.degree(TP) == before.degree(TP):
         return is_reordered
     if point.inputs.num_gpus == 16 and point.inputs.is_alike:
         return True
-    return point.num_devices == 8 and (before.tp, after.tp) == (4, 2)
+    return point.num_devices == 8 and (before.degree(TP), after.degree(TP)) == (4, 2)
 
 
 def _is_tp_inner(strategy: Strategy) -> bool:

@@ -4,7 +4,7 @@ Under tensor parallelism the experts are divided between the ranks. Source: ``mo
 Not trained: the auxiliary loss that balances the experts, which transformers leaves out too unless asked for it.
 """
 
-from steelyard.model.decoder import LLAMA_BLOCK, Keys, config_value, decoder, dense_ffn
+from steelyard.model.decoder import DENSE, LLAMA_BLOCK, Keys, config_value, decoder, dense_ffn
 from steelyard.model.families.qwen2 import upper_layers_slide
 from steelyard.model.family import Sizes
 
@@ -15,7 +15,7 @@ def _is_sparse(sizes: Sizes, block: int) -> bool:
 
 
 def _kind(sizes: Sizes, block: int) -> str:
-    return "sparse" if _is_sparse(sizes, block) else "dense"
+    return "sparse" if _is_sparse(sizes, block) else DENSE
 
 
 def _ffn(sizes: Sizes, keys: Keys) -> tuple[tuple[str, int], ...]:
