@@ -6,15 +6,15 @@ exists can be run by as many processes as it has ranks. ``prediction`` is absent
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from steelyard.errors import InvalidPlanError
+from steelyard.errors import InvalidPlanError, nearest
 from steelyard.hardware import Backend
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.cost_source import CostSource
-from steelyard.plan.kinds import Value, variants
+from steelyard.plan.kinds import variants
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.part import PlanPart
@@ -34,39 +34,34 @@ class PlanModel(PlanPart):
 
 
 class LayerRun(PlanPart):
-    """Consecutive layers that share one strategy. ``layers`` is the first and the last layer, both included."""
+    """Consecutive layers that share one strategy. ``layers`` is the first and the last layer, both included.
+
+    Variants of the kinds of parallelism in ``parallel`` (``sp``, ``zero``, …) are keys of their own beside these.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     layers: tuple[int, int]
     parallel: str
     remat: Remat = Remat.NONE
-    variants: dict[str, Value] = Field(default_factory=dict)
-    """Those that are not the default. In a file each is a key of its own beside the others."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_file(cls, content: Any) -> Any:
-        if not isinstance(content, dict) or "variants" in content:
-            return content
-        own = {key: value for key, value in content.items() if key in variants()}
-        return {key: value for key, value in content.items() if key not in own} | {"variants": own}
-
-    @model_serializer(mode="wrap")
-    def _to_file(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = handler(self)
-        own: dict[str, Any] = content.pop("variants")
-        return content | own
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of these layers."""
-        return Strategy.of(levels=parse_parallel(self.parallel), remat=self.remat, **self.variants)
+        """The strategy of these layers; raises `InvalidPlanError` naming the key that does not belong."""
+        own = self.model_extra or {}
+        known = (*type(self).model_fields, *variants())
+        for key in own:
+            if key not in known:
+                expected = "one of " + ", ".join(known)
+                found = f"the unknown key {key!r}"
+                raise InvalidPlanError(field=key, found=found, expected=expected, hint=nearest(key, known))
+        return Strategy.of(parse_parallel(self.parallel), self.remat, **own)
 
     @classmethod
     def of(cls, first: int, last: int, strategy: Strategy) -> Self:
         """Layers ``first`` to ``last`` under ``strategy``."""
-        return cls(
-            layers=(first, last), parallel=strategy.parallel, remat=strategy.remat, variants=dict(strategy.variants)
-        )
+        own: dict[str, Any] = dict(strategy.variants)
+        return cls(layers=(first, last), parallel=strategy.parallel, remat=strategy.remat, **own)
 
 
 class StagePlan(PlanPart):
