@@ -403,14 +403,17 @@ def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Momen
     The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
     layer = layers[place]
+    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(layers, place, moment)
+    return total if layer.shards > 1 else total + _reducing_bytes(layers, place + 1, moment)
+
+
+def reduction_bytes(layer: LayerMemory, *, is_first: bool) -> int:
+    """What a layer itself takes as its gradients are reduced, in the first backward pass of a step or a later one."""
     total = layer.input + layer.reducing
     if layer.shards > 1:
         made, scratch = layer.made_gradients, layer.scratch
-        total += layer.reduced + (made + scratch if layer.holds_new else max(made, scratch)) + layer.shard
-    else:
-        total += layer.made_gradients + layer.cut_gradients + (layer.reduced if moment.is_first else 0)
-        total += _reducing_bytes(layers, place + 1, moment)
-    return total + _prefetched_bytes(layers, place, moment)
+        return total + layer.reduced + (made + scratch if layer.holds_new else max(made, scratch)) + layer.shard
+    return total + layer.made_gradients + layer.cut_gradients + (layer.reduced if is_first else 0)
 
 
 def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> LayerMemory:
@@ -475,7 +478,7 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
             known[key] = layer_memory(*key, setting)
     layers = [known[chain.layers[place], strategies[place]] for place in places]
     sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
-    layers[-1] = _without_sent(layers[-1], strategies[part.last_layer], sent)
+    layers[-1] = without_sent(layers[-1], strategies[part.last_layer], sent)
     return PartLayers(
         layers=tuple(layers),
         received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
@@ -486,7 +489,7 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
     )
 
 
-def _without_sent(layer: LayerMemory, strategy: Strategy, sent: int) -> LayerMemory:
+def without_sent(layer: LayerMemory, strategy: Strategy, sent: int) -> LayerMemory:
     """The last layer of a part without its output and the gradient of that, which the pipeline's buffers hold.
 
     While full remat computes the layer again, what it works with has the gradient alone.

@@ -1,0 +1,315 @@
+r"""The fastest plan that the walk through its passes accepts, and what no such plan is faster than.
+
+The walk (`steelyard.cost.stage_memory`) takes a whole plan; the search takes tables that add up. So two tables stand
+for each pipeline setting: a *ceiling* above every walk, and a *floor* below it. The fastest plan within a floor is a
+bound of all plans that the walk accepts, and where the walk accepts that very plan it is the answer: so it is wherever
+memory does not bind. Else the floor is searched within less and less, by as much as the walk of the plan found last
+exceeds its floor, until a plan is accepted, and the room between the last two is halved; what the ceiling allows
+competes with it. Only settings whose bound is below the best accepted plan take part.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from steelyard.cost.build import usable_bytes
+from steelyard.cost.memory_floor import floor_tables
+from steelyard.cost.predict import predict_memory
+from steelyard.cost.setting import Job, Setting
+from steelyard.cost.tables import CostTables
+from steelyard.plan.plan import Plan
+from steelyard.planning.assemble import bare_plan
+from steelyard.search import (
+    NearestMiss,
+    Partition,
+    SearchResult,
+    SettingOutcome,
+    SettingResult,
+    partition_exact,
+    search,
+)
+from steelyard.search.evaluate import evaluate
+from steelyard.search.memory import least_memory_strategies, nearest_miss, stage_memories
+from steelyard.units import format_seconds
+
+SAME = 1e-9
+"""Times that differ by no more than this fraction are equal: sums in another order."""
+MAX_TRIES = 8
+"""Budgets within which a floor is searched until the walk accepts a plan; then the ceiling's is left."""
+HALVINGS = 4
+"""How often the room between the least budget that was too much and the largest accepted is halved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A plan that the walk accepts, and the outcome of the search that it comes from."""
+
+    outcome: SettingOutcome
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Acceptance:
+    """The accepted plans of the settings, fastest first, and what the search says of all settings.
+
+    ``search`` has the bound of all accepted plans and ranks those found. Where there is none its nearest miss is what
+    the walk of the plan of least memory takes.
+    """
+
+    ranked: tuple[Accepted, ...]
+    search: SearchResult
+
+
+def accept(
+    job: Job,
+    settings: Sequence[Setting],
+    ceilings: Sequence[CostTables],
+    *,
+    num_exact: int = 1,
+    num_alternatives: int = 4,
+    partition: Partition = "exact",
+    time_limit_s: float | None = None,
+) -> Acceptance:
+    """The fastest accepted plans of a job, of settings and their tables in the same order.
+
+    ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
+    """
+    contest = _Contest(job=job, settings=settings, ceilings=ceilings, num_exact=num_exact)
+    if partition != "exact":
+        found = search(ceilings, usable_bytes(job), partition=partition)
+        contest.admit(found.ranked)
+        return _summary(contest, found)
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    floors = [floor[0] for floor in contest.floors]
+    found = search(
+        floors, contest.room_bytes, num_exact=num_exact, num_alternatives=num_alternatives, time_limit_s=time_limit_s
+    )
+    contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
+    refused = contest.admit(found.ranked[: num_exact + num_alternatives])
+    contested = sorted({*contest.open(), *(each.index for each in refused)})
+    if contested:
+        _compete(contest, contested, found, deadline)
+    return _summary(contest, found)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Contest:
+    """The settings of a job, what is known of each, and the best accepted plan of each."""
+
+    job: Job
+    settings: Sequence[Setting]
+    ceilings: Sequence[CostTables]
+    num_exact: int
+    floors: list[tuple[CostTables, ...]] = field(init=False)
+    room_bytes: int = field(init=False)
+    """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
+    bounds_s: list[float] = field(init=False)
+    accepted: dict[int, Accepted] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.floors = [floor_tables(*pair) for pair in zip(self.ceilings, self.settings, strict=True)]
+        self.room_bytes = usable_bytes(self.job) + 1
+        self.bounds_s = [0.0] * len(self.settings)
+
+    @property
+    def cutoff_s(self) -> float:
+        """What an accepted plan has to be faster than to be of use."""
+        best = sorted(each.outcome.score_s for each in self.accepted.values())
+        return best[self.num_exact - 1] if len(best) >= self.num_exact else np.inf
+
+    def open(self) -> list[int]:
+        """The settings of which a faster plan may be accepted, most promising first."""
+        cutoff_s = self.cutoff_s * (1 - SAME)
+        found = [
+            index for index, bound_s in enumerate(self.bounds_s) if bound_s < cutoff_s and not self._is_settled(index)
+        ]
+        return sorted(found, key=lambda index: self.bounds_s[index])
+
+    def _is_settled(self, index: int) -> bool:
+        mine = self.accepted.get(index)
+        return mine is not None and mine.outcome.score_s <= self.bounds_s[index] * (1 + SAME)
+
+    def admit(self, outcomes: Sequence[SettingOutcome]) -> list[SettingOutcome]:
+        """Lets the walk judge the plans of these outcomes; returns those that it refuses."""
+        return [outcome for outcome in outcomes if self.excess_bytes(outcome) > 0]
+
+    def excess_bytes(self, outcome: SettingOutcome) -> int:
+        """By how much the walk of an outcome's plan exceeds the room; where it does not, the plan competes."""
+        plan = bare_plan(self.job, outcome)
+        excess = walked_bytes(plan, self.job) - self.room_bytes
+        if excess <= 0:
+            known = self.accepted.get(outcome.index)
+            if known is None or outcome.score_s < known.outcome.score_s:
+                self.accepted[outcome.index] = Accepted(outcome=outcome, plan=plan)
+        return excess
+
+
+def walked_bytes(plan: Plan, job: Job) -> int:
+    """Bytes of the fullest device of a plan, the allocator's slack left out."""
+    return max(
+        sum(num_bytes for name, num_bytes in terms.items() if name != "allocator slack")
+        for terms in predict_memory(plan, job)
+    )
+
+
+def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, deadline: float | None) -> None:
+    """Finds accepted plans of these settings: what their ceilings allow, then what lies between floor and ceiling."""
+    above = search(
+        [contest.ceilings[index] for index in contested],
+        usable_bytes(contest.job),
+        num_exact=contest.num_exact,
+        num_alternatives=len(contested),
+        time_limit_s=_left_s(deadline),
+    )
+    contest.admit([replace(each, index=contested[each.index]) for each in above.ranked])
+    for index in contest.open():
+        if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
+            _between(contest, index, found.settings[index], deadline)
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: float | None) -> None:
+    """Searches the floor of a setting within less and less until the walk accepts a plan, then within a little more."""
+    floor = contest.floors[index][0]
+    refused, spared = 0, 0
+    outcome = known if known.result.status == "optimal" else _within(contest, index, floor, 0, deadline)
+    for _ in range(MAX_TRIES):
+        excess = 0 if outcome is None else contest.excess_bytes(outcome)
+        if outcome is None or excess <= 0:
+            break
+        walked = contest.room_bytes + excess
+        floor = min(contest.floors[index], key=lambda each: walked - _peak_bytes(each, outcome))
+        refused, spared = spared, max(spared + 1, walked - _peak_bytes(floor, outcome))
+        outcome = _within(contest, index, floor, spared, deadline)
+    for _ in range(HALVINGS):
+        middle = (refused + spared) // 2
+        if not refused < middle < spared or _left_s(deadline) == 0:
+            return
+        outcome = _within(contest, index, floor, middle, deadline)
+        if outcome is None or contest.excess_bytes(outcome) <= 0:
+            spared = middle
+        else:
+            refused = middle
+
+
+def _peak_bytes(tables: CostTables, outcome: SettingOutcome) -> int:
+    solution = outcome.solution
+    return evaluate(tables, solution.boundaries, solution.strategies).peak_bytes
+
+
+def _within(
+    contest: _Contest, index: int, floor: CostTables, spared_bytes: int, deadline: float | None
+) -> SettingOutcome | None:
+    """The fastest plan of a floor within so much less than there is; None where it is of no use."""
+    cutoff_s = contest.cutoff_s * (1 - SAME)
+    result = partition_exact(floor, contest.room_bytes - spared_bytes, cutoff_s=cutoff_s, deadline=deadline)
+    if spared_bytes == 0 and floor is contest.floors[index][0]:
+        contest.bounds_s[index] = max(contest.bounds_s[index], result.lower_bound_s)
+    if result.solution is None or result.solution.step_s >= cutoff_s:
+        return None
+    return _outcome(index, floor, result)
+
+
+def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOutcome:
+    return SettingOutcome(index=index, tables=tables, result=result, reason="the fastest that the walk accepts")
+
+
+def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
+    """What was accepted, best first, with the bound that holds for all accepted plans."""
+    least = None if contest.accepted else _least(contest)
+    if least is not None and least.walked_bytes <= contest.room_bytes:
+        contest.admit([least.outcome])
+    ranked = tuple(sorted(contest.accepted.values(), key=lambda each: (each.outcome.score_s, each.outcome.index)))
+    if not ranked:
+        return _nothing_accepted(contest, found, least)
+    fastest_s = ranked[0].outcome.score_s
+    bound_s = min(*contest.bounds_s, fastest_s)
+    proven = bound_s >= fastest_s * (1 - SAME)
+    return Acceptance(
+        ranked=ranked,
+        search=replace(
+            found,
+            status="optimal" if proven else "feasible",
+            ranked=tuple(each.outcome for each in ranked),
+            settings=tuple(_reported(contest, each) for each in found.settings),
+            lower_bound_s=fastest_s if proven else bound_s,
+        ),
+    )
+
+
+def _reported(contest: _Contest, outcome: SettingOutcome) -> SettingOutcome:
+    """The outcome of a setting with the plan that was accepted, or with none."""
+    accepted = contest.accepted.get(outcome.index)
+    if accepted is not None:
+        return replace(outcome, tables=accepted.outcome.tables, result=accepted.outcome.result)
+    if outcome.result.solution is None:
+        return outcome
+    bound_s = contest.bounds_s[outcome.index]
+    reason = f"no plan of it that fits was found; none takes less than {format_seconds(bound_s)} a step"
+    return replace(outcome, result=replace(outcome.result, solution=None), reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Least:
+    """The plan of least memory of a setting, by the walk."""
+
+    outcome: SettingOutcome
+    walked_bytes: int
+    miss: NearestMiss
+
+
+def _least(contest: _Contest) -> _Least | None:
+    """The plan that takes least of all settings; None where some layer has no legal strategy in any.
+
+    Of each setting the plans of least memory by its tables are walked; those whose floor is above the best are left.
+    """
+    best: _Least | None = None
+    needed = {index: miss.needed_bytes for index, miss in _misses(contest)}
+    for index in sorted(needed, key=lambda index: needed[index]):
+        if best is not None and needed[index] >= best.walked_bytes:
+            break
+        for tables in (contest.ceilings[index], *contest.floors[index]):
+            least = _least_of(contest, index, tables)
+            if least is not None and (best is None or least.walked_bytes < best.walked_bytes):
+                best = least
+    return best
+
+
+def _misses(contest: _Contest) -> Iterator[tuple[int, NearestMiss]]:
+    for index, floors in enumerate(contest.floors):
+        miss = nearest_miss(floors[0], 0)
+        if miss is not None:
+            yield index, miss
+
+
+def _least_of(contest: _Contest, index: int, tables: CostTables) -> _Least | None:
+    memories = stage_memories(tables)
+    miss = nearest_miss(tables, 0, memories)
+    if miss is None:
+        return None
+    solution = evaluate(tables, miss.boundaries, least_memory_strategies(tables, memories, miss.boundaries))
+    outcome = _outcome(index, tables, SettingResult(status="feasible", solution=solution, lower_bound_s=0.0))
+    walked = walked_bytes(bare_plan(contest.job, outcome), contest.job)
+    missing = walked - usable_bytes(contest.job)
+    return _Least(outcome=outcome, walked_bytes=walked, miss=replace(miss, needed_bytes=walked, miss_bytes=missing))
+
+
+def _nothing_accepted(contest: _Contest, found: SearchResult, least: _Least | None) -> Acceptance:
+    nothing = tuple(_reported(contest, each) for each in found.settings)
+    return Acceptance(
+        ranked=(),
+        search=replace(
+            found,
+            status="infeasible",
+            ranked=(),
+            settings=nothing,
+            lower_bound_s=np.inf,
+            nearest_miss=least.miss if least else None,
+            nearest_index=least.outcome.index if least else None,
+        ),
+    )
