@@ -31,21 +31,26 @@ from steelyard.cost.build import context_bytes
 from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.schedule import PassOrder, pass_order
 from steelyard.cost.setting import Setting
-from steelyard.cost.stage_memory import LayerMemory, hidden_bytes, layer_memory, reduction_bytes, without_sent
+from steelyard.cost.stage_memory import LayerMemory, backward_sending, hidden_bytes, layer_memory, reduction_bytes
 from steelyard.cost.tables import CostTables
 from steelyard.plan.strategy import Strategy
 
 IntTable = NDArray[np.int64]
 
 
-def floor_tables(tables: CostTables, setting: Setting) -> tuple[CostTables, ...]:
+KnownLayers = dict[tuple[object, ...], LayerMemory]
+"""The memory of layers of a job by all that it depends on, shared between settings."""
+
+
+def floor_tables(tables: CostTables, setting: Setting, known: KnownLayers | None = None) -> tuple[CostTables, ...]:
     """The same times with bytes that no walk is below; of several, each is a bound of its own.
 
-    ``tables`` are those of the setting, pinned or not. For a framework with states of its own they are a bound already.
+    ``tables`` are those of the setting, pinned or not; ``known`` saves work between settings of one job. For a
+    framework with states of its own they are a bound already.
     """
     if setting.job.execution.states is not None:
         return (tables,)
-    parts = _parts(tables, setting)
+    parts = _parts(tables, setting, {} if known is None else known)
     if tables.num_chunks > 1:
         return (_interleaved(tables, setting, parts),)
     flights = [tables.in_flight(stage) for stage in range(tables.num_stages)]
@@ -84,43 +89,47 @@ class _Parts:
     """The output, for one microbatch."""
 
 
-def _parts(tables: CostTables, setting: Setting) -> _Parts:
+def _parts(tables: CostTables, setting: Setting, known: KnownLayers) -> _Parts:
     names = _Parts.__slots__
-    found = {name: np.zeros(tables.legal.shape, dtype=np.int64) for name in names}
+    found = np.zeros((len(names), *tables.legal.shape), dtype=np.int64)
     last = len(tables.layers) - 1
     for row, place in {kind: place for place, kind in enumerate(tables.layers)}.items():
         layer = setting.job.chain.num_layers - 1 if place == last else place
         for column in np.flatnonzero(tables.legal[row]).tolist():
-            of = _layer_parts(layer, tables.strategies[column], setting, is_head=place == last)
-            for name, num_bytes in zip(names, of, strict=True):
-                found[name][row, column] = num_bytes
-    return _Parts(**found)
+            strategy = tables.strategies[column]
+            memory = _memory(setting.job.chain.layers[layer], strategy, setting, known)
+            sent = 0 if place == last else hidden_bytes(layer, strategy, setting)
+            found[:, row, column] = _layer_parts(memory, strategy, sent)
+            found[0, row, column] += sample_bytes(setting.job.chain.kind_of(layer), strategy, setting)
+    return _Parts(**dict(zip(names, found, strict=True)))
 
 
-def _layer_parts(layer: int, strategy: Strategy, setting: Setting, *, is_head: bool) -> tuple[int, ...]:
-    """The fields of `_Parts` in their order, for one layer of the model."""
-    chain = setting.job.chain
-    memory = layer_memory(chain.layers[layer], strategy, setting)
-    sent = 0 if is_head else hidden_bytes(layer, strategy, setting)
+def _memory(kind_index: int, strategy: Strategy, setting: Setting, known: KnownLayers) -> LayerMemory:
+    samples = setting.microbatch_samples // strategy.data_degree
+    key = (kind_index, strategy.tp, strategy.sp, strategy.fsdp, strategy.zero, strategy.remat, samples)
+    if key not in known:
+        known[key] = layer_memory(kind_index, strategy, setting)
+    return known[key]
+
+
+def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int) -> tuple[int, ...]:
+    """The fields of `_Parts` in their order, samples left out."""
     copy = memory.copy if memory.keeps_copy else 0
     freed = memory.freed + (memory.copy if memory.drops_copy else 0)
+    beside = memory.made_gradients + (0 if memory.keeps_copy else memory.copy)
     return (
-        3 * memory.shard + memory.buffers + sample_bytes(chain.kind_of(layer), strategy, setting),
+        3 * memory.shard + memory.buffers,
         memory.kept_gradients,
         copy if memory.shards == 1 else 0,
         copy if memory.shards > 1 else 0,
         memory.saved,
         memory.reduced if memory.shards > 1 else 0,
-        _autograd_bytes(memory),
-        _autograd_bytes(without_sent(memory, strategy, sent)),
+        memory.backward + beside,
+        backward_sending(memory, strategy, sent) + beside,
         reduction_bytes(memory, is_first=False) - freed,
         reduction_bytes(memory, is_first=True) - freed,
         sent,
     )
-
-
-def _autograd_bytes(layer: LayerMemory) -> int:
-    return layer.backward + layer.made_gradients + (0 if layer.keeps_copy else layer.copy)
 
 
 def _at_the_fullest(tables: CostTables, setting: Setting, parts: _Parts, *, has_gradients: bool) -> CostTables:
@@ -163,7 +172,8 @@ def _with_last_layers(
 ) -> CostTables:
     """Tables in which a layer that is the last of its stage has its working set, and what it sends.
 
-    ``in_flight`` is what a layer saves and sends, of every microbatch in flight. In a later backward pass the buffer of the embedding's reduction is still there until the last layer reduces.
+    ``in_flight`` is what a layer saves and sends, of every microbatch in flight. In a later backward pass the buffer
+    of the embedding's reduction is still there until the last layer reduces.
     """
     count, (saved, sent) = setting.num_microbatches, in_flight
     first, head = tables.layers[0], tables.layers[-1]
@@ -204,58 +214,88 @@ def _inner(setting: Setting) -> range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ChunkState:
-    """A chunk of a stage as one of the stage's backward passes begins."""
+class _Moment:
+    """A stage of several chunks as it begins a backward pass, by chunk."""
 
-    in_flight: int
-    has_gradients: bool
-    is_begun: bool
-    """Whether the copies of replicated layers are there: between the first forward and the last backward pass."""
+    working: int
+    """The chunk of the pass."""
+    forwards: tuple[int, ...]
+    """Forward passes before."""
+    backwards: tuple[int, ...]
+    num_microbatches: int
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Microbatches in flight."""
+        return tuple(each - done for each, done in zip(self.forwards, self.backwards, strict=True))
+
+    @property
+    def has_gradients(self) -> tuple[bool, ...]:
+        return tuple(done > 0 for done in self.backwards)
+
+    @property
+    def is_begun(self) -> tuple[bool, ...]:
+        """Whether the copies of replicated layers are there: from the first forward to the last backward pass."""
+        pairs = zip(self.forwards, self.backwards, strict=True)
+        return tuple(each > 0 and done < self.num_microbatches for each, done in pairs)
 
 
 def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTables:
-    """As a stage of several chunks begins a backward pass with most passes in flight."""
-    stages, count = range(tables.num_stages), tables.num_chunks
-    states = [_fullest(_order(stage, setting), setting) for stage in stages]
-    ends = {tables.layers[0]: states[0][0], tables.layers[-1]: states[-1][-1]}
-    copies = np.full((len(tables.kinds), 1), count)
-    gradients = np.full_like(copies, min(sum(each.has_gradients for each in chunks) for chunks in states))
-    begun = np.full_like(copies, min(sum(each.is_begun for each in chunks) for chunks in states))
-    in_flight = [sum(each.in_flight for each in chunks) for chunks in states]
-    saved = np.min([parts.saved * have // tables.in_flight(stage) for stage, have in enumerate(in_flight)], axis=0)
-    for kind, stage in ((tables.layers[0], 0), (tables.layers[-1], -1)):
-        state = ends[kind]
-        copies[kind], gradients[kind], begun[kind] = 1, state.has_gradients, state.is_begun
-        saved[kind] = parts.saved[kind] * state.in_flight // tables.in_flight(stages[stage])
-    borders = (2 * count - 1) * setting.num_microbatches - max(in_flight)
-    return replace(
+    """As the last layer of a chunk begins a backward pass with most passes in flight on its stage."""
+    moments = [_fullest(stage, setting) for stage in range(tables.num_stages)]
+    first, head = tables.layers[0], tables.layers[-1]
+    gradients, begun, copies = (np.full((len(tables.kinds), 1), tables.num_chunks) for _ in range(3))
+    gradients[:] = min(sum(moment.has_gradients) for moment in moments)
+    begun[:] = min(sum(moment.is_begun) for moment in moments)
+    flights = [sum(moment.in_flight) for moment in moments]
+    saved = np.min([parts.saved * each // tables.in_flight(stage) for stage, each in enumerate(flights)], axis=0)
+    for kind, stage, chunk in ((first, 0, 0), (head, tables.num_stages - 1, tables.num_chunks - 1)):
+        moment = moments[stage]
+        copies[kind], gradients[kind], begun[kind] = 1, moment.has_gradients[chunk], moment.is_begun[chunk]
+        saved[kind] = parts.saved[kind] * moment.in_flight[chunk] // tables.in_flight(stage)
+    static = copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy
+    received = max(0, (tables.num_chunks - 1) * setting.num_microbatches - max(flights))
+    sends = [tables.num_chunks * setting.num_microbatches + sum(moment.forwards) for moment in moments[:-1]]
+    last = static + np.maximum(parts.autograd_sending, parts.reduction) + min(sends) * parts.sent
+    static[head] += (tables.num_chunks - 1) * setting.num_microbatches * _least_hidden_bytes(setting)
+    if moments[-1].working == tables.num_chunks - 1:
+        static[head] += np.maximum(parts.autograd, parts.reduction)[head]
+    floor = replace(
         tables,
-        static_bytes=copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy,
+        static_bytes=static,
         activation_bytes=saved,
         transient_bytes=np.zeros_like(saved),
-        overhead_bytes=context_bytes(setting) + _shared_bytes(setting) + borders * _least_hidden_bytes(setting),
+        overhead_bytes=context_bytes(setting) + _shared_bytes(setting) + received * _least_hidden_bytes(setting),
     )
+    return floor.with_last_kinds(last, saved, apart={head})
 
 
-def _order(stage: int, setting: Setting) -> PassOrder:
-    return pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
+def _fullest(stage: int, setting: Setting) -> _Moment:
+    """Of the backward passes that a stage begins with most passes in flight the one with most gradients, or the last.
 
-
-def _fullest(order: PassOrder, setting: Setting) -> list[_ChunkState]:
-    """The chunks of a stage in one of the backward passes with most passes in flight: where most gradients are kept."""
+    On the last stage rather one of the last chunk, which has the head.
+    """
+    chunks, count = setting.num_chunks, setting.num_microbatches
+    order = pass_order(stage, setting.num_stages, count, setting.schedule, chunks)
     changes = np.where(order.is_backward, -1, 1)
     before = np.cumsum(changes) - changes
     fullest = np.flatnonzero(order.is_backward & (before == before[order.is_backward].max()))
-    found = [[_state(order, chunk, place, setting) for chunk in range(setting.num_chunks)] for place in fullest]
-    return max(found, key=lambda chunks: sum(each.has_gradients + each.is_begun for each in chunks))
+    found = [_moment(order, int(place), setting) for place in fullest]
+    is_last = stage == setting.num_stages - 1
+
+    def preference(moment: _Moment) -> tuple[int, int, int]:
+        kept = sum(moment.has_gradients) + sum(moment.is_begun)
+        return int(is_last and moment.working == chunks - 1), kept, sum(moment.forwards)
+
+    return max(found, key=preference)
 
 
-def _state(order: PassOrder, chunk: int, place: int, setting: Setting) -> _ChunkState:
-    mine = order.chunk[:place] == chunk
-    backwards = int((mine & order.is_backward[:place]).sum())
-    forwards = int(mine.sum()) - backwards
-    return _ChunkState(
-        in_flight=forwards - backwards,
-        has_gradients=backwards > 0,
-        is_begun=forwards > 0 and backwards < setting.num_microbatches,
+def _moment(order: PassOrder, place: int, setting: Setting) -> _Moment:
+    chunks = range(setting.num_chunks)
+    done, is_backward = order.chunk[:place], order.is_backward[:place]
+    return _Moment(
+        working=int(order.chunk[place]),
+        forwards=tuple(int(((done == chunk) & ~is_backward).sum()) for chunk in chunks),
+        backwards=tuple(int(((done == chunk) & is_backward).sum()) for chunk in chunks),
+        num_microbatches=setting.num_microbatches,
     )

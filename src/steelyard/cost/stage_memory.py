@@ -478,7 +478,8 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
             known[key] = layer_memory(*key, setting)
     layers = [known[chain.layers[place], strategies[place]] for place in places]
     sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
-    layers[-1] = without_sent(layers[-1], strategies[part.last_layer], sent)
+    backward = backward_sending(layers[-1], strategies[part.last_layer], sent)
+    layers[-1] = replace(layers[-1], backward=backward)
     return PartLayers(
         layers=tuple(layers),
         received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
@@ -489,10 +490,10 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
     )
 
 
-def without_sent(layer: LayerMemory, strategy: Strategy, sent: int) -> LayerMemory:
-    """The last layer of a part without its output and the gradient of that, which the pipeline's buffers hold.
+def backward_sending(layer: LayerMemory, strategy: Strategy, sent: int) -> int:
+    """What the last layer of a part works with without its output and the gradient of that, which are the pipeline's.
 
     While full remat computes the layer again, what it works with has the gradient alone.
     """
     copies = 1 if strategy.remat is Remat.FULL else 2
-    return replace(layer, backward=max(0, layer.backward - copies * sent))
+    return max(0, layer.backward - copies * sent)

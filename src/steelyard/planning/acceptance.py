@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.memory_floor import floor_tables
+from steelyard.cost.memory_floor import KnownLayers, floor_tables
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
@@ -109,7 +109,9 @@ class _Contest:
     accepted: dict[int, Accepted] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.floors = [floor_tables(*pair) for pair in zip(self.ceilings, self.settings, strict=True)]
+        known: KnownLayers = {}
+        pairs = zip(self.ceilings, self.settings, strict=True)
+        self.floors = [floor_tables(tables, setting, known) for tables, setting in pairs]
         self.room_bytes = usable_bytes(self.job) + 1
         self.bounds_s = [0.0] * len(self.settings)
 
