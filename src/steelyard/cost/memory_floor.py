@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import context_bytes
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.schedule import PassOrder, pass_order
+from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import Setting
 from steelyard.cost.stage_memory import LayerMemory, backward_sending, hidden_bytes, layer_memory, reduction_bytes
 from steelyard.cost.tables import CostTables
@@ -277,25 +277,17 @@ def _fullest(stage: int, setting: Setting) -> _Moment:
     """
     chunks, count = setting.num_chunks, setting.num_microbatches
     order = pass_order(stage, setting.num_stages, count, setting.schedule, chunks)
-    changes = np.where(order.is_backward, -1, 1)
-    before = np.cumsum(changes) - changes
-    fullest = np.flatnonzero(order.is_backward & (before == before[order.is_backward].max()))
-    found = [_moment(order, int(place), setting) for place in fullest]
-    is_last = stage == setting.num_stages - 1
-
-    def preference(moment: _Moment) -> tuple[int, int, int]:
-        kept = sum(moment.has_gradients) + sum(moment.is_begun)
-        return int(is_last and moment.working == chunks - 1), kept, sum(moment.forwards)
-
-    return max(found, key=preference)
-
-
-def _moment(order: PassOrder, place: int, setting: Setting) -> _Moment:
-    chunks = range(setting.num_chunks)
-    done, is_backward = order.chunk[:place], order.is_backward[:place]
+    mine = order.chunk == np.arange(chunks)[:, None]
+    before = [np.cumsum(mine & each, axis=1) - (mine & each) for each in (~order.is_backward, order.is_backward)]
+    forwards, backwards = before
+    in_flight = (forwards - backwards).sum(axis=0)
+    kept = ((backwards > 0).astype(int) + ((forwards > 0) & (backwards < count))).sum(axis=0)
+    has_head = (order.chunk == chunks - 1) & (stage == setting.num_stages - 1)
+    fullest = order.is_backward & (in_flight == in_flight[order.is_backward].max())
+    place = max(np.flatnonzero(fullest).tolist(), key=lambda each: (has_head[each], kept[each], each))
     return _Moment(
         working=int(order.chunk[place]),
-        forwards=tuple(int(((done == chunk) & ~is_backward).sum()) for chunk in chunks),
-        backwards=tuple(int(((done == chunk) & is_backward).sum()) for chunk in chunks),
-        num_microbatches=setting.num_microbatches,
+        forwards=tuple(forwards[:, place].tolist()),
+        backwards=tuple(backwards[:, place].tolist()),
+        num_microbatches=count,
     )

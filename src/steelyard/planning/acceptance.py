@@ -90,7 +90,7 @@ def accept(
     refused = contest.admit(found.ranked[: num_exact + num_alternatives])
     contested = sorted({*contest.open(), *(each.index for each in refused)})
     if contested:
-        _compete(contest, contested, found, deadline)
+        _compete(contest, contested, found, num_alternatives, deadline)
     return _summary(contest, found)
 
 
@@ -156,16 +156,19 @@ def walked_bytes(plan: Plan, job: Job) -> int:
     )
 
 
-def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, deadline: float | None) -> None:
+def _compete(
+    contest: _Contest, contested: Sequence[int], found: SearchResult, num_alternatives: int, deadline: float | None
+) -> None:
     """Finds accepted plans of these settings: what their ceilings allow, then what lies between floor and ceiling."""
     above = search(
         [contest.ceilings[index] for index in contested],
         usable_bytes(contest.job),
         num_exact=contest.num_exact,
-        num_alternatives=len(contested),
+        num_alternatives=num_alternatives,
         time_limit_s=_left_s(deadline),
     )
-    contest.admit([replace(each, index=contested[each.index]) for each in above.ranked])
+    best = above.ranked[: contest.num_exact + num_alternatives]
+    contest.admit([replace(each, index=contested[each.index]) for each in best])
     for index in contest.open():
         if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
             _between(contest, index, found.settings[index], deadline)
