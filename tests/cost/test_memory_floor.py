@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.fold import unfold_layers, unfold_parts, why_not_interleaved
+from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job, Setting
@@ -101,7 +101,7 @@ def test_no_walk_is_below_a_floor(setting: tuple[int, int, Schedule, int], preci
     where = Setting(job=of, num_stages=num_stages, num_microbatches=count, schedule=schedule, num_chunks=chunks)
     floors: tuple[CostTables, ...] = ()
     for drawn in drawn_plans(of, where, 40):
-        floors = floors or floor_tables(drawn.tables, where)
+        floors = floors or floor_tables(drawn.tables, of)
         walked = walked_bytes(drawn, of)
         for floor in floors:
             for stage, cost in enumerate(evaluate(floor, drawn.boundaries, drawn.strategies).stages):

@@ -30,29 +30,41 @@ from numpy.typing import NDArray
 from steelyard.cost.build import context_bytes
 from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.schedule import pass_order
-from steelyard.cost.setting import Setting
+from steelyard.cost.setting import Job, Setting
 from steelyard.cost.stage_memory import LayerMemory, backward_sending, hidden_bytes, layer_memory, reduction_bytes
 from steelyard.cost.tables import CostTables
 from steelyard.plan.strategy import Strategy
 
 IntTable = NDArray[np.int64]
 
+_LEAST_LAYERS = 4
+"""With fewer the layers behind the embedding and before the head are the same, or there are none."""
+
 
 KnownLayers = dict[tuple[object, ...], LayerMemory]
 """The memory of layers of a job by all that it depends on, shared between settings."""
 
 
-def floor_tables(tables: CostTables, setting: Setting, known: KnownLayers | None = None) -> tuple[CostTables, ...]:
+def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None) -> tuple[CostTables, ...]:
     """The same times with bytes that no walk is below; of several, each is a bound of its own.
 
-    ``tables`` are those of the setting, pinned or not; ``known`` saves work between settings of one job. For a
-    framework with states of its own they are a bound already.
+    ``tables`` are of a pipeline setting of the job; ``known`` saves work between settings. For a framework with states
+    of its own the tables are a bound already.
     """
+    setting = Setting(
+        job=job,
+        num_stages=tables.num_stages,
+        num_microbatches=tables.num_microbatches,
+        schedule=tables.schedule,
+        num_chunks=tables.num_chunks,
+    )
     if setting.job.execution.states is not None:
         return (tables,)
-    parts = _parts(tables, setting, {} if known is None else known)
+    known = {} if known is None else known
     if tables.num_chunks > 1:
-        return (_interleaved(tables, setting, parts),)
+        return (_interleaved(tables, setting, _parts(tables, setting, known)),)
+    tables = _with_places(tables)
+    parts = _parts(tables, setting, known)
     flights = [tables.in_flight(stage) for stage in range(tables.num_stages)]
     short = [count for count in flights if setting.num_microbatches <= count]
     if not short:
@@ -60,6 +72,28 @@ def floor_tables(tables: CostTables, setting: Setting, known: KnownLayers | None
     return (
         _at_the_fullest(tables, setting, parts, has_gradients=False),
         _with_all_gradients(tables, setting, parts, in_flight=min(short)),
+    )
+
+
+def _with_places(tables: CostTables) -> CostTables:
+    """The tables with kinds of their own for the layer behind the embedding and the one before the head."""
+    if len(tables.layers) < _LEAST_LAYERS:
+        return tables
+    places, num_kinds = (1, len(tables.layers) - 2), len(tables.kinds)
+    source = [*range(num_kinds), *(tables.layers[place] for place in places)]
+    layers = list(tables.layers)
+    for number, place in enumerate(places):
+        layers[place] = num_kinds + number
+    return replace(
+        tables,
+        kinds=tuple(tables.kinds[kind] for kind in source),
+        layers=tuple(layers),
+        legal=tables.legal[source],
+        time_s=tables.time_s[source],
+        static_bytes=tables.static_bytes[source],
+        activation_bytes=tables.activation_bytes[source],
+        transient_bytes=tables.transient_bytes[source],
+        switch_s=tables.switch_s[source],
     )
 
 
@@ -77,6 +111,8 @@ class _Parts:
     saved: IntTable
     reduced: IntTable
     """Of sharded layers, the buffer that gradients are reduced from."""
+    ahead: IntTable
+    """Of sharded layers that are gathered again for the backward pass, what is gathered while the next one works."""
     autograd: IntTable
     """What the layer takes while autograd works backwards through it."""
     autograd_sending: IntTable
@@ -124,6 +160,7 @@ def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int) -> tuple[in
         copy if memory.shards > 1 else 0,
         memory.saved,
         memory.reduced if memory.shards > 1 else 0,
+        memory.copy if memory.shards > 1 and not memory.keeps_copy else 0,
         memory.backward + beside,
         backward_sending(memory, strategy, sent) + beside,
         reduction_bytes(memory, is_first=False) - freed,
@@ -172,20 +209,19 @@ def _with_last_layers(
 ) -> CostTables:
     """Tables in which a layer that is the last of its stage has its working set, and what it sends.
 
-    ``in_flight`` is what a layer saves and sends, of every microbatch in flight. In a later backward pass the buffer
-    of the embedding's reduction is still there until the last layer reduces.
+    ``in_flight`` is what a layer saves and sends, of every microbatch in flight. In a later backward pass the buffer of
+    the first reduction, of the embedding or the layer behind it, is still there until the last layer reduces.
     """
     count, (saved, sent) = setting.num_microbatches, in_flight
-    first, head = tables.layers[0], tables.layers[-1]
-    waiting, reduction = 0, parts.reduction_first
-    if follows_reduction:
-        waiting = int(parts.reduced[first].max(initial=0))
-        static[first] += parts.reduced[first]
-        reduction = np.where(parts.reduced > 0, parts.reduction - waiting, parts.reduction)
+    head = tables.layers[-1]
+    waiting = _add_first_reduction(tables, parts, static) if follows_reduction else 0
+    reduction = parts.reduction if follows_reduction else parts.reduction_first
+    reduction = np.where(parts.reduced > 0, reduction - waiting, reduction)
     last = static + np.maximum(parts.autograd_sending, reduction) + count * parts.sent
     static[head] += np.maximum(parts.autograd, reduction)[head]
     if tables.num_stages > 1:
         static[head] += (count - tables.in_flight(tables.num_stages - 1)) * _least_hidden_bytes(setting)
+    _add_gathered_ahead(tables, parts, static)
     floor = replace(
         tables,
         static_bytes=static,
@@ -194,6 +230,34 @@ def _with_last_layers(
         overhead_bytes=context_bytes(setting) + _shared_bytes(setting),
     )
     return floor if tables.num_stages == 1 else floor.with_last_kinds(last, saved + sent, apart={head})
+
+
+def _add_first_reduction(tables: CostTables, parts: _Parts, static: IntTable) -> int:
+    """Adds the buffer of the embedding's reduction, or of the layer behind it where that one is not sharded.
+
+    Returns the most that was added. Where both are sharded they count together no more than that of the embedding.
+    """
+    first = tables.layers[0]
+    is_sharded = parts.reduced[first] > 0
+    static[first] += parts.reduced[first]
+    if len(tables.layers) < _LEAST_LAYERS:
+        return int(parts.reduced[first].max(initial=0))
+    second = tables.layers[1]
+    most = int(min(parts.reduced[second].max(initial=0), static[first][is_sharded].min(initial=2**60)))
+    static[first] -= np.where(is_sharded, most, 0)
+    static[second] += np.minimum(parts.reduced[second], most)
+    return max(int(parts.reduced[first].max(initial=0)), most)
+
+
+def _add_gathered_ahead(tables: CostTables, parts: _Parts, static: IntTable) -> None:
+    """Adds what FSDP gathers of the layer before the head as a sharded head begins to work backwards."""
+    if len(tables.layers) < _LEAST_LAYERS:
+        return
+    before, head = tables.layers[-2:]
+    is_whole = tables.legal[head] & (parts.reduced[head] == 0)
+    most = int(min(parts.ahead[before].max(initial=0), static[head][is_whole].min(initial=2**60)))
+    static[head] -= np.where(is_whole, most, 0)
+    static[before] += np.minimum(parts.ahead[before], most)
 
 
 def _shared_bytes(setting: Setting) -> int:

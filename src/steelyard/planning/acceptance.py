@@ -17,7 +17,7 @@ import numpy as np
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.memory_floor import KnownLayers, floor_tables
 from steelyard.cost.predict import predict_memory
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan
 from steelyard.planning.assemble import bare_plan
@@ -64,7 +64,6 @@ class Acceptance:
 
 def accept(
     job: Job,
-    settings: Sequence[Setting],
     ceilings: Sequence[CostTables],
     *,
     num_exact: int = 1,
@@ -72,11 +71,11 @@ def accept(
     partition: Partition = "exact",
     time_limit_s: float | None = None,
 ) -> Acceptance:
-    """The fastest accepted plans of a job, of settings and their tables in the same order.
+    """The fastest accepted plans of a job, of all settings whose cost tables are given.
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
     """
-    contest = _Contest(job=job, settings=settings, ceilings=ceilings, num_exact=num_exact)
+    contest = _Contest(job=job, ceilings=ceilings, num_exact=num_exact)
     if partition != "exact":
         found = search(ceilings, usable_bytes(job), partition=partition)
         contest.admit(found.ranked)
@@ -99,7 +98,6 @@ class _Contest:
     """The settings of a job, what is known of each, and the best accepted plan of each."""
 
     job: Job
-    settings: Sequence[Setting]
     ceilings: Sequence[CostTables]
     num_exact: int
     floors: list[tuple[CostTables, ...]] = field(init=False)
@@ -110,10 +108,9 @@ class _Contest:
 
     def __post_init__(self) -> None:
         known: KnownLayers = {}
-        pairs = zip(self.ceilings, self.settings, strict=True)
-        self.floors = [floor_tables(tables, setting, known) for tables, setting in pairs]
+        self.floors = [floor_tables(tables, self.job, known) for tables in self.ceilings]
         self.room_bytes = usable_bytes(self.job) + 1
-        self.bounds_s = [0.0] * len(self.settings)
+        self.bounds_s = [0.0] * len(self.ceilings)
 
     @property
     def cutoff_s(self) -> float:

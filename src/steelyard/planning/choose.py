@@ -97,7 +97,6 @@ def plan_job(
     num_rescored = len(settings) if job.profile.busy_speeds else max(top, NUM_RESCORED)
     found = accept(
         job,
-        settings,
         (problem or make_problem(job, options)).settings,
         num_exact=num_rescored if job.profile.busy_speeds else 1,
         num_alternatives=num_rescored - 1,
