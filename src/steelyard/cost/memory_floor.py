@@ -67,12 +67,12 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
     parts = _parts(tables, setting, known)
     flights = [tables.in_flight(stage) for stage in range(tables.num_stages)]
     short = [count for count in flights if setting.num_microbatches <= count]
-    if not short:
-        return (_at_the_fullest(tables, setting, parts, has_gradients=True),)
-    return (
-        _at_the_fullest(tables, setting, parts, has_gradients=False),
-        _with_all_gradients(tables, setting, parts, in_flight=min(short)),
-    )
+    floors = [_at_the_fullest(tables, setting, parts, has_gradients=not short)]
+    if short:
+        floors.append(_with_all_gradients(tables, setting, parts, in_flight=min(short)))
+    if tables.num_stages == 1 and len(tables.layers) >= _LEAST_LAYERS:
+        floors.append(_before_the_head(tables, setting, parts))
+    return tuple(floors)
 
 
 def _with_places(tables: CostTables) -> CostTables:
@@ -178,7 +178,7 @@ def _at_the_fullest(tables: CostTables, setting: Setting, parts: _Parts, *, has_
 
 
 def _with_all_gradients(tables: CostTables, setting: Setting, parts: _Parts, *, in_flight: int) -> CostTables:
-    """In the second backward pass of a step, or at the end of a step of one microbatch.
+    """In the second backward pass of a step, or of a step of one microbatch as its last layer works, or behind it.
 
     ``in_flight`` is the least number in flight of the stages that have no gradients before.
     """
@@ -188,11 +188,34 @@ def _with_all_gradients(tables: CostTables, setting: Setting, parts: _Parts, *, 
         return _with_last_layers(tables, setting, parts, static, (saved, sent), follows_reduction=True)
     static = parts.states + parts.gradients
     first = tables.layers[0]
-    static[first] += parts.reduced[first]
+    working = parts.saved + np.maximum(parts.autograd_sending, parts.reduction)
+    static[first] = (parts.states + np.maximum(parts.gradients + parts.reduced, working))[first]
     return replace(
         tables,
         static_bytes=static,
         activation_bytes=np.zeros_like(static),
+        transient_bytes=np.zeros_like(static),
+        overhead_bytes=context_bytes(setting) + _shared_bytes(setting),
+    )
+
+
+def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> CostTables:
+    """As the layer before the head works backwards on the only stage, while the head still reduces."""
+    before, head = tables.layers[-2:]
+    static = parts.states + parts.replicated_copy + parts.gathered_copy
+    saved = parts.saved.copy()
+    static[head] -= parts.gathered_copy[head]
+    static[before] += parts.autograd[before]
+    static[head] += parts.gradients[head] + parts.reduced[head]
+    saved[head] = 0
+    if setting.num_microbatches > 1:
+        static += np.where(np.arange(len(static))[:, None] == head, 0, parts.gradients)
+    else:
+        static[head] -= parts.replicated_copy[head]
+    return replace(
+        tables,
+        static_bytes=static,
+        activation_bytes=saved,
         transient_bytes=np.zeros_like(static),
         overhead_bytes=context_bytes(setting) + _shared_bytes(setting),
     )

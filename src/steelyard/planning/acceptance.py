@@ -176,17 +176,24 @@ def _left_s(deadline: float | None) -> float | None:
 
 
 def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: float | None) -> None:
-    """Searches the floor of a setting within less and less until the walk accepts a plan, then within a little more."""
-    floor = contest.floors[index][0]
+    """Searches the floors of a setting within less and less until the walk accepts a plan, then within a little more.
+
+    Begins with the floor that bounds the setting best.
+    """
+    outcome = known if known.result.status == "optimal" else None
+    for floor in contest.floors[index][outcome is not None :]:
+        outcome = _within(contest, index, floor, 0, deadline) or outcome
+        if contest.bounds_s[index] >= contest.cutoff_s * (1 - SAME):
+            return
     refused, spared = 0, 0
-    outcome = known if known.result.status == "optimal" else _within(contest, index, floor, 0, deadline)
     for _ in range(MAX_TRIES):
         excess = 0 if outcome is None else contest.excess_bytes(outcome)
         if outcome is None or excess <= 0:
             break
         walked = contest.room_bytes + excess
-        floor = min(contest.floors[index], key=lambda each: walked - _peak_bytes(each, outcome))
-        refused, spared = spared, max(spared + 1, walked - _peak_bytes(floor, outcome))
+        least = {walked - _peak_bytes(each, outcome): each for each in contest.floors[index]}
+        floor = least[min(least)]
+        refused, spared = spared, max(spared + 1, min(least))
         outcome = _within(contest, index, floor, spared, deadline)
     for _ in range(HALVINGS):
         middle = (refused + spared) // 2
@@ -210,7 +217,7 @@ def _within(
     """The fastest plan of a floor within so much less than there is; None where it is of no use."""
     cutoff_s = contest.cutoff_s * (1 - SAME)
     result = partition_exact(floor, contest.room_bytes - spared_bytes, cutoff_s=cutoff_s, deadline=deadline)
-    if spared_bytes == 0 and floor is contest.floors[index][0]:
+    if spared_bytes == 0:
         contest.bounds_s[index] = max(contest.bounds_s[index], result.lower_bound_s)
     if result.solution is None or result.solution.step_s >= cutoff_s:
         return None
