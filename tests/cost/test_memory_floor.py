@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
@@ -69,7 +70,7 @@ def _cuts(tables: CostTables, rng: random.Random) -> tuple[int, ...]:
     while True:
         inner = sorted(rng.sample(range(1, len(tables.layers)), tables.num_stages - 1))
         cuts = (0, *inner, len(tables.layers))
-        sizes = [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
+        sizes = [end - start for start, end in pairwise(cuts)]
         if all(size >= tables.least_layers(stage) for stage, size in enumerate(sizes)):
             return cuts
 

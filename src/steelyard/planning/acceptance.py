@@ -11,6 +11,7 @@ competes with it. Only settings whose bound is below the best accepted plan take
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from steelyard.search import (
     search,
 )
 from steelyard.search.evaluate import evaluate
-from steelyard.search.memory import least_memory_strategies, nearest_miss, stage_memories
+from steelyard.search.memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
 from steelyard.units import format_seconds
 
 SAME = 1e-9
@@ -40,6 +41,8 @@ MAX_TRIES = 8
 """Budgets within which a floor is searched until the walk accepts a plan; then the ceiling's is left."""
 HALVINGS = 4
 """How often the room between the least budget that was too much and the largest accepted is halved."""
+NUM_SMALL = 8
+"""Strategies of least memory by a floor that are tried for the layers of the plan of least memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +279,7 @@ def _least(contest: _Contest) -> _Least | None:
     """The plan that takes least of all settings; None where some layer has no legal strategy in any.
 
     Of each setting the plans of least memory by its tables are walked; those whose floor is above the best are left.
+    Then the layers of the best one are changed, those of a kind on a stage together, as long as the walk takes less.
     """
     best: _Least | None = None
     needed = {index: miss.needed_bytes for index, miss in _misses(contest)}
@@ -286,7 +290,37 @@ def _least(contest: _Contest) -> _Least | None:
             least = _least_of(contest, index, tables)
             if least is not None and (best is None or least.walked_bytes < best.walked_bytes):
                 best = least
+    return None if best is None else _lessened(contest, best)
+
+
+def _lessened(contest: _Contest, least: _Least) -> _Least:
+    """A plan of the same cuts that takes less by the walk, where one is found by changing some layers at a time."""
+    tables = contest.floors[least.outcome.index][0]
+    cuts = least.outcome.solution.boundaries
+    best, is_better = least, True
+    while is_better:
+        is_better = False
+        for stage, span in enumerate(pairwise(cuts)):
+            for kind in dict.fromkeys(tables.layers[slice(*span)]):
+                own = [layer for layer in range(*span) if tables.layers[layer] == kind]
+                for strategy in _small_strategies(contest, least.outcome.index, kind, stage):
+                    chosen = list(best.outcome.solution.strategies)
+                    for layer in own:
+                        chosen[layer] = strategy
+                    tried = _walked(contest, least, tables, cuts, chosen)
+                    if tried.walked_bytes < best.walked_bytes:
+                        best, is_better = tried, True
     return best
+
+
+def _small_strategies(contest: _Contest, index: int, kind: int, stage: int) -> list[int]:
+    """The strategies of a kind that take least by some floor of a setting."""
+    found: dict[int, None] = {}
+    for tables in contest.floors[index]:
+        num_bytes = tables.static_bytes[kind] + tables.in_flight(stage) * tables.activation_bytes[kind]
+        order = np.argsort(np.where(tables.legal[kind], num_bytes, IMPOSSIBLE), kind="stable")
+        found.update(dict.fromkeys(each for each in order[:NUM_SMALL].tolist() if tables.legal[kind, each]))
+    return list(found)
 
 
 def _misses(contest: _Contest) -> Iterator[tuple[int, NearestMiss]]:
@@ -301,8 +335,19 @@ def _least_of(contest: _Contest, index: int, tables: CostTables) -> _Least | Non
     miss = nearest_miss(tables, 0, memories)
     if miss is None:
         return None
-    solution = evaluate(tables, miss.boundaries, least_memory_strategies(tables, memories, miss.boundaries))
+    chosen = least_memory_strategies(tables, memories, miss.boundaries)
+    solution = evaluate(tables, miss.boundaries, chosen)
     outcome = _outcome(index, tables, SettingResult(status="feasible", solution=solution, lower_bound_s=0.0))
+    return _weighed(contest, outcome, miss)
+
+
+def _walked(contest: _Contest, least: _Least, tables: CostTables, cuts: Sequence[int], chosen: Sequence[int]) -> _Least:
+    result = SettingResult(status="feasible", solution=evaluate(tables, cuts, chosen), lower_bound_s=0.0)
+    return _weighed(contest, _outcome(least.outcome.index, tables, result), least.miss)
+
+
+def _weighed(contest: _Contest, outcome: SettingOutcome, miss: NearestMiss) -> _Least:
+    """An outcome with the bytes that the walk of its plan finds, and what they miss."""
     walked = walked_bytes(bare_plan(contest.job, outcome), contest.job)
     missing = walked - usable_bytes(contest.job)
     return _Least(outcome=outcome, walked_bytes=walked, miss=replace(miss, needed_bytes=walked, miss_bytes=missing))
@@ -317,7 +362,7 @@ def _nothing_accepted(contest: _Contest, found: SearchResult, least: _Least | No
             status="infeasible",
             ranked=(),
             settings=nothing,
-            lower_bound_s=np.inf,
+            lower_bound_s=min(contest.bounds_s),
             nearest_miss=least.miss if least else None,
             nearest_index=least.outcome.index if least else None,
         ),

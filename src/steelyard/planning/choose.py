@@ -18,6 +18,7 @@ from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
 from steelyard.profiles.profile import Profile
 from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome
+from steelyard.search.solve import SearchStatus
 from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
@@ -130,7 +131,7 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
     unsolved = (each for each in found.settings if each.result.solution is None)
     for outcome in (*found.ranked[len(candidates) :], *unsolved):
         alternatives.append(Alternative(description=describe_setting(outcome), reason=_why_lost(job, outcome)))
-    status = "optimal for the cost tables" if found.status == "optimal" else f"best so far, gap {found.gap:.2%}"
+    status = certificate_text(found.status, found.gap)
     if best > 0:
         status = f"fastest in simulation among the search's best {len(candidates)}; in its closed form another is"
     return Prediction(
@@ -144,6 +145,11 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
         profile=job.identity(),
         alternatives=tuple(alternatives),
     )
+
+
+def certificate_text(status: SearchStatus, gap: float) -> str:
+    """What is proven of a plan: that none that the walk accepts is faster by the closed form, or by how much."""
+    return "optimal for the cost tables" if status == "optimal" else f"best so far, gap {gap:.2%}"
 
 
 def _why_lost(job: Job, outcome: SettingOutcome) -> str:

@@ -102,7 +102,7 @@ def _proof(certificate: str) -> tuple[str, str]:
     for beginning, words, meaning in (
         ("optimal", "optimal", "none that was searched is faster"),
         ("fastest in simulation", "simulated", "the fastest of the search's best"),
-        ("best so far", gap, "left when the time was up"),
+        ("best so far", gap, "of the step at most, in which another plan that fits may be faster"),
         ("priced", "none", "priced as given, not searched"),
     ):
         if certificate.startswith(beginning):
