@@ -1,7 +1,7 @@
-"""What the search adds up against the walk through a plan's passes: never above it, and never below it."""
+"""What the search adds up against the walk through a plan's passes: floors are never above it."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
-from steelyard.plan.plan import Plan, Schedule, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, Precision, Schedule, StagePlan, fold_runs
 from steelyard.planning.assemble import assemble_plan
 from steelyard.planning.problem import PlanOptions, stage_strategies
 from steelyard.search.evaluate import evaluate
@@ -75,7 +75,7 @@ def _cuts(tables: CostTables, rng: random.Random) -> tuple[int, ...]:
             return cuts
 
 
-def plan_of(of: Job, tables: CostTables, boundaries: tuple[int, ...], chosen: list[int]) -> Plan:
+def plan_of(of: Job, tables: CostTables, boundaries: tuple[int, ...], chosen: Sequence[int]) -> Plan:
     """The plan of a choice, layer for layer."""
     strategies = unfold_layers([tables.strategies[index] for index in chosen], tables.num_chunks)
     size = of.cluster.num_devices // tables.num_stages
@@ -96,7 +96,7 @@ def walked_bytes(drawn: Drawn, of: Job) -> list[int]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_no_walk_is_below_a_floor(setting: tuple[int, int, Schedule, int], precision: str) -> None:
+def test_no_walk_is_below_a_floor(setting: tuple[int, int, Schedule, int], precision: Precision) -> None:
     num_stages, count, schedule, chunks = setting
     of = job(cluster(1, 8), global_batch=16 * count, precision=precision, num_hidden_layers=16)
     where = Setting(job=of, num_stages=num_stages, num_microbatches=count, schedule=schedule, num_chunks=chunks)
@@ -107,3 +107,30 @@ def test_no_walk_is_below_a_floor(setting: tuple[int, int, Schedule, int], preci
         for floor in floors:
             for stage, cost in enumerate(evaluate(floor, drawn.boundaries, drawn.strategies).stages):
                 assert cost.total_bytes <= walked[stage], f"stage {stage} of {drawn.plan.stages}"
+
+
+def alike_plans(of: Job, where: Setting) -> Iterator[Drawn]:
+    """Plans of a setting with one parallelism in all layers, the rest of each layer's strategy drawn at random."""
+    rng = random.Random(f"{where.num_stages} {where.num_microbatches} {where.schedule} {where.num_chunks}")
+    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, PlanOptions()))
+    for parallel in sorted({strategy.parallel + "+sp" * strategy.sp for strategy in tables.strategies}):
+        own = [index for index, each in enumerate(tables.strategies) if each.parallel + "+sp" * each.sp == parallel]
+        legal = [[index for index in own if tables.legal[kind, index]] for kind in tables.layers]
+        for _ in range(3 if all(legal) else 0):
+            cuts, chosen = _cuts(tables, rng), tuple(rng.choice(each) for each in legal)
+            plan = plan_of(of, tables, cuts, chosen)
+            yield Drawn(tables=tables, boundaries=cuts, strategies=chosen, plan=plan)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_where_all_layers_are_divided_alike_no_walk_is_above_the_tables(
+    setting: tuple[int, int, Schedule, int], precision: Precision
+) -> None:
+    num_stages, count, schedule, chunks = setting
+    of = job(cluster(1, 8), global_batch=16 * count, precision=precision, num_hidden_layers=16)
+    where = Setting(job=of, num_stages=num_stages, num_microbatches=count, schedule=schedule, num_chunks=chunks)
+    for drawn in alike_plans(of, where):
+        walked = walked_bytes(drawn, of)
+        for stage, cost in enumerate(evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages):
+            assert walked[stage] <= cost.total_bytes, f"stage {stage} of {drawn.plan.stages}"

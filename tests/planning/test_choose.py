@@ -68,7 +68,7 @@ def every_plan(of: Job, tables: CostTables) -> Iterator[tuple[float, int]]:
     for inner in combinations(range(1, num_layers), tables.num_stages - 1):
         boundaries = (0, *inner, num_layers)
         for chosen in product(*legal):
-            plan = plan_of(of, tables, boundaries, list(chosen))
+            plan = plan_of(of, tables, boundaries, chosen)
             yield evaluate(tables, boundaries, chosen).step_s, walked_bytes(plan, of)
 
 

@@ -43,6 +43,9 @@ from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import DATA_KINDS, Parallelism, Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
 
+_RECOMPUTED_INPUTS = 4
+"""What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
@@ -325,8 +328,8 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
     Reduction: a replicated layer holds what autograd has made beside the buffer that it goes to, which counts as kept;
-    a sharded block holds less than in its backward pass. As FSDP reduces the gradients of an embedding or a head,
-    autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
+    a sharded block that buffer and its shard, and a kept copy no more. As FSDP reduces the gradients of an embedding or
+    a head, autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
     """
     if setting.job.execution.states is not None:
         return _framework_transient_bytes(layer, strategy, samples)
@@ -339,12 +342,22 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
     forward = copy + buffer + held.forward_transient_bytes.at(samples)
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
-    reduction = input_bytes + made if strategy.fsdp == 1 else 0
+    again = recomputed_input_bytes(layer, strategy, samples)
+    reduction = input_bytes + again + made if strategy.fsdp == 1 else 0
+    scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
     if strategy.fsdp > 1 and kind.role is not LayerRole.BLOCK:
-        scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
         gathers = copy and (kind.role is LayerRole.HEAD or setting.num_microbatches > 1)
-        reduction = input_bytes + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
+        reduction = input_bytes + again + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
+    elif strategy.fsdp > 1:
+        reduced = MASTER_BYTES * params + kept_gradient_bytes(layer, strategy)
+        ahead = buffer if copy else -copy_bytes(layer, strategy, setting)
+        reduction = input_bytes + again + max(made, scratch) + reduced + ahead
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
+
+
+def recomputed_input_bytes(layer: LayerProfile, strategy: Strategy, samples: int) -> int:
+    """What full remat has left of a layer's work when the last of its gradients is made: what its first norm makes."""
+    return _RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0
 
 
 def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:

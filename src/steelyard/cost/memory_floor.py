@@ -17,9 +17,9 @@ the walk, and the fastest plan within a floor is a bound of all that are.
 | $p, o, g, b, k, u$ | see `stage_memory` | of a layer                                            |
 | $n$     | `CostTables.in_flight`   | most microbatches in flight on the stage                    |
 
-Left out, so that the walk may be above the floor: what is gathered ahead and what another layer than the embedding
-still reduces; what a stage receives beyond its share; all later layers of the pass. Interleaved, the chunks' last
-layers.
+Left out, so that the walk may be above the floor: what the last layer of a stage finds gathered ahead and still being
+reduced of layers whose place is not known, what a stage receives beyond its share, and all later layers of the pass but
+the one before the head of a single stage.
 """
 
 from dataclasses import dataclass, replace
@@ -331,11 +331,14 @@ def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTab
     """As the last layer of a chunk begins a backward pass with most passes in flight on its stage."""
     moments = [_fullest(stage, setting) for stage in range(tables.num_stages)]
     first, head = tables.layers[0], tables.layers[-1]
-    gradients, begun, copies = (np.full((len(tables.kinds), 1), tables.num_chunks) for _ in range(3))
+    shape = (len(tables.kinds), 1)
+    gradients, begun, copies = (np.full(shape, tables.num_chunks, dtype=np.int64) for _ in range(3))
     gradients[:] = min(sum(moment.has_gradients) for moment in moments)
     begun[:] = min(sum(moment.is_begun) for moment in moments)
     flights = [sum(moment.in_flight) for moment in moments]
-    saved = np.min([parts.saved * each // tables.in_flight(stage) for stage, each in enumerate(flights)], axis=0)
+    saved = parts.saved.copy()
+    for stage, each in enumerate(flights):
+        saved = np.minimum(saved, parts.saved * each // tables.in_flight(stage))
     for kind, stage, chunk in ((first, 0, 0), (head, tables.num_stages - 1, tables.num_chunks - 1)):
         moment = moments[stage]
         copies[kind], gradients[kind], begun[kind] = 1, moment.has_gradients[chunk], moment.is_begun[chunk]

@@ -26,7 +26,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import copy_bytes, gradient_copies, held_bytes, keeps_copy, kept_gradient_bytes, layer_profile
+from steelyard.cost.layer import (
+    copy_bytes,
+    gradient_copies,
+    held_bytes,
+    keeps_copy,
+    kept_gradient_bytes,
+    layer_profile,
+    recomputed_input_bytes,
+)
 from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
@@ -132,9 +140,6 @@ class _Pause:
     is_ahead: bool
     """Whether its last sharded layer was gathered ahead."""
 
-
-_RECOMPUTED_INPUTS = 4
-"""What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
 
 _SLICES_HELD = 3
 """The sum, what is added to it, and the same in the order of the rows where a matrix is divided twice."""
@@ -436,7 +441,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         buffers=layer.buffer_bytes,
         saved=int(held.saved_bytes.at(samples)),
         input=int(layer.input_bytes.at(samples)),
-        reducing=_RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0,
+        reducing=recomputed_input_bytes(layer, strategy, samples),
         forward=int(held.forward_transient_bytes.at(samples)),
         backward=int(held.backward_transient_bytes.at(samples)),
     )

@@ -1,11 +1,12 @@
-r"""The fastest plan that the walk through its passes accepts, and what no such plan is faster than.
+"""The fastest plan that the walk through its passes accepts, and what no such plan is faster than.
 
-The walk (`steelyard.cost.stage_memory`) takes a whole plan; the search takes tables that add up. So two tables stand
-for each pipeline setting: a *ceiling* above every walk, and a *floor* below it. The fastest plan within a floor is a
-bound of all plans that the walk accepts, and where the walk accepts that very plan it is the answer: so it is wherever
-memory does not bind. Else the floor is searched within less and less, by as much as the walk of the plan found last
-exceeds its floor, until a plan is accepted, and the room between the last two is halved; what the ceiling allows
-competes with it. Only settings whose bound is below the best accepted plan take part.
+The walk (`steelyard.cost.stage_memory`) takes a whole plan; the search takes tables that add up. So a *floor* that no
+walk is below (`steelyard.cost.memory_floor`) stands for each pipeline setting beside its own tables, which are about as
+much above the walk. The fastest plan within a floor is a bound of all plans that the walk accepts, and where the walk
+accepts that very plan it is the answer: so it is wherever memory does not bind. Else the floor is searched within less
+and less, by as much as the walk of the plan found last exceeds its floor, until a plan is accepted, and the room
+between the last two is halved; what the setting's own tables allow competes with it, as far as the walk accepts it.
+Only settings whose bound is below the best accepted plan take part.
 """
 
 import time
@@ -58,11 +59,12 @@ class Acceptance:
     """The accepted plans of the settings, fastest first, and what the search says of all settings.
 
     ``search`` has the bound of all accepted plans and ranks those found. Where there is none its nearest miss is what
-    the walk of the plan of least memory takes.
+    the walk of the plan of least memory found takes, and no plan takes less than ``floor_bytes``.
     """
 
     ranked: tuple[Accepted, ...]
     search: SearchResult
+    floor_bytes: int = 0
 
 
 def accept(
@@ -357,6 +359,7 @@ def _nothing_accepted(contest: _Contest, found: SearchResult, least: _Least | No
     nothing = tuple(_reported(contest, each) for each in found.settings)
     return Acceptance(
         ranked=(),
+        floor_bytes=min((miss.needed_bytes for _, miss in _misses(contest)), default=0),
         search=replace(
             found,
             status="infeasible",

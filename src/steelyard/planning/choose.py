@@ -12,7 +12,7 @@ from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
-from steelyard.planning.acceptance import accept
+from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.assemble import describe_setting, summarise
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
@@ -105,7 +105,7 @@ def plan_job(
         time_limit_s=options.time_limit_s,
     )
     if not found.ranked:
-        miss, text = found.search.nearest_miss, _miss_text(job, found.search, settings)
+        miss, text = found.search.nearest_miss, _miss_text(job, found, settings)
         return PlanningResult(job=job, search=found.search, plan=None, cost=None, miss=miss, miss_text=text)
     candidates = [each.plan for each in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
@@ -168,16 +168,17 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
     return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
 
 
-def _miss_text(job: Job, found: SearchResult, settings: list[Setting]) -> str:
-    miss, index = found.nearest_miss, found.nearest_index
+def _miss_text(job: Job, found: Acceptance, settings: list[Setting]) -> str:
+    miss, index = found.search.nearest_miss, found.search.nearest_index
     if miss is None or index is None:
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
-    needed = device_bytes(job, miss.needed_bytes)
+    needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
     setting = settings[index]
     stages = format_plural(setting.num_stages, "stage")
     microbatches = format_plural(setting.num_microbatches, "microbatch", "microbatches")
+    others = f"; no plan takes less than {format_bytes(least)}" if least < needed else ""
     return (
-        f"at least {format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
+        f"{format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
         f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "
-        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds{others}"
     )
