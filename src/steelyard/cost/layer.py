@@ -328,8 +328,9 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
     Reduction: a replicated layer holds what autograd has made beside the buffer that it goes to, which counts as kept;
-    a sharded block that buffer and its shard, and a kept copy no more. As FSDP reduces the gradients of an embedding or
-    a head, autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
+    a sharded block that buffer and its shard, and in place of a kept copy what is gathered ahead. As FSDP reduces the
+    gradients of an embedding or a head, autograd still holds them, gloo copies what it scatters, and another layer may
+    be gathered ahead.
     """
     if setting.job.execution.states is not None:
         return _framework_transient_bytes(layer, strategy, samples)
@@ -341,7 +342,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
     forward = copy + buffer + held.forward_transient_bytes.at(samples)
-    backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
+    backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, setting)
     again = recomputed_input_bytes(layer, strategy, samples)
     reduction = input_bytes + again + made if strategy.fsdp == 1 else 0
     scratch = 0 if setting.job.overlaps else MASTER_BYTES * params
@@ -350,7 +351,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
         reduction = input_bytes + again + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
     elif strategy.fsdp > 1:
         reduced = MASTER_BYTES * params + kept_gradient_bytes(layer, strategy)
-        ahead = buffer if copy else -copy_bytes(layer, strategy, setting)
+        ahead = buffer if copy else 0
         reduction = input_bytes + again + max(made, scratch) + reduced + ahead
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
