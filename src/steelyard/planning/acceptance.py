@@ -10,7 +10,7 @@ Only settings whose bound is below the best accepted plan take part.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -34,12 +34,13 @@ from steelyard.search import (
 )
 from steelyard.search.evaluate import evaluate
 from steelyard.search.memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
+from steelyard.search.partition import quick_bound_s
 from steelyard.units import format_seconds
 
 SAME = 1e-9
 """Times that differ by no more than this fraction are equal: sums in another order."""
 MAX_TRIES = 8
-"""Budgets within which a floor is searched until the walk accepts a plan; then the ceiling's is left."""
+"""Budgets within which a floor is searched until the walk accepts a plan; then that of its own tables is left."""
 HALVINGS = 4
 """How often the room between the least budget that was too much and the largest accepted is halved."""
 NUM_SMALL = 8
@@ -69,7 +70,7 @@ class Acceptance:
 
 def accept(
     job: Job,
-    ceilings: Sequence[CostTables],
+    tables: Sequence[CostTables],
     *,
     num_exact: int = 1,
     num_alternatives: int = 4,
@@ -80,9 +81,10 @@ def accept(
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
     """
-    contest = _Contest(job=job, ceilings=ceilings, num_exact=num_exact)
+    contest = _Contest(job=job, tables=tables, num_exact=num_exact)
     if partition != "exact":
-        found = search(ceilings, usable_bytes(job), partition=partition)
+        found = search(tables, usable_bytes(job), partition=partition)
+        contest.bounds_s = [quick_bound_s(each) for each in tables]
         contest.admit(found.ranked)
         return _summary(contest, found)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
@@ -103,7 +105,7 @@ class _Contest:
     """The settings of a job, what is known of each, and the best accepted plan of each."""
 
     job: Job
-    ceilings: Sequence[CostTables]
+    tables: Sequence[CostTables]
     num_exact: int
     floors: list[tuple[CostTables, ...]] = field(init=False)
     room_bytes: int = field(init=False)
@@ -113,9 +115,10 @@ class _Contest:
 
     def __post_init__(self) -> None:
         known: KnownLayers = {}
-        self.floors = [floor_tables(tables, self.job, known) for tables in self.ceilings]
-        self.room_bytes = usable_bytes(self.job) + 1
-        self.bounds_s = [0.0] * len(self.ceilings)
+        self.floors = [floor_tables(tables, self.job, known) for tables in self.tables]
+        own_slack = self.job.execution.states is not None
+        self.room_bytes = self.job.budget_bytes if own_slack else usable_bytes(self.job) + 1
+        self.bounds_s = [0.0] * len(self.tables)
 
     @property
     def cutoff_s(self) -> float:
@@ -140,30 +143,42 @@ class _Contest:
         return [outcome for outcome in outcomes if self.excess_bytes(outcome) > 0]
 
     def excess_bytes(self, outcome: SettingOutcome) -> int:
-        """By how much the walk of an outcome's plan exceeds the room; where it does not, the plan competes."""
-        plan = bare_plan(self.job, outcome)
-        excess = walked_bytes(plan, self.job) - self.room_bytes
-        if excess <= 0:
-            known = self.accepted.get(outcome.index)
-            if known is None or outcome.score_s < known.outcome.score_s:
-                self.accepted[outcome.index] = Accepted(outcome=outcome, plan=plan)
+        """By how much the walk of an outcome's plan exceeds the room, 0 where it fits: then the plan competes.
+
+        Equal layers in the order that reads best, or where that does not fit as they were found.
+        """
+        excess = 0
+        for plan in (bare_plan(self.job, outcome), bare_plan(self.job, outcome, is_grouped=False)):
+            excess = self._excess_bytes(plan)
+            if excess == 0:
+                known = self.accepted.get(outcome.index)
+                if known is None or outcome.score_s < known.outcome.score_s:
+                    self.accepted[outcome.index] = Accepted(outcome=outcome, plan=plan)
+                break
         return excess
+
+    def _excess_bytes(self, plan: Plan) -> int:
+        stages = predict_memory(plan, self.job)
+        if all(sum(terms.values()) <= self.job.budget_bytes for terms in stages):
+            return 0
+        return max(1, _fullest_bytes(stages) - self.room_bytes)
 
 
 def walked_bytes(plan: Plan, job: Job) -> int:
     """Bytes of the fullest device of a plan, the allocator's slack left out."""
-    return max(
-        sum(num_bytes for name, num_bytes in terms.items() if name != "allocator slack")
-        for terms in predict_memory(plan, job)
-    )
+    return _fullest_bytes(predict_memory(plan, job))
+
+
+def _fullest_bytes(stages: Sequence[Mapping[str, int]]) -> int:
+    return max(sum(num_bytes for name, num_bytes in terms.items() if name != "allocator slack") for terms in stages)
 
 
 def _compete(
     contest: _Contest, contested: Sequence[int], found: SearchResult, num_alternatives: int, deadline: float | None
 ) -> None:
-    """Finds accepted plans of these settings: what their ceilings allow, then what lies between floor and ceiling."""
+    """Finds accepted plans of these settings: what their own tables allow, then what lies between."""
     above = search(
-        [contest.ceilings[index] for index in contested],
+        [contest.tables[index] for index in contested],
         usable_bytes(contest.job),
         num_exact=contest.num_exact,
         num_alternatives=num_alternatives,
@@ -193,7 +208,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
     refused, spared = 0, 0
     for _ in range(MAX_TRIES):
         excess = 0 if outcome is None else contest.excess_bytes(outcome)
-        if outcome is None or excess <= 0:
+        if outcome is None or excess == 0:
             break
         walked = contest.room_bytes + excess
         least = {walked - _peak_bytes(each, outcome): each for each in contest.floors[index]}
@@ -205,7 +220,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
         if not refused < middle < spared or _left_s(deadline) == 0:
             return
         outcome = _within(contest, index, floor, middle, deadline)
-        if outcome is None or contest.excess_bytes(outcome) <= 0:
+        if outcome is None or contest.excess_bytes(outcome) == 0:
             spared = middle
         else:
             refused = middle
@@ -236,7 +251,7 @@ def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOu
 def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
     """What was accepted, best first, with the bound that holds for all accepted plans."""
     least = None if contest.accepted else _least(contest)
-    if least is not None and least.walked_bytes <= contest.room_bytes:
+    if least is not None:
         contest.admit([least.outcome])
     ranked = tuple(sorted(contest.accepted.values(), key=lambda each: (each.outcome.score_s, each.outcome.index)))
     if not ranked:
@@ -288,7 +303,7 @@ def _least(contest: _Contest) -> _Least | None:
     for index in sorted(needed, key=lambda index: needed[index]):
         if best is not None and needed[index] >= best.walked_bytes:
             break
-        for tables in (contest.ceilings[index], *contest.floors[index]):
+        for tables in (contest.tables[index], *contest.floors[index]):
             least = _least_of(contest, index, tables)
             if least is not None and (best is None or least.walked_bytes < best.walked_bytes):
                 best = least
