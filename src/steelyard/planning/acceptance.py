@@ -33,6 +33,7 @@ from steelyard.search import (
     search,
 )
 from steelyard.search.evaluate import evaluate
+from steelyard.search.layers import NO_LIMIT_BYTES
 from steelyard.search.memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
 from steelyard.search.partition import quick_bound_s
 from steelyard.units import format_seconds
@@ -189,6 +190,8 @@ def _compete(
     for index in contest.open():
         if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
             _between(contest, index, found.settings[index], deadline)
+        if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
+            _beyond(contest, index, deadline)
 
 
 def _left_s(deadline: float | None) -> float | None:
@@ -224,6 +227,24 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
             spared = middle
         else:
             refused = middle
+
+
+def _beyond(contest: _Contest, index: int, deadline: float | None) -> None:
+    """Searches the tables of a setting within more than there is, by as much as they are above the walk of its plan."""
+    known, tables = contest.accepted.get(index), contest.tables[index]
+    if known is None:
+        return
+    accepted, refused = 0, NO_LIMIT_BYTES
+    granted = _peak_bytes(tables, known.outcome) - walked_bytes(known.plan, contest.job)
+    for _ in range(HALVINGS):
+        if not accepted < granted < refused or _left_s(deadline) == 0:
+            return
+        outcome = _within(contest, index, tables, -granted, deadline)
+        if outcome is None or contest.excess_bytes(outcome) == 0:
+            accepted = granted
+        else:
+            refused = granted
+        granted = (accepted + refused) // 2 if refused < NO_LIMIT_BYTES else 2 * accepted
 
 
 def _peak_bytes(tables: CostTables, outcome: SettingOutcome) -> int:
