@@ -141,11 +141,3 @@ def test_interleaving_holds_more_than_1f1b_of_the_same_stages() -> None:
     interleaved = pass_order(0, 4, 16, "interleaved-1f1b", 2).peak_bytes([1, 1])
     assert interleaved == 11
     assert plain == 8
-
-
-@pytest.mark.parametrize("stage", range(2))
-def test_what_passes_leave_until_the_step_ends_adds_up_beside_the_activations(stage: int) -> None:
-    order = pass_order(stage, 2, 4, "interleaved-1f1b", 2)
-    nothing = order.peak_bytes_with_kept([5, 5], by_forward=[0, 0], by_backward=[0, 0])
-    assert nothing == order.peak_bytes([5, 5])
-    assert order.peak_bytes_with_kept([0, 0], by_forward=[1, 2], by_backward=[10, 20]) == 4 * 33

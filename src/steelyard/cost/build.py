@@ -11,7 +11,7 @@ from steelyard.cost.schedule import pass_order
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
-from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.model.chain import LayerRole
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.units import MIB
@@ -115,12 +115,12 @@ def overhead_bytes(setting: Setting) -> int:
     return context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
 
 
-def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] | None = None) -> int:
-    """Positions, rotary embeddings and masks of all microbatches in flight on a stage of layers of these kinds."""
+def shared_input_bytes(setting: Setting) -> int:
+    """Positions, rotary embeddings and masks of all microbatches in flight on the first stage."""
     if setting.job.execution.states is not None:
         return 0
-    order = pass_order(stage, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
-    return order.peak_bytes([side_bytes(kinds or set(setting.job.chain.kinds), setting)] * setting.num_chunks)
+    order = pass_order(0, setting.num_stages, setting.num_microbatches, setting.schedule, setting.num_chunks)
+    return order.peak_bytes([side_bytes(set(setting.job.chain.kinds), setting)] * setting.num_chunks)
 
 
 def context_bytes(setting: Setting) -> int:

@@ -414,7 +414,7 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
     layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
     of the microbatches in flight. Interleaved, every chunk has these buffers, and all that it ever sent stays until the
-    step ends, since torch waits for the sends only then; see `steelyard.cost.predict` for what a stage has less.
+    step ends, since torch waits for the sends only then.
     """
     count, stages = setting.num_microbatches, setting.num_stages
     if stages == 1 or setting.job.execution.states is not None:

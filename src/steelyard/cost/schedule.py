@@ -45,16 +45,6 @@ class PassOrder:
         per_pass = np.asarray(activation_bytes, dtype=np.int64)[self.chunk]
         return int(np.where(self.is_backward, -per_pass, per_pass).cumsum().max())
 
-    def peak_bytes_with_kept(
-        self, activation_bytes: Sequence[int], *, by_forward: Sequence[int], by_backward: Sequence[int]
-    ) -> int:
-        """As `peak_bytes`, with what each forward and backward pass of a chunk leaves until the step ends."""
-        per_pass, forward, backward = (
-            np.asarray(each, dtype=np.int64)[self.chunk] for each in (activation_bytes, by_forward, by_backward)
-        )
-        held = np.where(self.is_backward, -per_pass, per_pass).cumsum()
-        return int((held + np.where(self.is_backward, backward, forward).cumsum()).max())
-
 
 def pass_order(
     stage: int, num_stages: int, num_microbatches: int, schedule: Schedule, num_chunks: int = 1
