@@ -525,7 +525,7 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
     layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
     of the microbatches in flight. Where torch waits for sends only when the step ends, every chunk has these buffers
-    and all that it ever sent stays until then; see `steelyard.cost.predict` for what a stage has less.
+    and all that it ever sent stays until then.
     """
     pipeline, ranks = setting.pipeline, setting.devices_per_stage
     count, stages = pipeline.num_microbatches, pipeline.num_stages
