@@ -39,6 +39,7 @@ from steelyard.planning import (
     pin_error,
     plan_fewest_devices,
     plan_job,
+    with_baselines,
     with_fallbacks,
 )
 from steelyard.report.plan_table import plan_view
@@ -162,9 +163,8 @@ def plan(
         pins = [parse_pin(text, option="--pin", num_layers=job.chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
-        if result.plan is not None and fallbacks and output is not None:
-            show("searching plans of less memory")
-            kept = with_fallbacks(result.plan, result.job, options, num_fallbacks=fallbacks, problem=tables)
+        if result.plan is not None:
+            kept = _completed(result, options, tables, num_fallbacks=fallbacks if output is not None else 0, show=show)
             result = replace(result, plan=kept)
         if problem is not None:
             save_problem(problem, tables or make_problem(result.job, options))
@@ -180,6 +180,24 @@ def plan(
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
     _print_plan(result.plan, output, top)
+
+
+def _completed(
+    result: PlanningResult,
+    options: PlanOptions,
+    tables: Problem | None,
+    *,
+    num_fallbacks: int,
+    show: Callable[[str], None],
+) -> Plan:
+    """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
+    assert result.plan is not None, "asked for a plan that is there"
+    show("searching the plain plans to compare with")
+    problem = tables or make_problem(result.job, options)
+    compared = with_baselines(result.plan, result.job, problem.settings)
+    if num_fallbacks:
+        show("searching plans of less memory")
+    return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=problem)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int) -> None:
