@@ -188,6 +188,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
             phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
             for phase, found in collectives.items()
         },
+        exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
         routed_bytes=layer.routed_bytes.at(samples) * job.imbalance,

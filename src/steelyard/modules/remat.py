@@ -7,7 +7,7 @@
 | full      | the layer's input                                    | everything                 |
 
 Selective keeps the results of matrix products, of fused attention, of the reductions (all-reduce, reduce-scatter) of
-tensor parallelism and of the all-to-alls of expert parallelism. What it computes again is bound by memory and not by
+tensor parallelism and of all-to-alls (of tokens to experts, and of sequence for heads in context parallelism). What it computes again is bound by memory and not by
 FLOP: norms, activation functions, rotary embedding, casts, copies, sums. Not kept are
 
 - all-gathers of sequence parallelism: a result is tp times as large as what it is made from, and with them selective

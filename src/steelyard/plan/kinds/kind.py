@@ -100,6 +100,8 @@ class Load:
     """Of their gradients, as they are reduced."""
     traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
     """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
+    exchanging: tuple[Phase, ...]
+    """The phases in which all-to-alls of a forward pass are made: full remat repeats them, selective keeps what came."""
     key_value_bytes: float = 0.0
     """Keys and values of the whole sequences of the rank's samples."""
     attention_bytes: float = 0.0
