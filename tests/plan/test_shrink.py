@@ -99,7 +99,7 @@ def test_sizes_are_those_that_cp_and_ep_divide(model: str, strategy: str) -> Non
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 64)
     sizes |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 64)
     config = {key: sizes.get(key, value) for key, value in FAMILY_CONFIGS[model].items()}
-    ends = strategy.split(" ")[0].replace("+ulysses", "")
+    ends = strategy.split(" ", maxsplit=1)[0].replace("+ulysses", "")
     blocks = [strategy] * config["num_hidden_layers"]
     if config.get("first_k_dense_replace"):
         blocks[0] = ends
