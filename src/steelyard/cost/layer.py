@@ -191,6 +191,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
             phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
             for phase, found in collectives.items()
         },
+        exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
         routed_bytes=layer.routed_bytes.at(samples) * job.imbalance,
@@ -320,21 +321,21 @@ def _once_time(
     shards = execution.optimizer_shards(replicas) if replicas > 1 else 1
     terms = {"optimizer": optimizer_s(_trained(layer, strategy) / shards, job)}
     for kind in strategy.kinds:
+        reduce_s = gather_s = 0.0
         for each in sent.once(kind):
             group = traffic_group(each, kind, strategy, setting)
             if shards == 1:
-                reduce_s = _collective_s(each.collective, each.tensor_bytes, group, job)
-                exposed = _beside(sum(backward.values()), reduce_s, setting)
+                reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
             else:
                 owners = replace(group, size=shards)
                 reduction: CollectiveKind = "reduce_scatter" if shards == replicas else "all_reduce"
                 pieces = execution.shard_pieces
                 new_bytes = held_params(layer, strategy) * job.compute_bytes / strategy.state_shards
-                gather_s = pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
-                reduce_s = pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
-                exposed = _beside(sum(backward.values()), reduce_s, setting)
-                exposed += _beside(sum(forward.values()), gather_s, setting)
-            terms[kind.name] = exposed
+                gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
+                reduce_s += pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
+        if sent.once(kind):
+            terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
+            terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
     return terms
 
 

@@ -1,19 +1,20 @@
 """A plan at small width: the same stages, schedule and strategies, for a model that any machine trains in a moment.
 
 Of every run of equal layers with one strategy at most two are kept; widths, heads, experts, vocabulary and sequence are
-as small as the plan's tensor-parallel degrees allow, and a microbatch as its data degrees allow. Dropout is off, since
+as small as the plan's degrees allow, and so is a microbatch. Dropout is off, since
 which entries fall out differs between plans. What is kept: the family, what its blocks attend to, tied embeddings,
 stages and their ranks, strategies with their order, schedule, precision.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.strategy import Strategy
 
 _HEAD_DIM = 8
 _LEAST_VOCABULARY, _LEAST_SEQUENCE, _LEAST_EXPERTS = 256, 16, 4
@@ -35,7 +36,7 @@ def shrunk_plan(plan: Plan) -> Plan:
     chain = plan.chain()
     kept = list(_kept_layers(plan, chain))
     config = shrunk_config(
-        chain, [layer for part in kept for layer in part], _common([each.tensor_degree for each in plan.strategies])
+        chain, [layer for part in kept for layer in part], _common(map(_degree_of_sizes, plan.strategies))
     )
     small = chain_from_config(config, name=chain.name)
     first, stages = 0, []
@@ -46,17 +47,22 @@ def shrunk_plan(plan: Plan) -> Plan:
     microbatches = min(plan.num_microbatches, 2 * len(plan.stages))
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
-    degree = _common([strategy.tensor_degree for strategy in plan.strategies])
+    degree = _common(2 * each.token_degree * each.tensor_degree for each in plan.strategies)
     return Plan(
         model=PlanModel(name=chain.name, config=config),
         cluster=plan.cluster,
         seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
-        global_batch=microbatches * _common([strategy.sample_degree for strategy in plan.strategies]),
+        global_batch=microbatches * _common(strategy.sample_degree for strategy in plan.strategies),
         num_microbatches=microbatches,
         precision=plan.precision,
         schedule=plan.schedule,
         stages=tuple(stages),
     )
+
+
+def _degree_of_sizes(strategy: Strategy) -> int:
+    """What divides heads, widths and experts, if all of them are divided in all ways that the strategy may."""
+    return strategy.tensor_degree * math.lcm(strategy.token_degree, strategy.expert_degree)
 
 
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
@@ -131,6 +137,7 @@ def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int) -
     if chain.family.model_type == "deepseek_v3":
         dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
         found |= {"first_k_dense_replace": sum(dense), "n_group": 1, "topk_group": 1}
+        found["num_key_value_heads"] = _heads(chain, degree)
         found |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), width)
         found |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM)
     if chain.family.model_type == "t5":
@@ -172,7 +179,7 @@ def _special_tokens(config: Mapping[str, Any], vocabulary: int) -> dict[str, int
     return found
 
 
-def _common(degrees: list[int]) -> int:
+def _common(degrees: Iterable[int]) -> int:
     return math.lcm(*degrees)
 
 

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from steelyard.plan.kinds import KINDS, Kind, Value
+from steelyard.plan.kinds import KINDS, Kind, Value, variants
 from steelyard.plan.kinds.data import degree_of
 from steelyard.plan.kinds.kind import Divides, Level, Levels, Variant
 from steelyard.plan.strategy import Remat, Strategy
@@ -28,6 +28,11 @@ from steelyard.plan.strategy import Remat, Strategy
 def paper_kinds() -> tuple[Kind, ...]:
     """The kinds of Galvatron's decision tree."""
     return tuple(kind for kind in KINDS.values() if kind.is_of_papers)
+
+
+def paper_values() -> dict[str, tuple[Value, ...]]:
+    """The values of variants that Galvatron's decision tree has, where these are not all."""
+    return {key: variant.of_papers for key, (_, variant) in variants().items() if variant.of_papers is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,7 @@ class SpaceOptions:
     """
 
     kinds: tuple[Kind, ...] = field(default_factory=paper_kinds)
-    variants: Mapping[str, tuple[Value, ...]] = field(default_factory=lambda: {"zero": (3,)})
+    variants: Mapping[str, tuple[Value, ...]] = field(default_factory=paper_values)
     """The values of variants that are offered; all of those that are not named."""
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
     mixes_samples: bool = False

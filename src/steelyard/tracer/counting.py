@@ -89,7 +89,7 @@ class OpCounts:
             self.collectives[kind].append(num_bytes)
 
     def beyond(self, other: "OpCounts") -> "OpCounts":
-        """What these totals have more than ``other``, of which they hold everything."""
+        """What these sums have more than ``other``, of which they hold everything; a largest number is no sum."""
         collectives: dict[CollectiveKind, list[float]] = defaultdict(list)
         for kind, calls in self.collectives.items():
             if more := Counter(calls) - Counter(other.collectives.get(kind, ())):
@@ -100,6 +100,9 @@ class OpCounts:
             matmul_bytes=self.matmul_bytes - other.matmul_bytes,
             memory_bytes=self.memory_bytes - other.memory_bytes,
             num_kernels=self.num_kernels - other.num_kernels,
+            key_value_bytes=self.key_value_bytes - other.key_value_bytes,
+            attention_bytes=self.attention_bytes - other.attention_bytes,
+            expert_flop=self.expert_flop - other.expert_flop,
             collectives=collectives,
         )
 

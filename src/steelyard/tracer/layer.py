@@ -77,7 +77,7 @@ def fake_world(size: int) -> Iterator[DeviceMesh]:
     """A one-axis mesh of ``size`` ranks in this process alone: collectives have shapes and no effect."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        yield init_device_mesh("cpu", (size,), mesh_dim_names=("ranks",))
     finally:
         dist.destroy_process_group()
 

@@ -86,14 +86,14 @@ def _traffic(load: Load) -> Iterator[Traffic]:
     if replica_levels(load.strategy.levels)[:1] == (load.strategy.level(CP),):
         yield from summed_once(load)
     if load.strategy.variant("cp_method") == "ulysses":
-        for phase in ("forward", "backward", "recomputation"):
-            yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=4)
+        for phase in load.exchanging:
+            yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=2)
         return
     num_bytes = load.key_value_bytes
-    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=num_bytes, count=2)
-    yield Traffic(phase="backward", collective="all_gather", tensor_bytes=num_bytes, count=2)
-    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=num_bytes, count=2)
-    yield Traffic(phase="recomputation", collective="all_gather", tensor_bytes=num_bytes, count=2)
+    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=num_bytes)
+    yield Traffic(phase="backward", collective="all_gather", tensor_bytes=num_bytes)
+    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=num_bytes)
+    yield Traffic(phase="recomputation", collective="all_gather", tensor_bytes=num_bytes)
 
 
 def _words(strategy: "Strategy") -> str:

@@ -74,7 +74,7 @@ def _serves(chain: ModelChain) -> str:
 
 
 def _traffic(load: Load) -> Iterator[Traffic]:
-    for phase in ("forward", "backward", "recomputation"):
+    for phase in load.exchanging:
         yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=2 * load.routed_bytes, count=2, over="experts")
 
 

@@ -15,7 +15,7 @@ from steelyard.plan.kinds.kind import Divides, Kind, Load, Placed, States, Traff
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
 
-ZERO = Variant(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3})
+ZERO = Variant(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3}, of_papers=(3,))
 """The ZeRO stage: 2 keeps parameters gathered between forward and backward."""
 
 

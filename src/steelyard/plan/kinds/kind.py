@@ -100,6 +100,8 @@ class Load:
     """Of their gradients, as they are reduced."""
     traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
     """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
+    exchanging: tuple[Phase, ...]
+    """The phases in which all-to-alls are made: full remat repeats those of the forward pass, selective none."""
     key_value_bytes: float = 0.0
     """Keys and values of the whole sequences of the rank's samples."""
     attention_bytes: float = 0.0
@@ -152,6 +154,8 @@ class Variant:
     pin: Mapping[str, Value]
     offered: Callable[[Levels], tuple[Value, ...]] | None = None
     """The values that levels leave to choose from, where these are not all."""
+    of_papers: tuple[Value, ...] | None = None
+    """The values that the decision tree of Galvatron has, where these are not all."""
 
     def written(self, kind: "Kind", value: Value) -> str:
         """A value in words, ``zero 2`` or ``tp without sp``."""
