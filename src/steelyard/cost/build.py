@@ -11,7 +11,7 @@ from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_bu
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
-from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.model.chain import LayerRole
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
@@ -114,12 +114,12 @@ def overhead_bytes(setting: Setting) -> int:
     return context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
 
 
-def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] | None = None) -> int:
-    """Positions, rotary embeddings and masks of all microbatches in flight on a stage of layers of these kinds."""
+def shared_input_bytes(setting: Setting) -> int:
+    """Positions, rotary embeddings and masks of all microbatches in flight on the first stage."""
     if setting.job.execution.keeps_own_buffers:
         return 0
-    each = side_bytes(kinds or set(setting.job.chain.kinds), setting)
-    return setting.pipeline.passes(stage).peak_bytes([each] * setting.pipeline.num_chunks)
+    each = side_bytes(set(setting.job.chain.kinds), setting)
+    return setting.pipeline.passes(0).peak_bytes([each] * setting.pipeline.num_chunks)
 
 
 def context_bytes(setting: Setting) -> int:

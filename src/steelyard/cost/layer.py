@@ -46,6 +46,9 @@ from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
 
+_RECOMPUTED_INPUTS = 4
+"""What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
@@ -430,8 +433,9 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
     Reduction: a replicated layer holds what autograd has made beside the buffer that it goes to, which counts as kept;
-    a sharded block holds less than in its backward pass. As FSDP reduces the gradients of an embedding or a head,
-    autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
+    a sharded block that buffer and its shard, and in place of a kept copy what is gathered ahead. As FSDP reduces the
+    gradients of an embedding or a head, autograd still holds them, gloo copies what it scatters, and another layer may
+    be gathered ahead.
     """
     if setting.job.execution.keeps_own_buffers:
         return _framework_transient_bytes(layer, strategy, samples)
@@ -443,12 +447,16 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
     forward = copy + buffer + held.forward_transient_bytes.at(samples)
-    backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
-    reduction = input_bytes + made if strategy.state_shards == 1 else 0
+    backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, setting)
+    again, scratch = recomputed_input_bytes(layer, strategy, samples), scratch_bytes(layer, strategy, setting)
+    reduction = input_bytes + again + made if strategy.state_shards == 1 else 0
     if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
         gathers = copy and (kind.role is LayerRole.HEAD or setting.pipeline.num_microbatches > 1)
-        reduction = input_bytes + gradients + MASTER_BYTES * params + (buffer if gathers else 0)
-        reduction += scratch_bytes(layer, strategy, setting)
+        reduction = input_bytes + again + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
+    elif strategy.state_shards > 1:
+        reduced = MASTER_BYTES * params + kept_gradient_bytes(layer, strategy)
+        ahead = buffer if copy else 0
+        reduction = input_bytes + again + max(made, scratch) + reduced + ahead
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 
@@ -457,6 +465,11 @@ def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
     if strategy.state_shards == 1 or not setting.job.cluster.device.backend.copies_what_it_scatters:
         return 0
     return MASTER_BYTES * held_params(layer, strategy)
+
+
+def recomputed_input_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
+    """What full remat has left of a layer's work when the last of its gradients is made: what its first norm makes."""
+    return _RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0
 
 
 def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
@@ -512,7 +525,7 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
     layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
     of the microbatches in flight. Where torch waits for sends only when the step ends, every chunk has these buffers
-    and all that it ever sent stays until then; see `steelyard.cost.predict` for what a stage has less.
+    and all that it ever sent stays until then.
     """
     pipeline, ranks = setting.pipeline, setting.devices_per_stage
     count, stages = pipeline.num_microbatches, pipeline.num_stages

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from steelyard.cost.build import build_tables, usable_bytes
+from steelyard.cost.build import build_tables
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
@@ -17,11 +17,11 @@ from steelyard.plan.choices import Rival
 from steelyard.plan.kinds import KINDS, Kind, variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.assemble import bare_plan, describe, summarise
+from steelyard.planning.acceptance import accept
+from steelyard.planning.assemble import describe, summarise
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
-from steelyard.search import search
 from steelyard.units import format_plural
 
 Keeps = Callable[[Strategy], bool]
@@ -71,12 +71,12 @@ class Contest:
         """The best plan of these tables within the budget of the job, or by how much it misses."""
         if not tables:
             return Rival(name=name)
-        found = search(tables, usable_bytes(self.job), num_alternatives=0, time_limit_s=self.time_limit_s)
-        if found.best is None:
-            miss = found.nearest_miss
+        found = accept(self.job, tables, num_alternatives=0, time_limit_s=self.time_limit_s)
+        if not found.ranked:
+            miss = found.search.nearest_miss
             missing = device_bytes(self.job, miss.needed_bytes) - self.job.budget_bytes if miss else None
             return Rival(name=name, missing_bytes=missing)
-        plan = bare_plan(self.job, found.best)
+        plan = found.ranked[0].plan
         step_s = predict(plan, self.job).step_time_s
         return Rival(
             name=name,
