@@ -76,6 +76,10 @@ class Strategy:
     """Ways in which parameters, gradients and optimizer states are sharded, beyond what divides the layer."""
     replicas: int = field(init=False, repr=False, compare=False)
     """Data ranks that hold the same shard."""
+    shape: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
+    layout: "HiddenLayout" = field(init=False, repr=False, compare=False)
+    """How the layer's input and output activations lie on the stage mesh; equal layouts switch at no cost."""
 
     def __post_init__(self) -> None:
         self._derive()
@@ -146,6 +150,11 @@ class Strategy:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        shape = {name: degree for kind in self.kinds for name, degree in kind.shape(self).items()}
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(
+            self, "layout", HiddenLayout.of((level.kind.placement(self), level.degree) for level in levels)
+        )
 
     @property
     def parallel(self) -> str:
@@ -189,23 +198,6 @@ class Strategy:
     def keeps_gathered(self) -> bool:
         """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
         return self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)
-
-    @property
-    def shape(self) -> Mapping[str, int]:
-        """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
-        return _shape(self)
-
-    @property
-    def layout(self) -> "HiddenLayout":
-        """How the layer's input and output activations lie on the stage mesh; equal layouts switch at no cost."""
-        merged: list[tuple[Placed, int]] = []
-        for level in self.levels:
-            placed = level.kind.placement(self)
-            if merged and merged[-1][0] is placed:
-                merged[-1] = (placed, merged[-1][1] * level.degree)
-            else:
-                merged.append((placed, level.degree))
-        return HiddenLayout(axes=tuple(merged))
 
     def _divided(self, what: Divides) -> int:
         return degree_of(tuple(level for level in self.levels if level.kind.divides is what))
@@ -291,16 +283,16 @@ class Strategy:
     @property
     def is_aligned(self) -> bool:
         """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
-        try:
-            assert self.expert_axes is not None
-        except InvalidPlanError:
-            return False
-        return True
+        return _is_aligned(self)
 
 
 @lru_cache(maxsize=65536)
-def _shape(strategy: Strategy) -> Mapping[str, int]:
-    return {name: degree for kind in strategy.kinds for name, degree in kind.shape(strategy).items()}
+def _is_aligned(strategy: Strategy) -> bool:
+    try:
+        assert strategy.expert_axes is not None
+    except InvalidPlanError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +300,15 @@ class HiddenLayout:
     """Placement of the hidden state over a stage, outermost first: how it lies there and over how many ranks."""
 
     axes: tuple[tuple[Placed, int], ...]
+
+    @classmethod
+    def of(cls, axes: Iterable[tuple[Placed, int]]) -> "HiddenLayout":
+        """The layout with neighbouring axes of one placement drawn together."""
+        merged: list[tuple[Placed, int]] = []
+        for placed, degree in axes:
+            outside = merged.pop()[1] if merged and merged[-1][0] is placed else 1
+            merged.append((placed, outside * degree))
+        return cls(axes=tuple(merged))
 
     @property
     def batch_degree(self) -> int:
