@@ -123,6 +123,27 @@ CASES = {
     "an embedding alone, sharded, few tokens": Case(
         stages=("fsdp2", "fsdp2, fsdp2, fsdp2, fsdp2, fsdp2"), devices=4, microbatches=2, seq_len=8
     ),
+    "hybrid": Case(stages=_all("dp2-fsdp2"), devices=4),
+    "hybrid, fp32": Case(stages=_all("dp4-fsdp2"), devices=8, precision="fp32"),
+    "hybrid zero2, large vocabulary, few tokens": Case(
+        stages=_all("dp2-fsdp2 zero2"), devices=4, seq_len=32, microbatches=2, vocab=4096
+    ),
+    "hybrid beside others": Case(
+        stages=("dp2-fsdp2, dp4, fsdp4, dp2-fsdp2 remat=full, dp2-fsdp2 zero2, fsdp4",), devices=4
+    ),
+    "hybrid, interleaved": Case(
+        stages=("dp2-fsdp2, dp2-fsdp2", "fsdp4", "dp4", "dp2-fsdp2, dp2-fsdp2"),
+        devices=8,
+        schedule="interleaved-1f1b",
+        chunks=2,
+    ),
+    "hybrid, tied unlike": Case(
+        stages=("dp2-fsdp2, tp2-dp2, dp2-fsdp2, tp2-dp2", "dp2-fsdp2, fsdp4"),
+        devices=8,
+        seq_len=32,
+        tied=True,
+        vocab=4096,
+    ),
     "swin, two stages": Case(model="swin", stages=("single, single, single", ", ".join(["single"] * 4)), devices=2),
     "t5, two stages of full remat, fp32": Case(
         model="t5",

@@ -30,6 +30,8 @@ redistribution between two layouts; the two temporaries of an AdamW step, which 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.communication import Group, collective_s
@@ -230,37 +232,46 @@ class _Sent:
     """Seconds of the collectives that the kinds of a strategy ask for in one layer."""
 
     def __init__(self, layer: LayerProfile, strategy: Strategy, setting: Setting) -> None:
-        self.strategy, self._setting = strategy, setting
+        self.strategy, self._job = strategy, setting.job
         load = layer_load(layer, strategy, setting)
-        self._traffic = {kind: tuple(kind.traffic(load)) for kind in strategy.kinds}
+        self._once: dict[Kind, list[Traffic]] = {kind: [] for kind in strategy.kinds}
+        self._waits = {kind for kind in strategy.kinds if kind.shape(strategy)}
+        self._seconds: Counter[tuple[Kind, Phase, bool]] = Counter()
+        """Of a kind in a phase, beside compute or in line."""
+        self._calls: Counter[tuple[Kind, Phase]] = Counter()
+        for kind in strategy.kinds:
+            groups: dict[str, Group] = {}
+            for each in kind.traffic(load):
+                if not each.beside_compute:
+                    self._waits.add(kind)
+                if each.phase == "step":
+                    self._once[kind].append(each)
+                    continue
+                if each.over not in groups:
+                    groups[each.over] = traffic_group(each, kind, strategy, setting)
+                call_s = _collective_s(each.collective, each.tensor_bytes / each.count, groups[each.over], self._job)
+                self._seconds[kind, each.phase, each.beside_compute] += each.count * call_s
+                self._calls[kind, each.phase] += 0 if each.beside_compute else each.count
 
     def is_in_line(self, kind: Kind) -> bool:
         """Whether a layer waits for collectives of this kind."""
-        return any(not each.beside_compute for each in self._traffic[kind]) or bool(kind.shape(self.strategy))
+        return kind in self._waits
 
     def in_line_s(self, kind: Kind, phase: Phase) -> float:
         """Seconds that a layer waits in a phase."""
-        found = [each for each in self._traffic[kind] if each.phase == phase and not each.beside_compute]
-        job = self._setting.job
-        seconds = sum(each.count * self._call_s(each, kind) for each in found)
+        seconds = self._seconds[kind, phase, False]
         if kind.divides is not Divides.TENSORS:
             return seconds
-        num_calls = sum(each.count for each in found)
-        exposed = 1 - job.execution.hidden_tp
-        return exposed * seconds + num_calls * job.efficiency.jitter_s * (self.strategy.degree(kind) - 1) ** 2
+        exposed, jitter_s = 1 - self._job.execution.hidden_tp, self._job.efficiency.jitter_s
+        return exposed * seconds + self._calls[kind, phase] * jitter_s * (self.strategy.degree(kind) - 1) ** 2
 
     def beside_s(self, kind: Kind, phase: Phase) -> float:
         """Seconds of what can run beside compute in a phase, by itself."""
-        found = [each for each in self._traffic[kind] if each.phase == phase and each.beside_compute]
-        return sum(each.count * self._call_s(each, kind) for each in found)
+        return self._seconds[kind, phase, True]
 
-    def once(self, kind: Kind) -> tuple[Traffic, ...]:
+    def once(self, kind: Kind) -> Sequence[Traffic]:
         """What is sent once a step."""
-        return tuple(each for each in self._traffic[kind] if each.phase == "step")
-
-    def _call_s(self, each: Traffic, kind: Kind) -> float:
-        group = traffic_group(each, kind, self.strategy, self._setting)
-        return _collective_s(each.collective, each.tensor_bytes / each.count, group, self._setting.job)
+        return self._once[kind]
 
 
 def traffic_group(traffic: Traffic, kind: Kind, strategy: Strategy, setting: Setting) -> Group:

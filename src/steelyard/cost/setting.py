@@ -53,7 +53,7 @@ class Job:
         rates = catalogue_rates(self.cluster.device.name) if priced_by_catalogue else None
         return CostSource(**identity.model_dump(), time_factor=self.time_factor, rates=rates)
 
-    @property
+    @cached_property
     def efficiency(self) -> Efficiency:
         """What fraction of the data sheet's rates the devices and links reach."""
         network = self.cluster.inter_link
@@ -82,17 +82,17 @@ class Setting:
     job: Job
     pipeline: PipelineConfig
 
-    @property
+    @cached_property
     def devices_per_stage(self) -> int:
         """Ranks of each stage."""
         return self.job.cluster.num_devices // self.pipeline.num_stages
 
-    @property
+    @cached_property
     def microbatch_samples(self) -> int:
         """Samples of a microbatch over all ranks of a stage."""
         return self.job.global_batch // self.pipeline.num_microbatches
 
-    @property
+    @cached_property
     def batch(self) -> Batch:
         """What strategies divide beside the layers."""
         return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.job.seq_len)
