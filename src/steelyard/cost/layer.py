@@ -18,7 +18,7 @@ Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of 
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward |
-| activations  | traced       | per microbatch in flight; what the remat choice keeps of them |
+| activations  | traced, and `Kind.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
@@ -41,7 +41,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic
+from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic, Working
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
@@ -102,7 +102,7 @@ def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerB
     samples = rank_samples(strategy, setting)
     return LayerBytes(
         static_bytes=_static_bytes(kind, layer, strategy, setting),
-        activation_bytes=_activation_bytes(layer, strategy, samples),
+        activation_bytes=saved_bytes(layer, strategy, setting),
         transient_bytes=_transient_bytes(kind, layer, strategy, setting, samples),
     )
 
@@ -191,6 +191,17 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
         routed_bytes=layer.routed_bytes.at(samples) * job.imbalance,
+    )
+
+
+def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
+    """What the kinds of a strategy add to the saved and the short-lived bytes of the traced layer."""
+    load = layer_load(layer, strategy, setting)
+    found = [kind.working(load) for kind in strategy.kinds]
+    return Working(
+        saved=sum(each.saved for each in found),
+        forward=sum(each.forward for each in found),
+        backward=sum(each.backward for each in found),
     )
 
 
@@ -409,8 +420,10 @@ def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int
     return setting.job.compute_bytes * held_params(layer, strategy)
 
 
-def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
-    return int(held_bytes(layer, strategy).saved_bytes.at(samples))
+def saved_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """What one microbatch holds of a layer from its forward to its backward pass."""
+    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
+    return int(held.saved_bytes.at(samples) + working_bytes(layer, strategy, setting).saved)
 
 
 def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomputation:
@@ -426,6 +439,7 @@ def keeps_copy(strategy: Strategy) -> bool:
 def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, samples: float) -> int:
     """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
 
+    Working activations are with what the kinds of the strategy need (`Kind.working`).
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
@@ -434,15 +448,16 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
     """
     if setting.job.execution.keeps_own_buffers:
-        return _framework_transient_bytes(layer, strategy, samples)
+        return _framework_transient_bytes(layer, strategy, setting)
     compute, params = setting.job.compute_bytes, held_params(layer, strategy)
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
-    working = held.backward_transient_bytes.at(samples)
+    needed = working_bytes(layer, strategy, setting)
+    working = held.backward_transient_bytes.at(samples) + needed.backward
     copy = 0 if keeps_copy(strategy) else copy_bytes(layer, strategy, setting)
     buffer = compute * params if strategy.state_shards > 1 else 0
     made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
-    forward = copy + buffer + held.forward_transient_bytes.at(samples)
+    forward = copy + buffer + held.forward_transient_bytes.at(samples) + needed.forward
     backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
     reduction = input_bytes + made if strategy.state_shards == 1 else 0
     if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
@@ -480,10 +495,12 @@ def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
     return strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
 
 
-def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
+def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """Largest short-lived memory of a framework whose states all have buffers of their own."""
-    held = held_bytes(layer, strategy)
-    return int(max(held.forward_transient_bytes.at(samples), held.backward_transient_bytes.at(samples)))
+    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
+    needed = working_bytes(layer, strategy, setting)
+    forward = held.forward_transient_bytes.at(samples) + needed.forward
+    return int(max(forward, held.backward_transient_bytes.at(samples) + needed.backward))
 
 
 def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:

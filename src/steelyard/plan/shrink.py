@@ -1,7 +1,7 @@
 """A plan at small width: the same stages, schedule and strategies, for a model that any machine trains in a moment.
 
 Of every run of equal layers with one strategy at most two are kept; widths, heads, experts, vocabulary and sequence are
-as small as the plan's tensor-parallel degrees allow, and a microbatch as its data degrees allow. Dropout is off, since
+as small as the degrees allow that divide them, and a microbatch as its data degrees allow. Dropout is off, since
 which entries fall out differs between plans. What is kept: the family, what its blocks attend to, tied embeddings,
 stages and their ranks, strategies with their order, schedule, precision.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.strategy import Strategy
 
 _HEAD_DIM = 8
 _LEAST_VOCABULARY, _LEAST_SEQUENCE, _LEAST_EXPERTS = 256, 16, 4
@@ -34,10 +35,10 @@ def shrunk_plan(plan: Plan) -> Plan:
     """The plan at small width; raises `InvalidModelError` or `InvalidPlanError` where it cannot be made smaller."""
     chain = plan.chain()
     kept = list(_kept_layers(plan, chain))
-    config = shrunk_config(
-        chain, [layer for part in kept for layer in part], _common([each.tensor_degree for each in plan.strategies])
-    )
+    layers = [layer for part in kept for layer in part]
+    config = shrunk_config(chain, layers, _common([each.head_degree for each in plan.strategies]))
     small = chain_from_config(config, name=chain.name)
+    pieces = _common([_pieces(strategy) for strategy in plan.strategies])
     first, stages = 0, []
     for part, layers in zip(plan.stages, kept, strict=True):
         strategies = tuple(plan.strategies[layer] for layer in layers)
@@ -46,17 +47,22 @@ def shrunk_plan(plan: Plan) -> Plan:
     microbatches = min(plan.num_microbatches, 2 * len(plan.stages))
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
-    degree = _common([strategy.tensor_degree for strategy in plan.strategies])
     return Plan(
         model=PlanModel(name=chain.name, config=config),
         cluster=plan.cluster,
-        seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
+        seq_len=_multiple(_LEAST_SEQUENCE, pieces) if chain.family.task.reads_text else small.max_seq_len,
         global_batch=microbatches * _common([strategy.sample_degree for strategy in plan.strategies]),
         num_microbatches=microbatches,
         precision=plan.precision,
         schedule=plan.schedule,
         stages=tuple(stages),
     )
+
+
+def _pieces(strategy: Strategy) -> int:
+    """Equal pieces that a sequence comes in: one for each rank that has a part of it, two where tokens are divided."""
+    tokens = strategy.token_degree
+    return strategy.tensor_degree * (2 * tokens if tokens > 1 else 1)
 
 
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:

@@ -157,6 +157,11 @@ class Strategy:
         return self._divided(Divides.TENSORS)
 
     @property
+    def head_degree(self) -> int:
+        """Ways in which the heads of attention are divided."""
+        return math.prod(kind.head_degree(self) for kind in self.kinds)
+
+    @property
     def sample_degree(self) -> int:
         """Ways in which the samples of a microbatch are divided."""
         return self._divided(Divides.SAMPLES)
