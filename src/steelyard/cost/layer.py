@@ -41,7 +41,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic, Working
+from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic, Working, needs_nothing
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
@@ -196,8 +196,11 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
 
 def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
     """What the kinds of a strategy add to the saved and the short-lived bytes of the traced layer."""
+    kinds = [kind for kind in strategy.kinds if kind.working is not needs_nothing]
+    if not kinds:
+        return Working()
     load = layer_load(layer, strategy, setting)
-    found = [kind.working(load) for kind in strategy.kinds]
+    found = [kind.working(load) for kind in kinds]
     return Working(
         saved=sum(each.saved for each in found),
         forward=sum(each.forward for each in found),

@@ -112,10 +112,10 @@ class Strategy:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds that it uses: those of its levels, and those that take ranks of other levels."""
-        chosen = {key for key, _ in self.variants}
-        beside = (
-            kind for kind in KINDS.values() if not kind.is_level and any(each.key in chosen for each in kind.variants)
-        )
+        if not self.variants:
+            return tuple(level.kind for level in self.levels)
+        known = variants()
+        beside = dict.fromkeys(known[key][0] for key, _ in self.variants if not known[key][0].is_level)
         return (*(level.kind for level in self.levels), *beside)
 
     @property
@@ -194,6 +194,8 @@ class Strategy:
     @property
     def expert_degree(self) -> int:
         """Ways in which routed experts are divided over data ranks."""
+        if not self.variants:
+            return 1
         beside = (kind for kind in self.kinds if kind.divides is Divides.EXPERTS)
         return math.prod(int(self.variant(each.key)) for kind in beside for each in kind.variants)
 
