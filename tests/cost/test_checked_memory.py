@@ -18,7 +18,7 @@ from steelyard.tracer.trace import trace
 from tests.cost.examples import CONFIG, plan
 from tests.runtime.models import FAMILY_CONFIGS
 
-Traces = dict[tuple[str, Precision, int, int], Profile]
+Traces = dict[tuple[str, Precision, int, int, int], Profile]
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256, "num_key_value_heads": 4}
 SEQ_LEN = 128
@@ -45,6 +45,9 @@ class Case:
     chunks: int = 1
     tied: bool = False
     vocab: int = 512
+    kv_heads: int = 4
+    most: float = 1.1
+    """The largest of predicted over found."""
 
     @property
     def num_stages(self) -> int:
@@ -144,6 +147,16 @@ CASES = {
         tied=True,
         vocab=4096,
     ),
+    "cp": Case(stages=_all("cp4"), devices=4),
+    "cp, one microbatch of long sequences": Case(stages=_all("cp4"), devices=4, seq_len=256, microbatches=1),
+    "cp, selective, grouped keys": Case(stages=_all("cp4 remat=selective", edges="cp4"), devices=4, kv_heads=2),
+    "cp, full remat, fp32": Case(stages=_all("cp2 remat=full"), devices=2, precision="fp32", most=1.15),
+    "cp inside fsdp": Case(stages=_all("fsdp2-cp2"), devices=4),
+    "ulysses": Case(stages=_all("cp4+ulysses", edges="cp4"), devices=4),
+    "ulysses, selective": Case(stages=_all("fsdp2-cp2+ulysses remat=selective", edges="fsdp4"), devices=4),
+    "ulysses, full remat": Case(stages=_all("cp2+ulysses remat=full", edges="cp2"), devices=2),
+    "cp next to other kinds": Case(stages=("fsdp4, fsdp2-cp2, cp2-tp2+sp, dp4, cp4 remat=full, fsdp2-cp2",), devices=4),
+    "cp, two stages": Case(stages=("cp2, cp2, fsdp2", "tp2+sp, cp2, cp2"), devices=4),
     "swin, two stages": Case(model="swin", stages=("single, single, single", ", ".join(["single"] * 4)), devices=2),
     "t5, two stages of full remat, fp32": Case(
         model="t5",
@@ -161,14 +174,14 @@ def traces() -> Traces:
 
 
 def _chain(case: Case, **changes: Any) -> ModelChain:
-    own = {"vocab_size": case.vocab} if case.model == "llama" else {}
+    own = {"vocab_size": case.vocab, "num_key_value_heads": case.kv_heads} if case.model == "llama" else {}
     return chain_from_config(MODELS[case.model] | own | changes, name=case.model)
 
 
 def _job(case: Case, traces: Traces) -> Job:
     plain = _chain(case)
     seq_len = case.seq_len if plain.family.task.reads_text else plain.max_seq_len
-    key = case.model, case.precision, case.vocab, case.seq_len
+    key = case.model, case.precision, case.vocab, case.seq_len, case.kv_heads
     if key not in traces:
         degrees = (1, 2) if case.model == "llama" else (1,)
         traces[key] = trace(plain, seq_len=seq_len, precision=case.precision, degrees=degrees)
@@ -189,11 +202,13 @@ def _plan(case: Case, of: Job) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_predicted_bytes_are_at_least_those_found_and_at_most_a_tenth_more(name: str, traces: Traces) -> None:
+def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, traces: Traces) -> None:
     of = _job(CASES[name], traces)
     candidate = _plan(CASES[name], of)
     for stage, terms in enumerate(predict_memory(candidate, of)):
         assert set(terms) <= set(TERMS)
         found = dry_run(candidate, candidate.stages[stage].ranks[0], backend="gloo")
         peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
-        assert 1.0 <= sum(terms.values()) / peak <= 1.1, f"stage {stage}: {terms}, found {found.later_steps}"
+        assert 1.0 <= sum(terms.values()) / peak <= CASES[name].most, (
+            f"stage {stage}: {terms}, found {found.later_steps}"
+        )

@@ -115,3 +115,20 @@ def test_dropout_is_off() -> None:
     small = shrunk_plan(plan).model.config
     assert small is not None
     assert (small["resid_pdrop"], small["embd_pdrop"], small["attn_pdrop"]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["cp8", "fsdp2-cp4-tp2+sp", "cp4-tp2+ulysses", "cp8+ulysses"])
+def test_a_small_plan_has_sequences_and_heads_that_context_parallelism_divides(strategy: str) -> None:
+    chain = load_model("llama3-8b")
+    num = 16 if strategy.startswith("fsdp") else 8
+    plan = make_plan(
+        dict(chain.config),
+        ", ".join([strategy] * chain.num_layers),
+        num_microbatches=2,
+        global_batch=4,
+        seq_len=8192,
+        num_devices=num,
+    )
+    small = shrunk_plan(plan)
+    assert {str(each) for each in small.strategies} == {strategy}
+    assert small.chain().hidden_size <= 128

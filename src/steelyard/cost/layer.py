@@ -18,7 +18,7 @@ Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of 
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward |
-| activations  | traced       | per microbatch in flight; what the remat choice keeps of them |
+| activations  | traced, and `Kind.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
@@ -30,7 +30,7 @@ redistribution between two layouts; the two temporaries of an AdamW step, which 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +43,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic
+from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic, Working, needs_nothing
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
@@ -107,7 +107,7 @@ def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerB
     samples = rank_samples(strategy, setting)
     return LayerBytes(
         static_bytes=_static_bytes(kind, layer, strategy, setting),
-        activation_bytes=_activation_bytes(layer, strategy, samples),
+        activation_bytes=saved_bytes(layer, strategy, setting),
         transient_bytes=_transient_bytes(kind, layer, strategy, setting, samples),
     )
 
@@ -200,6 +200,20 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     )
 
 
+def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
+    """What the kinds of a strategy add to the saved and the short-lived bytes of the traced layer."""
+    kinds = [kind for kind in strategy.kinds if kind.working is not needs_nothing]
+    if not kinds:
+        return Working()
+    load = layer_load(layer, strategy, setting)
+    found = [kind.working(load) for kind in kinds]
+    return Working(
+        saved=sum(each.saved for each in found),
+        forward=sum(each.forward for each in found),
+        backward=sum(each.backward for each in found),
+    )
+
+
 def _microbatch_time(
     layer: LayerProfile, sent: "_Sent", setting: Setting, samples: float
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -236,7 +250,7 @@ class _Sent:
         load = layer_load(layer, strategy, setting)
         self._once: dict[Kind, list[Traffic]] = {kind: [] for kind in strategy.kinds}
         self._waits = {kind for kind in strategy.kinds if kind.shape(strategy)}
-        self._seconds: Counter[tuple[Kind, Phase, bool]] = Counter()
+        self._seconds: defaultdict[tuple[Kind, Phase, bool], float] = defaultdict(float)
         """Of a kind in a phase, beside compute or in line."""
         self._calls: Counter[tuple[Kind, Phase]] = Counter()
         for kind in strategy.kinds:
@@ -424,8 +438,10 @@ def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int
     return setting.job.compute_bytes * held_params(layer, strategy)
 
 
-def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
-    return int(held_bytes(layer, strategy).saved_bytes.at(samples))
+def saved_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """What one microbatch holds of a layer from its forward to its backward pass."""
+    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
+    return int(held.saved_bytes.at(samples) + working_bytes(layer, strategy, setting).saved)
 
 
 def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomputation:
@@ -441,6 +457,7 @@ def keeps_copy(strategy: Strategy) -> bool:
 def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, samples: float) -> int:
     """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
 
+    Working activations are with what the kinds of the strategy need (`Kind.working`).
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
@@ -450,15 +467,16 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     be gathered ahead.
     """
     if setting.job.execution.keeps_own_buffers:
-        return _framework_transient_bytes(layer, strategy, samples)
+        return _framework_transient_bytes(layer, strategy, setting)
     compute, params = setting.job.compute_bytes, held_params(layer, strategy)
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
-    working = held.backward_transient_bytes.at(samples)
+    needed = working_bytes(layer, strategy, setting)
+    working = held.backward_transient_bytes.at(samples) + needed.backward
     copy = 0 if keeps_copy(strategy) else copy_bytes(layer, strategy, setting)
     buffer = compute * params if strategy.state_shards > 1 else 0
     made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
-    forward = copy + buffer + held.forward_transient_bytes.at(samples)
+    forward = copy + buffer + held.forward_transient_bytes.at(samples) + needed.forward
     backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, setting)
     again, scratch = recomputed_input_bytes(layer, strategy, samples), scratch_bytes(layer, strategy, setting)
     reduction = input_bytes + again + made if strategy.state_shards == 1 else 0
@@ -505,10 +523,12 @@ def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
     return strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
 
 
-def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
+def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """Largest short-lived memory of a framework whose states all have buffers of their own."""
-    held = held_bytes(layer, strategy)
-    return int(max(held.forward_transient_bytes.at(samples), held.backward_transient_bytes.at(samples)))
+    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
+    needed = working_bytes(layer, strategy, setting)
+    forward = held.forward_transient_bytes.at(samples) + needed.forward
+    return int(max(forward, held.backward_transient_bytes.at(samples) + needed.backward))
 
 
 def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:

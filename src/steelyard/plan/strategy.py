@@ -185,6 +185,11 @@ class Strategy:
         return degree_of(tuple(level for level in self.levels if level.kind is kind))
 
     @property
+    def head_degree(self) -> int:
+        """Ways in which the heads of attention are divided."""
+        return math.prod(kind.head_degree(self) for kind in self.kinds)
+
+    @property
     def sequence_degree(self) -> int:
         """Ways in which the sequence of the hidden state between layers is divided."""
         return self.layout.sequence_degree

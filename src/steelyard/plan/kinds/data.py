@@ -1,6 +1,7 @@
 """What kinds that divide data have in common: samples must divide, and gradients are summed over the ranks."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ def summed_once(load: Load) -> Iterator[Traffic]:
     )
 
 
+@lru_cache(maxsize=4096)
 def replica_levels(levels: Levels) -> Levels:
     """The levels over which a layer's states are the same, outermost first."""
     sharded = any(level.kind.states is States.SHARDED for level in levels)
@@ -43,6 +45,7 @@ def replica_levels(levels: Levels) -> Levels:
     )
 
 
+@lru_cache(maxsize=4096)
 def shard_levels(levels: Levels) -> Levels:
     """The levels over which a layer's states are sharded, outermost first."""
     sharded = any(level.kind.states is States.SHARDED for level in levels)
@@ -53,11 +56,13 @@ def shard_levels(levels: Levels) -> Levels:
     )
 
 
+@lru_cache(maxsize=4096)
 def degree_of(levels: Levels) -> int:
     """The product of the degrees."""
     return prod(level.degree for level in levels)
 
 
+@lru_cache(maxsize=4096)
 def data_levels(levels: Levels) -> Levels:
     """The levels whose ranks work on different samples or tokens, outermost first."""
     return tuple(level for level in levels if level.kind.divides_data)

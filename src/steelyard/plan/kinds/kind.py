@@ -14,7 +14,9 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 | which layers, batches and sequences can it divide?       | `Kind.illegal`                                |
 | which of its degrees are worth a search, and which not?  | `Kind.not_worth`                              |
 | what is sent, in which phase of a step?                  | `Kind.traffic`                                |
+| which memory does it need beside the traced layer?       | `Kind.working`                                |
 | where does the hidden state between two layers lie?      | `Kind.placement`                              |
+| over how many ranks does it divide heads of attention?   | `Kind.head_degree`                            |
 | at which degrees must a layer be traced or measured?     | `Kind.shape`                                  |
 | what does it do, in words?                               | `Kind.words`                                  |
 """
@@ -111,6 +113,18 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Bytes on a rank that a kind adds to those of a layer as it was traced, for one microbatch.
+
+    ``saved`` from the forward to the backward pass; ``forward`` and ``backward`` while the layer works there.
+    """
+
+    saved: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
     """One level of the decision tree: ``degree`` groups of ranks that share one ``kind`` of parallelism."""
 
@@ -178,6 +192,11 @@ def nothing_contradicts(_levels: Levels, _variants: Mapping[str, Value]) -> Cont
     return None
 
 
+def needs_nothing(_load: Load) -> Working:
+    """For kinds whose memory the trace of the layer shows, and those that need none."""
+    return Working()
+
+
 def always_worth(_levels: Levels, _devices_per_node: int | None, _seq_len: int) -> str:
     """For kinds all of whose degrees are searched."""
     return ""
@@ -200,6 +219,8 @@ class Kind:
     """What its seconds in a prediction are spent on, in words."""
     hue: str
     """The colour of these seconds in a report, of those in `steelyard.report.html.palette`."""
+    working: Callable[[Load], Working] = needs_nothing
+    """What its collectives keep and need while a layer works."""
     variants: tuple[Variant, ...] = ()
     contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = nothing_contradicts
     not_worth: Callable[[Levels, int | None, int], str] = always_worth
@@ -209,6 +230,8 @@ class Kind:
     """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
     shape: Callable[["Strategy"], Mapping[str, int]] = lambda _strategy: {}
     """Degrees, by name, that change the shape of a layer on a rank."""
+    head_degree: Callable[["Strategy"], int] = lambda _strategy: 1
+    """Ways in which it divides the heads of attention."""
     keeps_gathered: Callable[["Strategy"], bool] = lambda _strategy: False
     """Whether shards that were gathered for the forward pass stay so until the backward pass."""
     stays_in_node: bool = False
