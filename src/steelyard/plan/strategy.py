@@ -193,6 +193,16 @@ class Strategy:
         return math.prod(int(self.variant(each.key)) for kind in beside for each in kind.variants)
 
     @property
+    def expert_state_shards(self) -> int:
+        """Ways in which the states of a rank's routed experts are sharded: what expert parallelism leaves of them."""
+        return max(1, self.state_shards // self.expert_degree)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Data ranks that hold the same shard of routed experts."""
+        return self.data_degree // (self.expert_degree * self.expert_state_shards)
+
+    @property
     def keeps_gathered(self) -> bool:
         """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
         return self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)

@@ -11,6 +11,7 @@ import datetime
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -92,8 +93,20 @@ def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, degrees
                         model=model,
                         seen=seen,
                     )
-                    layers.append(layer_profile(kind.name, strategy.shape, observe(setting, SIZES)))
+                    layers.append(_profile(setting, kind))
     return layers
+
+
+def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
+    """What is seen of a layer; of one with experts also where ranks divide them."""
+    shape = setting.strategy.shape
+    layer = layer_profile(kind.name, shape, observe(setting, SIZES))
+    if not kind.num_experts:
+        return layer
+    even, twice = (
+        layer_profile(kind.name, shape, observe(replace(setting, exchanged=share), SIZES)) for share in (1.0, 2.0)
+    )
+    return layer.model_copy(update={"divided_experts": (even, twice)})
 
 
 def _representative(chain: ModelChain, kind: int) -> int:
@@ -147,8 +160,6 @@ def layer_profile(kind: str, shape: Shape, observations: list[Observation]) -> L
         input_bytes=line(lambda o: o.input_bytes),
         key_value_bytes=line(lambda o: o.forward.key_value_bytes),
         attention_bytes=line(lambda o: o.forward.attention_bytes),
-        routed_bytes=line(lambda o: o.routed_bytes),
-        expert_flop=line(lambda o: o.forward.expert_flop),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),

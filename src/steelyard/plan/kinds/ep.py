@@ -2,8 +2,10 @@
 
 It takes no ranks of its own: its groups are the innermost of those that divide the layer's samples and tokens, and all
 else of the layer is as their levels say. Over the data ranks outside the groups the experts' states are sharded or
-replicated as the levels there say. Two all-to-alls forward and two backward carry the inputs and the results of the
-experts that a rank's tokens take.
+replicated as the levels there say. All-to-alls carry the inputs and the results of the experts that a rank's tokens
+take: forward how many there are, the inputs, and the results back, backward the gradients of both. Full remat exchanges
+all again, selective remat nothing. How even the routing is, is not known before training: times and memory are of the
+rank whose experts most tokens take, for an assumed imbalance.
 
 Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, arXiv 2504.14960).
 """
@@ -74,8 +76,9 @@ def _serves(chain: ModelChain) -> str:
 
 
 def _traffic(load: Load) -> Iterator[Traffic]:
-    for phase in ("forward", "backward", "recomputation"):
-        yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=2 * load.routed_bytes, count=2, over="experts")
+    for phase, collectives in load.exchanged.items():
+        for collective, count, num_bytes in collectives:
+            yield Traffic(phase=phase, collective=collective, tensor_bytes=num_bytes, count=count, over="experts")
 
 
 def _words(strategy: "Strategy") -> str:

@@ -20,7 +20,7 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Literal
 
@@ -69,6 +69,9 @@ class Placed(StrEnum):
 
 Phase = Literal["forward", "backward", "recomputation", "step"]
 """Of a microbatch: forward, backward, and what remat repeats. ``step``: once, when all microbatches are done."""
+Over = Literal["level", "shards", "replicas", "experts", "expert shards", "expert replicas"]
+"""The ranks of the kind's level, those that share or repeat the layer's states, those that divide its routed experts,
+and those that share or repeat the states of a rank's experts."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
@@ -84,7 +87,7 @@ class Traffic:
     collective: Collective
     tensor_bytes: float
     count: int = 1
-    over: Literal["level", "shards", "replicas", "experts"] = "level"
+    over: Over = "level"
     beside_compute: bool = False
     """Whether it can run while the layer computes."""
 
@@ -104,8 +107,11 @@ class Load:
     """Keys and values of the whole sequences of the rank's samples."""
     attention_bytes: float = 0.0
     """Queries, keys, values and results of the rank's part of the sequences."""
-    routed_bytes: float = 0.0
-    """Inputs of all experts that the rank's tokens take."""
+    expert_parameter_bytes: float = 0.0
+    """Of the routed experts that a rank holds where ranks divide them; they are no part of ``parameter_bytes`` then."""
+    expert_gradient_bytes: float = 0.0
+    exchanged: Mapping[Phase, tuple[tuple[Collective, int, float], ...]] = field(default_factory=dict)
+    """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
