@@ -66,7 +66,13 @@ class Job:
         identity = self.profile.identity
         priced_by_catalogue = not (identity.is_measured or self.cluster.device.needs_profile or self.rates)
         rates = catalogue_rates(self.cluster.device.name) if priced_by_catalogue else None
-        return CostSource(**identity.model_dump(), time_factor=self.time_factor, rates=rates)
+        divides_experts = any(kind.num_experts for kind in self.chain.kinds)
+        return CostSource(
+            **identity.model_dump(),
+            time_factor=self.time_factor,
+            rates=rates,
+            imbalance=self.imbalance if divides_experts else None,
+        )
 
     @property
     def efficiency(self) -> Efficiency:

@@ -112,11 +112,7 @@ class Strategy:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds that it uses: those of its levels, and those that take ranks of other levels."""
-        chosen = {key for key, _ in self.variants}
-        beside = (
-            kind for kind in KINDS.values() if not kind.is_level and any(each.key in chosen for each in kind.variants)
-        )
-        return (*(level.kind for level in self.levels), *beside)
+        return (*(level.kind for level in self.levels), *_kinds_beside(self.variants))
 
     @property
     def parallel(self) -> str:
@@ -189,8 +185,7 @@ class Strategy:
     @property
     def expert_degree(self) -> int:
         """Ways in which routed experts are divided over data ranks."""
-        beside = (kind for kind in self.kinds if kind.divides is Divides.EXPERTS)
-        return math.prod(int(self.variant(each.key)) for kind in beside for each in kind.variants)
+        return _expert_degree(self.variants)
 
     @property
     def expert_state_shards(self) -> int:
@@ -308,16 +303,36 @@ class Strategy:
     @property
     def is_aligned(self) -> bool:
         """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
-        try:
-            assert self.expert_axes is not None
-        except InvalidPlanError:
-            return False
-        return True
+        return _is_aligned(self)
+
+
+@lru_cache(maxsize=4096)
+def _kinds_beside(chosen: tuple[tuple[str, Value], ...]) -> tuple[Kind, ...]:
+    """The kinds that take ranks of other levels, of which variants were chosen."""
+    keys = {key for key, _ in chosen}
+    beside = (kind for kind in KINDS.values() if not kind.is_level)
+    return tuple(kind for kind in beside if any(each.key in keys for each in kind.variants))
+
+
+@lru_cache(maxsize=4096)
+def _expert_degree(chosen: tuple[tuple[str, Value], ...]) -> int:
+    known, degrees = variants(), dict(chosen)
+    keys = [key for key, (kind, _) in known.items() if kind.divides is Divides.EXPERTS]
+    return math.prod(int(degrees.get(key, known[key][1].default)) for key in keys)
 
 
 @lru_cache(maxsize=65536)
 def _shape(strategy: Strategy) -> Mapping[str, int]:
     return {name: degree for kind in strategy.kinds for name, degree in kind.shape(strategy).items()}
+
+
+@lru_cache(maxsize=65536)
+def _is_aligned(strategy: Strategy) -> bool:
+    try:
+        assert strategy.expert_axes is not None
+    except InvalidPlanError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,10 @@ class PlanOptions:
 
 def make_problem(job: Job, options: PlanOptions) -> Problem:
     """The cost tables of every pipeline setting of a job, as `search` takes them and a problem file holds them."""
+    settings = pipeline_settings(job, options)
+    offered = {size: stage_strategies(job, size, options) for size in {each.devices_per_stage for each in settings}}
     tables = tuple(
-        pinned(build_tables(setting, stage_strategies(job, setting.devices_per_stage, options)), options.pins)
-        for setting in pipeline_settings(job, options)
+        pinned(build_tables(setting, offered[setting.devices_per_stage]), options.pins) for setting in settings
     )
     return Problem(
         name=f"{job.chain.name} on {job.cluster.name}",
@@ -124,6 +125,7 @@ def space_options(job: Job, options: PlanOptions) -> SpaceOptions:
         max_degrees=options.max_degrees,
         devices_per_node=job.cluster.devices_per_node,
         seq_len=job.seq_len,
+        layers=job.chain.kinds,
         insists=lambda strategy: any(pin.demands(strategy) for pin in options.pins),
     )
 

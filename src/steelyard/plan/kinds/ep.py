@@ -75,6 +75,27 @@ def _serves(chain: ModelChain) -> str:
     return "" if any(kind.num_experts for kind in chain.kinds) else "the model has no experts"
 
 
+def _not_worth_for(strategy: "Strategy", devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
+    """Of all degrees those are searched that leave a rank the fewest experts without leaving a node, and 4, 16, … times
+    as many: within a node a larger degree sends hardly more, and each rank gathers less.
+    """
+    degree, tensors = strategy.expert_degree, strategy.tensor_degree
+    if not layers or degree == 1:
+        return ""
+    if tensors > 1 and strategy.levels[-1].kind.divides is not Divides.TENSORS:
+        return "ep is searched with tp on neighbouring ranks"
+    counts = {kind.num_experts // tensors for kind in layers if kind.num_experts}
+    possible = [each for each in _offered(strategy.levels) if any(count % each == 0 for count in counts)]
+    if degree not in possible:
+        return f"ep {degree} does not divide the experts of any layer"
+    inside = max(1, (devices_per_node or strategy.num_devices) // tensors)
+    nearest = max(each for each in possible if each <= inside)
+    wider, rest = divmod(degree, nearest)
+    if rest or wider & (wider - 1) or wider.bit_length() % 2 == 0:
+        return f"ep is searched with groups of {nearest} ranks, as many as a node allows, or of 4, 16, … times as many"
+    return ""
+
+
 def _traffic(load: Load) -> Iterator[Traffic]:
     for phase, collectives in load.exchanged.items():
         for collective, count, num_bytes in collectives:
@@ -97,5 +118,6 @@ EP = Kind(
     hue="pink",
     variants=(DEGREE,),
     contradiction=_contradiction,
+    not_worth_for=_not_worth_for,
     serves=_serves,
 )

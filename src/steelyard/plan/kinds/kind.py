@@ -12,7 +12,7 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 | how is it written, what else may be chosen with it?      | `Kind.name`, `Kind.variants`                  |
 | beside or inside which other kinds may it stand?         | `Kind.contradiction`                          |
 | which layers, batches and sequences can it divide?       | `Kind.illegal`                                |
-| which of its degrees are worth a search, and which not?  | `Kind.not_worth`                              |
+| which of its degrees are worth a search, and which not?  | `Kind.not_worth`, `Kind.not_worth_for`        |
 | what is sent, in which phase of a step?                  | `Kind.traffic`                                |
 | where does the hidden state between two layers lie?      | `Kind.placement`                              |
 | at which degrees must a layer be traced or measured?     | `Kind.shape`                                  |
@@ -185,6 +185,11 @@ def always_worth(_levels: Levels, _devices_per_node: int | None, _seq_len: int) 
     return ""
 
 
+def always_worth_for(_strategy: "Strategy", _devices_per_node: int | None, _layers: tuple[LayerKind, ...]) -> str:
+    """For kinds whose degrees are worth a search whatever the layers."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kind:
     """A kind of parallelism; see the module for the questions that it answers."""
@@ -207,6 +212,8 @@ class Kind:
     not_worth: Callable[[Levels, int | None, int], str] = always_worth
     """Given levels, devices of a node and tokens of a sequence: why such levels are not searched unless a pin asks for
     them; empty where they are."""
+    not_worth_for: Callable[["Strategy", int | None, tuple[LayerKind, ...]], str] = always_worth_for
+    """The same of a strategy, given the kinds of layers that the model has."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
     """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
     shape: Callable[["Strategy"], Mapping[str, int]] = lambda _strategy: {}
