@@ -21,7 +21,7 @@ from steelyard.cli.options import (
     print_json,
 )
 from steelyard.cli.progress import progress
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
@@ -80,6 +80,12 @@ def plan(
             metavar="RUN",
         ),
     ] = None,
+    imbalance: Annotated[
+        float,
+        typer.Option(
+            help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures it."
+        ),
+    ] = ASSUMED_IMBALANCE,
     objective: Annotated[
         str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
     ] = "time",
@@ -157,6 +163,7 @@ def plan(
             precision=check_precision(precision),
             memory=memory,
             profile=profile,
+            imbalance=imbalance,
         )
         if calibrate_by is not None:
             job = calibrate(job, calibrate_by)

@@ -200,6 +200,16 @@ class Strategy:
         return degree_of(data_levels(self.levels))
 
     @property
+    def expert_state_shards(self) -> int:
+        """Ways in which the states of a rank's routed experts are sharded: what expert parallelism leaves of them."""
+        return max(1, self.state_shards // self.expert_degree)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Data ranks that hold the same shard of routed experts."""
+        return self.data_degree // (self.expert_degree * self.expert_state_shards)
+
+    @property
     def keeps_gathered(self) -> bool:
         """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
         return self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)
@@ -294,7 +304,7 @@ class Strategy:
 @lru_cache(maxsize=65536)
 def _is_aligned(strategy: Strategy) -> bool:
     try:
-        assert strategy.expert_axes is not None
+        _ = strategy.expert_axes  # raises where a level, or the degree of experts, is none of whole axes
     except InvalidPlanError:
         return False
     return True

@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from steelyard.model.chain import LayerKind
 from steelyard.plan.kinds import KINDS, Kind, Value, variants
 from steelyard.plan.kinds.data import degree_of
 from steelyard.plan.kinds.kind import Divides, Level, Levels, Variant
@@ -54,6 +55,8 @@ class SpaceOptions:
     devices_per_node: int | None = None
     aligned_only: bool = True
     seq_len: int = 0
+    layers: tuple[LayerKind, ...] = ()
+    """The kinds of layers that the strategies are for."""
     insists: Callable[[Strategy], bool] = lambda _strategy: False
     """What is offered although its kind finds it not worth a search."""
 
@@ -151,3 +154,4 @@ def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]
     if not options.insists(strategy):
         for kind in strategy.kinds:
             yield kind.not_worth(strategy.levels, options.devices_per_node, options.seq_len)
+            yield kind.not_worth_for(strategy, options.devices_per_node, options.layers)
