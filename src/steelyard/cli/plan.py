@@ -83,7 +83,7 @@ def plan(
     imbalance: Annotated[
         float,
         typer.Option(
-            help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures it."
+            help="Tokens of the rank whose experts are most in demand, over the mean: assumed until measured."
         ),
     ] = ASSUMED_IMBALANCE,
     objective: Annotated[
