@@ -96,7 +96,6 @@ class OpCounts:
             num_kernels=self.num_kernels - other.num_kernels,
             key_value_bytes=self.key_value_bytes - other.key_value_bytes,
             attention_bytes=self.attention_bytes - other.attention_bytes,
-            expert_flop=self.expert_flop - other.expert_flop,
             collectives=collectives,
         )
 
