@@ -44,7 +44,7 @@ def load(strategy: Strategy) -> Load:
         exchanging=exchanging,
         key_value_bytes=3e5,
         attention_bytes=5e5,
-        exchanged={phase: (("all_to_all", 2, 7e5),) for phase in exchanging},
+        exchanged=dict.fromkeys(exchanging, (("all_to_all", 2, 700000.0),)),
     )
 
 
