@@ -26,6 +26,7 @@ GIB = 2**30
 
 MODELS = {
     "llama": CONFIG | SIZES,
+    "mixtral": FAMILY_CONFIGS["mixtral"] | SIZES | {"num_hidden_layers": 4},
     "swin": FAMILY_CONFIGS["swin"] | {"embed_dim": 32, "image_size": 32},
     "t5": FAMILY_CONFIGS["t5"] | {"d_model": 128, "d_kv": 32, "d_ff": 352, "vocab_size": 512},
 }
@@ -123,6 +124,16 @@ CASES = {
     "an embedding alone, sharded, few tokens": Case(
         stages=("fsdp2", "fsdp2, fsdp2, fsdp2, fsdp2, fsdp2"), devices=4, microbatches=2, seq_len=8
     ),
+    "cp, keys gathered": Case(stages=_all("cp2"), devices=2),
+    "cp beside fsdp and tp": Case(stages=("fsdp4-cp2, cp4-tp2+sp, cp4-tp2+sp, cp8, fsdp2-cp4, fsdp8",), devices=8),
+    "cp selective": Case(stages=_all("cp2 remat=selective", edges="cp2"), devices=2),
+    "cp ulysses": Case(stages=_all("cp2+ulysses", edges="cp2"), devices=2),
+    "cp ulysses selective, fp32": Case(
+        stages=_all("fsdp2-cp2+ulysses remat=selective", edges="fsdp2-cp2"), devices=4, precision="fp32"
+    ),
+    "ep": Case(model="mixtral", stages=_all("fsdp4 ep2", edges="fsdp4"), devices=4),
+    "ep selective": Case(model="mixtral", stages=_all("dp2 ep2 remat=selective", edges="dp2"), devices=2),
+    "ep full": Case(model="mixtral", stages=_all("fsdp2 ep2 remat=full", edges="fsdp2"), devices=2),
     "swin, two stages": Case(model="swin", stages=("single, single, single", ", ".join(["single"] * 4)), devices=2),
     "t5, two stages of full remat, fp32": Case(
         model="t5",

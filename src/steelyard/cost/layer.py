@@ -30,6 +30,7 @@ redistribution between two layouts; the two temporaries of an AdamW step, which 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from steelyard.cost.communication import Group, collective_s
@@ -102,7 +103,7 @@ def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerB
     samples = rank_samples(strategy, setting)
     return LayerBytes(
         static_bytes=_static_bytes(kind, layer, strategy, setting),
-        activation_bytes=_activation_bytes(layer, strategy, samples),
+        activation_bytes=activation_bytes(layer, strategy, setting),
         transient_bytes=_transient_bytes(kind, layer, strategy, setting, samples),
     )
 
@@ -188,7 +189,6 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
             phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
             for phase, found in collectives.items()
         },
-        exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
         routed_bytes=layer.routed_bytes.at(samples) * job.imbalance,
@@ -410,8 +410,14 @@ def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int
     return setting.job.compute_bytes * held_params(layer, strategy)
 
 
-def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
-    return int(held_bytes(layer, strategy).saved_bytes.at(samples))
+def activation_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """What a layer keeps for its backward pass, of one microbatch."""
+    kept = int(held_bytes(layer, strategy).saved_bytes.at(rank_samples(strategy, setting)))
+    more = [kind.kept for kind in strategy.kinds if kind.kept is not None]
+    if more:
+        load = layer_load(layer, strategy, setting)
+        kept += math.ceil(sum(each(load) for each in more))
+    return kept
 
 
 def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomputation:

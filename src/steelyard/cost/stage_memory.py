@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.layer import (
+    activation_bytes,
     copy_bytes,
     gradient_copies,
     held_bytes,
@@ -435,7 +436,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         scratch=scratch_bytes(layer, strategy, setting),
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
-        saved=int(held.saved_bytes.at(samples)),
+        saved=activation_bytes(layer, strategy, setting),
         input=int(layer.input_bytes.at(samples)),
         reducing=_RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0,
         forward=int(held.forward_transient_bytes.at(samples)),

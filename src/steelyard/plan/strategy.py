@@ -20,13 +20,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.plan.kinds import KINDS, Kind, Value, level_kinds, variants
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
 from steelyard.plan.kinds.kind import Contradiction, Divides, Level, Levels, Placed
+from steelyard.plan.remat import Remat
 
 __all__ = [
     "HiddenLayout",
@@ -38,14 +38,6 @@ __all__ = [
     "parse_strategy",
     "shape_strategies",
 ]
-
-
-class Remat(StrEnum):
-    """Which activations of a layer are recomputed in the backward pass instead of being kept."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,13 +105,11 @@ def traffic(text: str) -> dict[str, dict[str, list[float]]]:
     """For each phase of a microbatch, the bytes of each call by its kind, as the twin in `plan.kinds` says."""
     strategy = parse_strategy(text)
     query = SAMPLES * SEQ_LEN * HEADS * HEAD_DIM * BYTES
-    exchanging = ("forward", "backward") + ("recomputation",) * (strategy.remat is Remat.FULL)
     load = Load(
         strategy=strategy,
         parameter_bytes=0.0,
         gradient_bytes=0.0,
         traced={},
-        exchanging=exchanging,
         key_value_bytes=KEYS_BYTES,
         attention_bytes=(2 * query + KEYS_BYTES) / strategy.degree(CP),
     )

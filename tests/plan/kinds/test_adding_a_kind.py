@@ -1,5 +1,6 @@
 """A kind is added in one place: as one value it is enumerated, read, refused, priced, planned with and explained."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from steelyard.planning.explain import explain_plan
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.report.html import ReportContents, report_page
+from steelyard.runtime.dry_run import dry_run
 from steelyard.search import SpaceOptions, enumerate_strategies, load_problem, save_problem
 from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world
 from tests.cost.examples import SEQ_LEN, chain, cluster, job, plan, setting
@@ -162,6 +164,14 @@ def test_it_takes_the_memory_of_replicas() -> None:
     assert mine.static_bytes == replicas.static_bytes
 
 
+def test_what_it_keeps_adds_to_the_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = dataclasses.replace(RP, kept=lambda load: 1000.0 * load.strategy.degree(more))
+    where, without = setting(job(SLOW)), layer_cost(chain().kinds[1], parse_strategy("rp4"), setting(job(SLOW)))
+    monkeypatch.setitem(KINDS, NAME, more)
+    found = layer_cost(chain().kinds[1], parse_strategy("rp4"), where)
+    assert found.activation_bytes == without.activation_bytes + 4000
+
+
 def test_a_pinned_plan_has_it_on_every_layer() -> None:
     found = planned()
     assert {strategy.degree(RP) for strategy in found.strategies} == {2}
@@ -245,6 +255,14 @@ def test_a_framework_that_lacks_it_says_so() -> None:
 
 
 # in real layers
+
+
+def test_it_runs_as_its_states_say_and_holds_what_replicas_hold() -> None:
+    mine, replicas = (
+        dry_run(plan(job(SLOW), *[", ".join([f"{kind}4"] * 6)], num_microbatches=2), 0, backend="gloo")
+        for kind in (RP, DP)
+    )
+    assert mine.later_steps.terms == replicas.later_steps.terms
 
 
 def meta_model(of: ModelChain) -> nn.Module:

@@ -35,13 +35,11 @@ uses = pytest.mark.parametrize(
 
 
 def load(strategy: Strategy) -> Load:
-    exchanging = ("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ()))
     return Load(
         strategy=strategy,
         parameter_bytes=2e6,
         gradient_bytes=4e6,
         traced={"forward": (("all_reduce", 2, 1e6),), "backward": (("all_gather", 2, 1e6),)},
-        exchanging=exchanging,
         key_value_bytes=3e5,
         attention_bytes=5e5,
         routed_bytes=7e5,

@@ -28,6 +28,7 @@ from steelyard.plan.kinds.kind import (
     Value,
     Variant,
 )
+from steelyard.plan.remat import Remat
 
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
@@ -96,6 +97,19 @@ def _traffic(load: Load) -> Iterator[Traffic]:
     yield Traffic(phase="recomputation", collective="all_gather", tensor_bytes=num_bytes)
 
 
+def _kept(load: Load) -> float:
+    """Ulysses: the output once more as it came back, and all that was exchanged where selective remat keeps it.
+
+    Gathering, under selective remat: the output of a third kernel over half of the tokens, and its log-sums, which for
+    heads of 16 entries are an eighth of an output.
+    """
+    remat, own_keys = load.strategy.remat, load.key_value_bytes / load.strategy.degree(CP)
+    output_bytes = (load.attention_bytes - own_keys) / 2
+    if load.strategy.variant("cp_method") == "ulysses":
+        return {Remat.NONE: output_bytes, Remat.SELECTIVE: load.attention_bytes, Remat.FULL: 0.0}[remat]
+    return (1 / 2 + 1 / 8) * output_bytes if remat is Remat.SELECTIVE else 0.0
+
+
 def _words(strategy: "Strategy") -> str:
     how = "sequence exchanged for heads" if strategy.variant("cp_method") == "ulysses" else "keys and values gathered"
     return f"tokens of every sequence over {strategy.degree(CP)} ranks, {how} for attention"
@@ -112,6 +126,7 @@ CP = Kind(
     term="keys and values of context parallelism",
     hue="brown",
     variants=(METHOD,),
+    kept=_kept,
     contradiction=_contradiction,
     not_worth=_not_worth,
     serves=_serves,

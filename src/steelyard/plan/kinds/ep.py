@@ -26,6 +26,7 @@ from steelyard.plan.kinds.kind import (
     Value,
     Variant,
 )
+from steelyard.plan.remat import Remat
 
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
@@ -78,6 +79,11 @@ def _traffic(load: Load) -> Iterator[Traffic]:
         yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=2 * load.routed_bytes, count=2, over="experts")
 
 
+def _kept(load: Load) -> float:
+    """Under selective remat what has arrived, there and back."""
+    return 2 * load.routed_bytes if load.strategy.remat is Remat.SELECTIVE else 0.0
+
+
 def _words(strategy: "Strategy") -> str:
     return f"experts over {strategy.expert_degree} of the data ranks, tokens sent to them and back"
 
@@ -93,6 +99,7 @@ EP = Kind(
     term="tokens on their way to experts and back",
     hue="pink",
     variants=(DEGREE,),
+    kept=_kept,
     contradiction=_contradiction,
     serves=_serves,
 )

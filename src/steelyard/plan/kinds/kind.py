@@ -14,6 +14,7 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 | which layers, batches and sequences can it divide?       | `Kind.illegal`                                |
 | which of its degrees are worth a search, and which not?  | `Kind.not_worth`                              |
 | what is sent, in which phase of a step?                  | `Kind.traffic`                                |
+| what more is kept for the backward pass?                 | `Kind.kept`                                   |
 | where does the hidden state between two layers lie?      | `Kind.placement`                              |
 | at which degrees must a layer be traced or measured?     | `Kind.shape`                                  |
 | what does it do, in words?                               | `Kind.words`                                  |
@@ -25,6 +26,7 @@ from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Literal
 
 from steelyard.model.chain import LayerKind, ModelChain
+from steelyard.plan.remat import Remat
 
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
@@ -100,14 +102,17 @@ class Load:
     """Of their gradients, as they are reduced."""
     traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
     """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
-    exchanging: tuple[Phase, ...]
-    """The phases in which all-to-alls are made: full remat repeats those of the forward pass, selective none."""
     key_value_bytes: float = 0.0
     """Keys and values of the whole sequences of the rank's samples."""
     attention_bytes: float = 0.0
     """Queries, keys, values and results of the rank's part of the sequences."""
     routed_bytes: float = 0.0
     """Inputs of all experts that the rank's tokens take."""
+
+    @property
+    def exchanging(self) -> tuple[Phase, ...]:
+        """The phases in which all-to-alls are made: full remat repeats those of the forward pass, selective none."""
+        return ("forward", "backward", *(("recomputation",) if self.strategy.remat is Remat.FULL else ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +216,8 @@ class Kind:
     """Degrees, by name, that change the shape of a layer on a rank."""
     keeps_gathered: Callable[["Strategy"], bool] = lambda _strategy: False
     """Whether shards that were gathered for the forward pass stay so until the backward pass."""
+    kept: Callable[[Load], float] | None = None
+    """Bytes of a microbatch that a layer keeps for its backward pass beyond its part of what one rank would keep."""
     stays_in_node: bool = False
     """Whether its groups are kept inside a node, since they communicate inside every layer."""
     is_of_papers: bool = False
