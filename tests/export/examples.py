@@ -36,7 +36,7 @@ def read(content: dict[str, Any]) -> Plan:
 def uniform(parallel: str, *, devices: int, remat: str = "none", model: str = "llama3-8b", **changes: Any) -> Plan:
     """One stage, one strategy; remat of every block."""
     last = load_model(model).num_layers - 1
-    same = {key: changes.pop(key) for key in ("sp", "zero") if key in changes}
+    same = {key: changes.pop(key) for key in ("sp", "zero", "cp_method") if key in changes}
     runs = [
         run(0, 0, parallel, **same),
         run(1, last - 1, parallel, remat=remat, **same),

@@ -19,6 +19,7 @@ from steelyard.export import TARGETS
 from steelyard.export.uniform import UniformPlan
 from steelyard.plan.file import parse_value
 from steelyard.plan.plan import InvalidPlanError, Plan
+from steelyard.plan.strategy import parse_strategy
 from tests.export.examples import exported, mixed, text_of, uneven_pipeline, uniform
 
 KNOWN = Path(__file__).parent / "known"
@@ -135,6 +136,25 @@ def test_a_model_that_torchtitan_does_not_define_is_refused() -> None:
         exported(uniform("fsdp8", devices=8, model="mistral-7b"), "torchtitan")
 
 
+def test_torchtitan_gets_context_parallelism_inside_its_shards() -> None:
+    content = titan(uniform("fsdp2-cp2-tp2", devices=8, sp=True))["parallelism"]
+    assert content["context_parallel_degree"] == 2
+    assert content["data_parallel_shard_degree"] == 2
+    assert content["context_parallel_rotate_method"] == "allgather"
+    assert {f"parallelism.{key}" for key in content} <= known_names("torchtitan-0.2.2.txt")
+    assert "context_parallel_degree=2," in text_of(uniform("fsdp2-cp4", devices=8), "torchtitan", ".py")
+
+
+@pytest.mark.parametrize("parallel", ["cp8", "fsdp2-cp4+ulysses"])
+def test_torchtitan_refuses_states_that_cp_replicates_and_ulysses(parallel: str) -> None:
+    assert TARGETS["torchtitan"].means.refusal(parse_strategy(parallel)) is not None
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "accelerate", "transformers"])
+def test_what_no_file_makes_a_framework_do_is_refused(target: str) -> None:
+    assert TARGETS[target].means.refusal(parse_strategy("fsdp2-cp4")) == "cp with fsdp in one layer"
+
+
 # Megatron-LM
 
 
@@ -180,6 +200,13 @@ def test_megatron_gets_the_batch_and_the_model() -> None:
     assert (flags["--micro-batch-size"], flags["--global-batch-size"]) == ("2", "64")
     assert (flags["--num-layers"], flags["--hidden-size"], flags["--num-query-groups"]) == ("32", "4096", "8")
     assert "--swiglu" in flags
+
+
+@pytest.mark.parametrize(("method", "sends"), [("gather", "allgather"), ("ulysses", "a2a")])
+def test_megatron_gets_context_parallelism_and_its_method(method: str, sends: str) -> None:
+    flags = megatron_flags(uniform("dp2-cp2-tp2", devices=8, sp=True, cp_method=method))
+    assert (flags["--context-parallel-size"], flags["--cp-comm-type"]) == ("2", sends)
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "mistral-7b", "pythia-6.9b"])

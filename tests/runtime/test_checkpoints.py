@@ -42,13 +42,15 @@ PLANS: dict[str, Plan] = {
         ("other orders", UNEVEN, ["fsdp2-tp2, fsdp2-tp2, tp4, tp2-dp2"], 1, 4, 1, "1f1b"),
         ("hybrid", UNEVEN, ["dp2-fsdp2, fsdp4, dp2-fsdp2 zero2, dp4"], 2, 4, 1, "1f1b"),
         ("two processes", UNEVEN, ["single, single", "single, single"], 4, 2, 1, "gpipe"),
+        ("context", UNEVEN, ["fsdp2-cp2, cp4, cp2-tp2+sp, fsdp2-cp2"], 2, 4, 1, "1f1b"),
         ("tied, two stages", TIED, ["fsdp2, tp2", "dp2, tp2"], 4, 4, 1, "1f1b"),
         ("tied, one stage", TIED, ["tp2-fsdp2, dp4, dp4, fsdp4"], 1, 4, 1, "1f1b"),
     )
 }
 RESUMED = {
-    "mixed": ("mixed", "interleaved", "two processes", "hybrid"),
+    "mixed": ("mixed", "interleaved", "two processes", "hybrid", "context"),
     "hybrid": ("hybrid", "mixed"),
+    "context": ("context", "mixed"),
     "tied, two stages": ("tied, two stages", "tied, one stage"),
 }
 INITIALISED = [("mixed", "other orders"), ("tied, two stages", "tied, one stage")]

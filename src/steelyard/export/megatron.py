@@ -15,10 +15,20 @@ from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
+_COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
+"""What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence."""
+
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
+    kinds=kinds_of(
+        *("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+        *("cp", "dp+cp", "fsdp+cp", "cp+tp", "dp+cp+tp", "fsdp+cp+tp"),
+    ),
+    variants={
+        "zero": frozenset({2, 3}),
+        "sp": frozenset({False, True}),
+        "cp_method": frozenset(_COMMUNICATION),
+    },
     remats=frozenset({Remat.NONE, Remat.FULL}),
     remats_first_blocks=True,
     pipeline="any cuts",
@@ -90,7 +100,9 @@ def _parallel_flags(view: UniformPlan) -> Flags:
             "--no-gradient-accumulation-fusion",
             "--overlap-param-gather",
         ]
-    if view.data_degree > 1:
+    if view.cp > 1:
+        flags += [f"--context-parallel-size {view.cp}", f"--cp-comm-type {_COMMUNICATION[view.cp_method]}"]
+    if view.data_degree * view.cp > 1:
         flags.append("--overlap-grad-reduce")
     return flags
 

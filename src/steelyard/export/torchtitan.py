@@ -2,7 +2,8 @@
 
 Names are those of ``torchtitan/config/configs.py``, ``distributed/activation_checkpoint.py`` and ``trainer.py`` of
 0.3.0, and of ``config/job_config.py`` of 0.2.2. Between the two the TOML files gave way to Python functions
-(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``.
+(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Both always shard
+states over the ranks of cp as well, together with those of fsdp.
 """
 
 from steelyard.errors import UserError
@@ -15,7 +16,7 @@ from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
     remats=frozenset(Remat),
     pipeline="any cuts",
@@ -46,6 +47,8 @@ def _write(request: Request) -> Draft:
         left_out.append("selective remat to the letter: torchtitan also recomputes every second matrix product")
     if view.fsdp > 1:
         left_out.append("communication hidden otherwise: torchtitan prefetches by FSDP's own order")
+    if view.cp > 1:
+        left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
     if view.tp > 1 and not view.sp:
         left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
     files = [(f"{_function(request)}.py", _configuration(view, folder, size, _function(request)))]
@@ -114,6 +117,7 @@ def _configuration(view: UniformPlan, folder: str, size: str, function: str) -> 
         f"        data_parallel_replicate_degree={view.dp},",
         f"        data_parallel_shard_degree={view.fsdp},",
         *([f'        fsdp_reshard_after_forward="{_reshard(view)}",'] if view.fsdp > 1 else []),
+        *([f"        context_parallel_degree={view.cp},"] if view.cp > 1 else []),
         f"        tensor_parallel_degree={view.tp},",
         *([f"        enable_sequence_parallel={view.sp},"] if view.tp > 1 else []),
         *_pipeline_lines(view),
@@ -151,6 +155,7 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
         f"data_parallel_replicate_degree = {view.dp}",
         f"data_parallel_shard_degree = {view.fsdp}",
         *([f'fsdp_reshard_after_forward = "{_reshard(view)}"'] if view.fsdp > 1 else []),
+        *(_context_lines(view) if view.cp > 1 else []),
         f"tensor_parallel_degree = {view.tp}",
         f"pipeline_parallel_degree = {view.pipeline.num_stages}",
     ]
@@ -165,6 +170,10 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
     if view.remat is Remat.SELECTIVE:
         lines.append('selective_ac_option = "op"')
     return "\n".join(lines) + "\n"
+
+
+def _context_lines(view: UniformPlan) -> list[str]:
+    return [f"context_parallel_degree = {view.cp}", 'context_parallel_rotate_method = "allgather"']
 
 
 def _dtype(view: UniformPlan) -> str:

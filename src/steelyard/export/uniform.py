@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.kinds import CP, DP, FSDP, TP
 from steelyard.plan.means import block_layers, first_blocks_recomputed
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
@@ -26,6 +26,9 @@ class UniformPlan:
 
     dp: int
     fsdp: int
+    cp: int
+    cp_method: str
+    """How attention sees the whole sequence under cp: gather or ulysses."""
     tp: int
     sp: bool
     zero: int
@@ -52,6 +55,8 @@ class UniformPlan:
         return cls(
             dp=strategy.degree(DP),
             fsdp=strategy.degree(FSDP),
+            cp=strategy.degree(CP),
+            cp_method=str(strategy.variant("cp_method")),
             tp=strategy.degree(TP),
             sp=bool(strategy.variant("sp")),
             zero=int(strategy.variant("zero")),
@@ -75,6 +80,7 @@ class UniformPlan:
         """The degrees in words, as in ``fsdp 4, tp 2 with sp, 2 stages``."""
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.fsdp > 1 else []
+        words += [f"cp {self.cp} ({self.cp_method})"] if self.cp > 1 else []
         words += [f"tp {self.tp} {'with' if self.sp else 'without'} sp"] if self.tp > 1 else []
         words += [f"{self.pipeline.num_stages} stages"] if self.pipeline.num_stages > 1 else []
         return ", ".join(words) or "one device"
