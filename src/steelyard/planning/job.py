@@ -15,7 +15,6 @@ from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import parse_bytes
 
-
 MOST_IMBALANCE = 8.0
 """Beyond it no plan is worth making: the routing is to be mended."""
 

@@ -129,8 +129,8 @@ class LayerProfile(ProfilePart):
     attention_bytes: Affine = Affine()
     """Queries, keys, values and results of attention."""
     divided_experts: tuple["LayerProfile", "LayerProfile"] | None = None
-    """The layer where ranks divide its routed experts: on a rank that computes as many pairs of a token and an expert as
-    its own tokens have, and on one that computes twice as many. Absent where it has none."""
+    """The layer where ranks divide its routed experts: on a rank that computes as many pairs of a token and an expert
+    as its own tokens have, and on one that computes twice as many. Absent where it has none."""
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
 
@@ -152,7 +152,7 @@ class LayerProfile(ProfilePart):
         return self
 
     def with_divided_experts(self, imbalance: float) -> "LayerProfile":
-        """The layer where ranks divide its experts, on one that computes ``imbalance`` times the pairs of its own tokens.
+        """The layer where ranks divide its experts, on one that computes ``imbalance`` times its own tokens' pairs.
 
         What it does and holds lies on the line through what was counted for 1 and for 2: peaks are convex, so between
         these the line is an upper bound. Collectives are those for 1. Raises

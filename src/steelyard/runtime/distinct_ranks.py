@@ -1,9 +1,9 @@
 """Which ranks of a plan hold different things, so that one of each kind stands for all.
 
 The ranks of a stage run the same layers on as many samples. They differ only where FSDP cannot divide a parameter's
-first dim evenly: it is cut into chunks of equal size, of which the last ones are smaller or empty. Routed experts are cut
-along a dim that divides evenly, if any does (`steelyard.modules.kinds.ep.even_dim`); over the ranks that divide them they
-are always equal.
+first dim evenly: it is cut into chunks of equal size, of which the last ones are smaller or empty. Routed experts are
+cut along a dim that divides evenly, if any does (`steelyard.modules.kinds.ep.even_dim`); over the ranks that divide
+them they are always equal.
 """
 
 from collections.abc import Iterator

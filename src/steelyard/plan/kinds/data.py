@@ -30,9 +30,7 @@ def summed_once(load: Load) -> Iterator[Traffic]:
     )
     for over, num_bytes in ranks:
         if num_bytes:
-            yield Traffic(
-                phase="step", collective="all_reduce", tensor_bytes=num_bytes, over=over, beside_compute=True
-            )
+            yield Traffic(phase="step", collective="all_reduce", tensor_bytes=num_bytes, over=over, beside_compute=True)
 
 
 def replica_levels(levels: Levels) -> Levels:
