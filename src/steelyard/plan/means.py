@@ -2,7 +2,8 @@
 
 A framework with ``mixes_layers`` runs every plan. Any other takes one strategy for the whole model: the same levels, sp
 and ZeRO stage on every layer, experts divided alike in all layers that have some, one remat choice for all blocks, and
-none for the embedding and the head, which no framework recomputes. `steelyard.planning.plan_within` searches the best plan of that form.
+none for the embedding and the head, which no framework recomputes. `steelyard.planning.plan_within` searches the best
+plan of that form.
 """
 
 from collections.abc import Iterable, Mapping
