@@ -92,7 +92,7 @@ def plan(
     imbalance: Annotated[
         float,
         typer.Option(
-            help="Tokens of the rank whose experts are most in demand, over the mean: assumed until measured."
+            help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
         ),
     ] = ASSUMED_IMBALANCE,
     objective: Annotated[

@@ -60,8 +60,8 @@ class CostSource(ProfileIdentity):
         if self.is_measured:
             return f"measured on {self.device} ({self.created}){scaled}{self._routing}"
         rates = "" if self.rates is None else f", {self.rates}"
-        tools = f"torch {self.torch}, transformers {self.transformers}"
-        return f"traced with {tools}; catalogue rates{rates}{scaled}{self._routing}"
+        how = f"traced with torch {self.torch}, transformers {self.transformers}"
+        return f"{how}; catalogue rates{rates}{scaled}{self._routing}"
 
     @property
     def _routing(self) -> str:

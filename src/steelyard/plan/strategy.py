@@ -176,6 +176,12 @@ class Strategy:
         """The strategy with everything kept for the backward pass."""
         return Strategy(levels=self.levels, variants=self.variants)
 
+    def with_whole_experts(self) -> "Strategy":
+        """The strategy of a layer without experts beside it: nothing divided that takes ranks of other levels."""
+        known = variants()
+        own = tuple((key, value) for key, value in self.variants if known[key][0].is_level)
+        return Strategy(levels=self.levels, remat=self.remat, variants=own)
+
     def level(self, kind: Kind) -> Level | None:
         """The level of a kind, None where it is not used."""
         return next((level for level in self.levels if level.kind is kind), None)

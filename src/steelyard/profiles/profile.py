@@ -152,7 +152,7 @@ class LayerProfile(ProfilePart):
         return self
 
     def with_divided_experts(self, imbalance: float) -> "LayerProfile":
-        """The layer where ranks divide its experts, on one with ``imbalance`` times the pairs of its own tokens.
+        """The layer where ranks divide its experts, on one that computes ``imbalance`` times its own tokens' pairs.
 
         What it does and holds lies on the line through what was counted for 1 and for 2: peaks are convex, so between
         these the line is an upper bound. Collectives are those for 1. Raises
