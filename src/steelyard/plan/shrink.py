@@ -138,6 +138,7 @@ def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int, *
     if chain.family.model_type == "deepseek_v3":
         dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
         found |= {"first_k_dense_replace": sum(dense), "n_group": 1, "topk_group": 1}
+        found["num_key_value_heads"] = _heads(chain, degree)
         found |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), width)
         found |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM)
     if chain.family.model_type == "t5":

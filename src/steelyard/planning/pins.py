@@ -9,8 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
 from steelyard.plan.kinds import kind_named, level_kinds, variants
@@ -46,6 +44,14 @@ class Pin:
         """Whether the strategy has all that is wanted of it, a kind of parallelism among it."""
         names = {kind.name for kind in strategy.kinds} | {"parallel"}
         return any(key in names and value != "1" for key, value in self.wanted) and self.allows(strategy)
+
+    def of_levels(self) -> "Pin":
+        """The pin without what it wants of kinds that take ranks of other levels, such as ep.
+
+        Of all layers some have nothing that these could divide: that is wanted of the others alone.
+        """
+        beside = {key for key, (kind, _) in variants().items() if not kind.is_level}
+        return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key not in beside))
 
     def takes(self, pipeline: PipelineConfig) -> bool:
         """Whether the pipeline setting has all that is wanted of it."""
@@ -87,7 +93,11 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
     legal = chosen.legal.copy()
     for row, (_, own) in enumerate(kinds):
         for index in own:
-            legal[row] &= np.array([pins[index].allows(strategy) for strategy in tables.strategies], dtype=bool)
+            allowed = legal[row] & [pins[index].allows(strategy) for strategy in tables.strategies]
+            if pins[index].first is None and not allowed.any():
+                lax = pins[index].of_levels()
+                allowed = legal[row] & [lax.allows(strategy) for strategy in tables.strategies]
+            legal[row] = allowed
     return replace(
         chosen,
         kinds=tuple(tables.kinds[kind] + "".join(f" ({pins[index].text})" for index in own) for kind, own in kinds),
