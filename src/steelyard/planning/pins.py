@@ -9,6 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
 from steelyard.plan.kinds import kind_named, level_kinds, variants
@@ -93,16 +96,22 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
     legal = chosen.legal.copy()
     for row, (_, own) in enumerate(kinds):
         for index in own:
-            allowed = legal[row] & [pins[index].allows(strategy) for strategy in tables.strategies]
-            if pins[index].first is None and not allowed.any():
-                lax = pins[index].of_levels()
-                allowed = legal[row] & [lax.allows(strategy) for strategy in tables.strategies]
-            legal[row] = allowed
+            legal[row] &= _allowed(pins[index], row, chosen)
     return replace(
         chosen,
         kinds=tuple(tables.kinds[kind] + "".join(f" ({pins[index].text})" for index in own) for kind, own in kinds),
         legal=legal,
     )
+
+
+def _allowed(pin: Pin, kind: int, tables: CostTables) -> NDArray[np.bool_]:
+    """[S] the strategies that a pin allows a kind; those of `Pin.of_levels` where other kinds alone can have them."""
+    allowed = np.array([pin.allows(strategy) for strategy in tables.strategies], dtype=bool)
+    able = (tables.legal & allowed).any(axis=1)
+    if pin.first is None and able.any() and not able[kind]:
+        lax = pin.of_levels()
+        return np.array([lax.allows(strategy) for strategy in tables.strategies], dtype=bool)
+    return allowed
 
 
 def _value(strategy: Strategy, key: str) -> str:
