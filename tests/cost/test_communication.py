@@ -54,6 +54,16 @@ def test_a_strided_group_inside_a_node_uses_the_inner_link() -> None:
     assert _seconds("all_gather", 1e9, group) == pytest.approx(3e-6 + 3 / 4 * 1e9 / 100e9)
 
 
+def test_an_all_to_all_inside_a_node_keeps_what_is_its_own() -> None:
+    group = Group(size=4, stride=1, span=4)
+    assert _seconds("all_to_all", 1e9, group) == pytest.approx(3e-6 + 3 / 4 * 1e9 / 100e9)
+
+
+def test_what_an_all_to_all_sends_to_other_nodes_leaves_by_each_ranks_own_link() -> None:
+    group = Group(size=16, stride=1, span=16)
+    assert _seconds("all_to_all", 1e9, group) == pytest.approx(7e-6 + 1e-5 + 8 / 16 * 1e9 / 10e9)
+
+
 def test_a_rank_that_hands_to_its_neighbour_in_the_node_uses_the_inner_link() -> None:
     machines = cluster(2, 8)
     profile = job(machines).profile

@@ -143,7 +143,7 @@ def test_torchtitan_gets_context_parallelism_inside_its_shards() -> None:
     assert content["data_parallel_shard_degree"] == 2
     assert content["context_parallel_rotate_method"] == "allgather"
     assert {f"parallelism.{key}" for key in content} <= known_names("torchtitan-0.2.2.txt")
-    assert "context_parallel_degree=2," in text_of(uniform("fsdp2-cp4", devices=8), "torchtitan", ".py")
+    assert "context_parallel_degree=4," in text_of(uniform("fsdp2-cp4", devices=8), "torchtitan", ".py")
 
 
 @pytest.mark.parametrize("parallel", ["cp8", "fsdp2-cp4+ulysses"])

@@ -25,7 +25,8 @@ def test_stages_keep_their_kinds_and_strategies(name: str) -> None:
     plan = CASES[name].plan
     small = shrunk_plan(plan)
     assert shape(small) == shape(plan)
-    assert (small.schedule, small.precision) == (plan.schedule, plan.precision)
+    has_experts = any(kind.num_experts for kind in plan.chain().kinds)
+    assert (small.schedule, small.precision) == (plan.schedule, "fp32" if has_experts else plan.precision)
     assert [part.ranks for part in small.stages] == [part.ranks for part in plan.stages]
 
 

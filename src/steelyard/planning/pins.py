@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
@@ -46,6 +47,14 @@ class Pin:
         """Whether the strategy has all that is wanted of it, a kind of parallelism among it."""
         names = {kind.name for kind in strategy.kinds} | {"parallel"}
         return any(key in names and value != "1" for key, value in self.wanted) and self.allows(strategy)
+
+    def of_levels(self) -> "Pin":
+        """The pin without what it wants of kinds that take ranks of other levels, such as ep.
+
+        Of all layers some have nothing that these could divide: that is wanted of the others alone.
+        """
+        beside = {key for key, (kind, _) in variants().items() if not kind.is_level}
+        return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key not in beside))
 
     def takes(self, pipeline: PipelineConfig) -> bool:
         """Whether the pipeline setting has all that is wanted of it."""
@@ -87,12 +96,22 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
     legal = chosen.legal.copy()
     for row, (_, own) in enumerate(kinds):
         for index in own:
-            legal[row] &= np.array([pins[index].allows(strategy) for strategy in tables.strategies], dtype=bool)
+            legal[row] &= _allowed(pins[index], row, chosen)
     return replace(
         chosen,
         kinds=tuple(tables.kinds[kind] + "".join(f" ({pins[index].text})" for index in own) for kind, own in kinds),
         legal=legal,
     )
+
+
+def _allowed(pin: Pin, kind: int, tables: CostTables) -> NDArray[np.bool_]:
+    """[S] the strategies that a pin allows a kind; those of `Pin.of_levels` where other kinds alone can have them."""
+    allowed = np.array([pin.allows(strategy) for strategy in tables.strategies], dtype=bool)
+    able = (tables.legal & allowed).any(axis=1)
+    if pin.first is None and able.any() and not able[kind]:
+        lax = pin.of_levels()
+        return np.array([lax.allows(strategy) for strategy in tables.strategies], dtype=bool)
+    return allowed
 
 
 def _value(strategy: Strategy, key: str) -> str:

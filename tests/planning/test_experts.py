@@ -1,0 +1,78 @@
+"""What the search offers, finds and says where ranks may divide routed experts."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.hardware import parse_cluster
+from steelyard.model.read import chain_from_config
+from steelyard.planning import PlanOptions, make_job, parse_pin, plan_job
+from steelyard.planning.excluded import not_offered
+from steelyard.planning.problem import stage_strategies
+from steelyard.tracer.trace import trace
+from tests.runtime.models import FAMILY_CONFIGS
+
+CONFIG = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 8, "hidden_size": 256, "intermediate_size": 4096}
+CHAIN = chain_from_config(CONFIG, name="test")
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """Two nodes of four devices."""
+    return Job(
+        chain=CHAIN,
+        profile=trace(CHAIN, seq_len=32, precision="bf16", degrees=(1, 2)),
+        cluster=parse_cluster("2x4xh100-80gb"),
+        seq_len=32,
+        global_batch=32,
+        precision="bf16",
+        budget_bytes=8 * 2**30,
+    )
+
+
+def test_groups_of_a_node_are_offered_and_others_are_not_worth_a_search(job: Job) -> None:
+    degrees = {each.expert_degree for each in stage_strategies(job, 8, PlanOptions()) if each.tensor_degree == 1}
+    assert degrees == {1, 4}
+    reasons = {str(strategy): why for strategy, why in not_offered(job, 8, PlanOptions())}
+    assert reasons["fsdp8 ep2"].startswith("ep is searched with groups of 4 ranks, as many as a node allows")
+
+
+def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
+    pins = (parse_pin("ep=2", option="--pin", num_layers=CHAIN.num_layers),)
+    assert {each.expert_degree for each in stage_strategies(job, 8, PlanOptions(pins=pins))} == {1, 2, 4}
+
+
+def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
+    pins = (parse_pin("ep=4", option="--pin", num_layers=CHAIN.num_layers),)
+    found = plan_job(job, PlanOptions(pins=pins)).plan
+    assert found is not None
+    kinds = [CHAIN.kind_of(layer) for layer in range(CHAIN.num_layers)]
+    degrees = [strategy.expert_degree for strategy in found.strategies]
+    assert degrees == [4 if kind.num_experts else 1 for kind in kinds]
+
+
+def test_the_space_of_the_papers_divides_no_experts(job: Job) -> None:
+    assert {each.expert_degree for each in stage_strategies(job, 8, PlanOptions(space="paper"))} == {1}
+
+
+def test_a_plan_says_the_imbalance_it_assumes(job: Job) -> None:
+    found = plan_job(replace(job, imbalance=1.5), PlanOptions()).plan
+    assert found is not None
+    assert found.prediction is not None
+    assert "imbalance of divided experts assumed: 1.5" in str(found.prediction.profile)
+
+
+def test_an_imbalance_below_one_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"imbalance: found 0\.5"):
+        make_job(
+            CHAIN,
+            "1x4xh100-80gb",
+            global_batch=4,
+            seq_len=32,
+            precision="bf16",
+            memory=None,
+            profile=None,
+            imbalance=0.5,
+        )
