@@ -134,9 +134,7 @@ CASES = {
     "ulysses": Case(stages=_all("cp4+ulysses", edges="cp4"), devices=4),
     "ulysses, selective": Case(stages=_all("fsdp2-cp2+ulysses remat=selective", edges="fsdp4"), devices=4),
     "ulysses, full remat": Case(stages=_all("cp2+ulysses remat=full", edges="cp2"), devices=2),
-    "cp next to other kinds": Case(
-        stages=("fsdp4, fsdp2-cp2, cp2-tp2+sp, dp4, cp4 remat=full, fsdp2-cp2",), devices=4
-    ),
+    "cp next to other kinds": Case(stages=("fsdp4, fsdp2-cp2, cp2-tp2+sp, dp4, cp4 remat=full, fsdp2-cp2",), devices=4),
     "cp, two stages": Case(stages=("cp2, cp2, fsdp2", "tp2+sp, cp2, cp2"), devices=4),
     "swin, two stages": Case(model="swin", stages=("single, single, single", ", ".join(["single"] * 4)), devices=2),
     "t5, two stages of full remat, fp32": Case(
@@ -190,4 +188,6 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, tra
         assert set(terms) <= set(TERMS)
         found = dry_run(candidate, candidate.stages[stage].ranks[0], backend="gloo")
         peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
-        assert 1.0 <= sum(terms.values()) / peak <= CASES[name].most, f"stage {stage}: {terms}, found {found.later_steps}"
+        assert 1.0 <= sum(terms.values()) / peak <= CASES[name].most, (
+            f"stage {stage}: {terms}, found {found.later_steps}"
+        )

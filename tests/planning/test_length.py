@@ -21,7 +21,9 @@ def find(monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.c
     """With devices on which ``fitting`` tokens fit, and no more."""
 
     def plan_job(of: Job, _options: PlanOptions, *, top: int) -> Any:
-        plan = SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if of.seq_len <= fitting else None
+        plan = (
+            SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if of.seq_len <= fitting else None
+        )
         return SimpleNamespace(job=of, plan=plan, miss_text=f"{of.seq_len - fitting} tokens too many, {top} shown")
 
     monkeypatch.setattr(length, "plan_job", plan_job)

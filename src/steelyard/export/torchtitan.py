@@ -2,8 +2,8 @@
 
 Names are those of ``torchtitan/config/configs.py``, ``distributed/activation_checkpoint.py`` and ``trainer.py`` of
 0.3.0, and of ``config/job_config.py`` of 0.2.2. Between the two the TOML files gave way to Python functions
-(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Both always shard states
-over the ranks of cp as well, together with those of fsdp.
+(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Both always shard
+states over the ranks of cp as well, together with those of fsdp.
 """
 
 from steelyard.errors import UserError

@@ -100,6 +100,10 @@ class OpCounts:
             matmul_bytes=self.matmul_bytes - other.matmul_bytes,
             memory_bytes=self.memory_bytes - other.memory_bytes,
             num_kernels=self.num_kernels - other.num_kernels,
+            key_value_bytes=self.key_value_bytes - other.key_value_bytes,
+            attention_bytes=self.attention_bytes - other.attention_bytes,
+            expert_flop=self.expert_flop - other.expert_flop,
+            routed_rows=self.routed_rows,
             collectives=collectives,
         )
 
