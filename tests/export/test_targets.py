@@ -18,9 +18,10 @@ from steelyard.errors import UserError
 from steelyard.export import TARGETS
 from steelyard.export.uniform import UniformPlan
 from steelyard.plan.file import parse_value
+from steelyard.plan.means import beyond
 from steelyard.plan.plan import InvalidPlanError, Plan
 from steelyard.plan.strategy import parse_strategy
-from tests.export.examples import exported, mixed, text_of, uneven_pipeline, uniform
+from tests.export.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
 
 KNOWN = Path(__file__).parent / "known"
 FSDP = uniform("fsdp8", devices=8, remat="full")
@@ -459,3 +460,35 @@ def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
     plan = FSDP.model_copy(update={"cluster": "1x4xa100-80gb"})
     with pytest.raises(UserError, match="4 devices"):
         exported(plan, target)
+
+
+# divided experts
+
+
+def test_torchtitan_divides_experts_of_blocks_that_have_some() -> None:
+    plan = divided_experts("deepseek-v3", ep=8, num_layers=61, dense=3)
+    assert beyond(plan, TARGETS["torchtitan"].means) == ()
+    assert titan(plan)["parallelism"]["expert_parallel_degree"] == 8
+    assert "expert_parallel_degree=8," in text_of(plan, "torchtitan", ".py")
+
+
+@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("dp8", 8, 8)])
+def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+    assert beyond(plan, TARGETS["megatron"].means) == ()
+    text = text_of(plan, "megatron", ".sh")
+    assert f"--expert-model-parallel-size {ranks}\n" in text
+    assert "--expert-tensor-parallel-size 1\n" in text
+    assert "--moe-token-dispatcher-type alltoall\n" in text
+    assert "--num-experts 8\n" in text
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
+def test_other_frameworks_say_that_they_cannot_divide_experts(name: str) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
+    assert any("ep" in reason for reason in beyond(plan, TARGETS[name].means))
+
+
+def test_deepspeed_says_whose_matter_it_is() -> None:
+    plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
+    assert any("a matter of the model's code" in reason for reason in beyond(plan, TARGETS["deepspeed"].means))

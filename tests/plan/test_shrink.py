@@ -8,7 +8,7 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
 from tests.runtime.family_cases import CASES
-from tests.runtime.models import make_plan
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 
 def shape(plan: Plan) -> list[list[tuple[str, str]]]:
@@ -84,6 +84,29 @@ def test_an_interleaved_plan_keeps_its_chunks() -> None:
     small = shrunk_plan(plan)
     assert (small.num_chunks, small.num_stages, small.num_microbatches) == (2, 2, 4)
     assert shape(small) == shape(plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        ("llama", "cp16-tp2+sp"),
+        ("llama", "dp2-cp8-tp2+ulysses"),
+        ("mixtral", "fsdp16-tp2 ep8"),
+        ("deepseek_v3", "fsdp32 ep8"),
+    ],
+)
+def test_sizes_are_those_that_cp_and_ep_divide(model: str, strategy: str) -> None:
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 64)
+    sizes |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 64)
+    config = {key: sizes.get(key, value) for key, value in FAMILY_CONFIGS[model].items()}
+    ends = strategy.split(" ", maxsplit=1)[0].replace("+ulysses", "")
+    blocks = [strategy] * config["num_hidden_layers"]
+    if config.get("first_k_dense_replace"):
+        blocks[0] = ends
+    plan = make_plan(config, ", ".join([ends, *blocks, ends]), global_batch=128, seq_len=512, num_devices=32)
+    small = shrunk_plan(plan)
+    assert shape(small) == shape(plan)
+    assert small.seq_len <= 64
 
 
 def test_dropout_is_off() -> None:

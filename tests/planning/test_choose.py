@@ -1,58 +1,42 @@
-"""The plan that is chosen fits as reported, also where the tables of the search count less."""
+"""The plan that is chosen is one that the walk accepts, and its certificate holds for all that the walk accepts."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 
 from steelyard.cost import predict as cost
-from steelyard.cost.predict import PlanCost
+from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
+from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Backend
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, choose, make_job, plan_job
-from tests.cost.examples import job
+from steelyard.plan.strategy import Remat
+from steelyard.planning import PlanningResult, PlanOptions, choose, make_job, make_problem, plan_job
+from steelyard.planning.acceptance import accept, walked_bytes
+from steelyard.planning.price import peak_bytes
+from steelyard.search.evaluate import evaluate
+from tests.cost.examples import cluster, job
+from tests.cost.test_memory_floor import plan_of
+
+MIB = 2**20
 
 
-def report_more(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """Lets reports count bytes on every stage that the tables do not."""
-
-    def predict(plan: Plan, of: Job) -> PlanCost:
-        found = cost.predict(plan, of)
-        stages = tuple(
-            stage.model_copy(update={"memory_bytes": {**stage.memory_bytes, "unforeseen": num_bytes}})
-            for stage in found.stages
-        )
-        return replace(found, stages=stages, fits=all(stage.total_bytes <= of.budget_bytes for stage in stages))
-
-    monkeypatch.setattr(choose, "predict", predict)
-
-
-def fullest_bytes(found: choose.PlanningResult) -> int:
+def fullest_bytes(found: PlanningResult) -> int:
     assert found.cost is not None
     return max(stage.total_bytes for stage in found.cost.stages)
 
 
-def test_a_plan_that_does_not_fit_as_reported_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    report_more(monkeypatch, 100_000)
-    roomy = plan_job(job(), PlanOptions())
-    tight = plan_job(replace(job(), budget_bytes=fullest_bytes(roomy) - 1), PlanOptions())
-    assert roomy.cost is not None
-    assert tight.cost is not None
-    assert tight.cost.fits
-    assert tight.cost.step_time_s >= roomy.cost.step_time_s
-
-
-def test_the_certificate_says_that_the_search_had_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    tight = replace(job(), budget_bytes=fullest_bytes(plan_job(job(), PlanOptions())))
-    left_bytes = tight.budget_bytes - fullest_bytes(plan_job(tight, PlanOptions()))
-    report_more(monkeypatch, left_bytes + 1)
-    found = plan_job(tight, PlanOptions()).plan
-    assert found is not None
-    assert found.prediction is not None
-    assert found.prediction.certificate.spared_bytes
-    assert "less than there is" in str(found.prediction.certificate)
+def tightening(of: Job, count: int) -> list[Job]:
+    """The job within budgets from about what the roomiest plan takes down to about what any plan needs."""
+    most = fullest_bytes(plan_job(of, PlanOptions()))
+    least = plan_job(replace(of, budget_bytes=most // 8), PlanOptions()).miss
+    assert least is not None
+    needed = least.needed_bytes * of.budget_bytes // (of.budget_bytes - 1) * 108 // 100
+    return [replace(of, budget_bytes=most - (most - needed) * step // count) for step in range(count + 1)]
 
 
 def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_without_a_gap() -> None:
@@ -105,8 +89,81 @@ def test_a_profile_of_another_kind_of_device_is_refused() -> None:
         )
 
 
-def test_if_nothing_fits_as_reported_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    report_more(monkeypatch, 2**50)
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_chosen_plan_fits_as_reported(devices: int) -> None:
+    for tight in tightening(job(cluster(1, devices), global_batch=16), 6):
+        found = plan_job(tight, PlanOptions())
+        assert found.plan is None or fullest_bytes(found) <= tight.budget_bytes
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_more_memory_never_costs_time(devices: int) -> None:
+    times = []
+    for tight in tightening(job(cluster(1, devices), global_batch=16), 12):
+        found = plan_job(tight, PlanOptions())
+        times += [] if found.plan is None else [found.search.ranked[0].score_s]
+    assert len(times) > 3
+    assert times == sorted(times)
+
+
+def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fits() -> None:
+    jobs = tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)
+    found = [(tight, accept(tight, make_problem(tight, PlanOptions()).settings)) for tight in jobs]
+    for tight, here in found:
+        for _, other in found:
+            for each in other.ranked[:1]:
+                if walked_bytes(each.plan, tight) <= here.search.budget_bytes:
+                    assert each.outcome.score_s >= here.search.lower_bound_s * (1 - 1e-9)
+
+
+def every_plan(of: Job, tables: CostTables) -> Iterator[tuple[float, int]]:
+    """Seconds by the closed form and walked bytes of every plan of a setting."""
+    num_layers = len(tables.layers)
+    legal = [[index for index, allowed in enumerate(tables.legal[kind]) if allowed] for kind in tables.layers]
+    for inner in combinations(range(1, num_layers), tables.pipeline.num_stages - 1):
+        boundaries = (0, *inner, num_layers)
+        for chosen in product(*legal):
+            plan = plan_of(of, tables, boundaries, chosen)
+            yield evaluate(tables, boundaries, chosen).step_s, walked_bytes(plan, of)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 2), (2, 2), (2, 4)])
+def test_no_plan_that_the_walk_accepts_is_faster_than_is_claimed(num_stages: int, num_microbatches: int) -> None:
+    of = job(cluster(1, 2), global_batch=4, num_hidden_layers=1)
+    options = PlanOptions(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedules=("1f1b",),
+        remats=(Remat.NONE, Remat.FULL),
+        variants={"zero": (3,)},
+    )
+    (tables,) = make_problem(of, options).settings
+    plans = sorted(every_plan(of, tables))
+    sizes = sorted({num_bytes for _, num_bytes in plans})
+    for room in sizes[:: max(1, len(sizes) // 24)]:
+        tight = replace(of, budget_bytes=-(-room * 108 // 100))
+        found = accept(tight, [tables])
+        fastest_s = min(seconds for seconds, num_bytes in plans if num_bytes <= found.search.budget_bytes)
+        assert found.search.lower_bound_s <= fastest_s * (1 + 1e-9)
+        assert found.ranked, "some plan fits"
+        assert found.ranked[0].outcome.score_s >= fastest_s * (1 - 1e-9)
+        if found.search.status == "optimal":
+            assert found.ranked[0].outcome.score_s == pytest.approx(fastest_s, rel=1e-9)
+
+
+def test_where_memory_does_not_bind_the_plan_is_proven() -> None:
     found = plan_job(job(), PlanOptions())
-    assert found.plan is None
-    assert "per device, -" not in found.miss_text, "what is missing is never less than nothing"
+    assert found.search.status == "optimal"
+
+
+def test_what_is_called_the_nearest_miss_is_enough() -> None:
+    of = replace(job(), budget_bytes=1100 * MIB)
+    missed = plan_job(of, PlanOptions())
+    assert missed.plan is None
+    assert missed.miss is not None
+    assert missed.miss.miss_bytes > 0
+    enough = replace(of, budget_bytes=of.budget_bytes + -(-missed.miss.miss_bytes * 108 // 100) + 2)
+    found = plan_job(enough, PlanOptions())
+    assert found.plan is not None
+    assert peak_bytes(found.plan) <= enough.budget_bytes
+    assert predict(found.plan, enough).fits

@@ -30,7 +30,7 @@ from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
 from steelyard.processes.parent import end_with_parent
-from steelyard.runtime import parallel_model
+from steelyard.runtime import parallel_model, sharding
 from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case
 
@@ -75,6 +75,9 @@ def planted(fault: str | None) -> Iterator[None]:
         world = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))
         return right(layer, world["one"], dtype)
 
+    def nothing_to_replicate(_replicas: Any, shards: Any) -> Any:
+        return shards
+
     def mean(tensor: torch.Tensor, **arguments: Any) -> Any:
         return dist.all_reduce(tensor.div_(8), **arguments)
 
@@ -82,6 +85,7 @@ def planted(fault: str | None) -> Iterator[None]:
         "no dp sum": lambda: mock.patch.object(data_parallel, "Replica", replicate_alone),
         "mean": lambda: mock.patch.object(replicated, "dist", SimpleNamespace(all_reduce=mean, Work=dist.Work)),
         "same samples": lambda: mock.patch.object(parallel_model, "data_index", return_value=0),
+        "no replica sum": lambda: mock.patch.object(sharding, "_state_mesh", nothing_to_replicate),
         "untied": lambda: mock.patch.object(parallel_model, "find_tied_embedding", return_value=None),
     }
     with patches[fault]():

@@ -144,14 +144,6 @@ def test_interleaving_holds_more_than_1f1b_of_the_same_stages() -> None:
     assert plain == 8
 
 
-@pytest.mark.parametrize("stage", range(2))
-def test_what_passes_leave_until_the_step_ends_adds_up_beside_the_activations(stage: int) -> None:
-    order = pipeline(2, 4, "interleaved-1f1b", 2).passes(stage)
-    nothing = order.peak_bytes_with_kept([5, 5], by_forward=[0, 0], by_backward=[0, 0])
-    assert nothing == order.peak_bytes([5, 5])
-    assert order.peak_bytes_with_kept([0, 0], by_forward=[1, 2], by_backward=[10, 20]) == 4 * 33
-
-
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 8), st.integers(1, 4), st.data())
 def test_the_bound_of_the_search_is_what_the_passes_hold(
     schedule: str, num_stages: int, num_rounds: int, data: st.DataObject
@@ -182,8 +174,3 @@ def test_a_split_backward_pass_frees_activations_with_its_weight_part() -> None:
     soon = PassOrder.of([forwards[0], inputs[0], weights[0], forwards[1], inputs[1], weights[1]])
     assert (late.in_flight(0), soon.in_flight(0)) == (2, 1)
     assert (late.peak_bytes([5]), soon.peak_bytes([5])) == (10, 5)
-
-
-def test_a_split_backward_pass_sends_one_gradient() -> None:
-    order = PassOrder.of([Pass(phase, 0, 0) for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)])
-    assert order.peak_bytes_with_kept([0], by_forward=[1], by_backward=[10]) == 11

@@ -20,7 +20,7 @@ from steelyard.cli.options import (
     print_json,
 )
 from steelyard.cli.progress import progress
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
@@ -42,6 +42,7 @@ from steelyard.planning import (
     pin_error,
     plan_fewest_devices,
     plan_job,
+    with_baselines,
     with_fallbacks,
 )
 from steelyard.report.plan_table import plan_view
@@ -89,6 +90,12 @@ def plan(
             metavar="RUN",
         ),
     ] = None,
+    imbalance: Annotated[
+        float,
+        typer.Option(
+            help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
+        ),
+    ] = ASSUMED_IMBALANCE,
     objective: Annotated[
         str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
     ] = "time",
@@ -151,13 +158,7 @@ def plan(
         partition=check_choice("--partition", partition, Partition),
         time_limit_s=time_limit,
     )
-    if remat is not None:
-        options = replace(options, remats=check_choices("--remat", remat, {each.value: each for each in Remat}))
-    if zero is not None:
-        options = replace(options, variants={"zero": check_choices("--zero", zero, {"2": 2, "3": 3})})
-    if schedule is not None:
-        names = {name: name for name in SCHEDULES}
-        options = replace(options, schedules=check_choices("--schedule", schedule, names))
+    options = _narrowed(options, remat=remat, zero=zero, schedule=schedule)
     with progress("counting the model's layers", silent=as_json) as show:
         job_of_length = _job_maker(
             model,
@@ -166,6 +167,7 @@ def plan(
             precision=check_precision(precision),
             memory=memory,
             profile=profile,
+            imbalance=imbalance,
             calibrate_by=calibrate_by,
         )
         chain = load_model(model)
@@ -176,9 +178,8 @@ def plan(
         else:
             job = job_of_length(length)
             result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
-        if result.plan is not None and fallbacks and output is not None:
-            show("searching plans of less memory")
-            kept = with_fallbacks(result.plan, result.job, options, num_fallbacks=fallbacks, problem=tables)
+        if result.plan is not None:
+            kept = _completed(result, options, tables, num_fallbacks=fallbacks if output is not None else 0, show=show)
             result = replace(result, plan=kept)
         if problem is not None:
             save_problem(problem, tables or make_problem(result.job, options))
@@ -194,6 +195,36 @@ def plan(
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
     _print_plan(result.plan, output, top)
+
+
+def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, schedule: str | None) -> PlanOptions:
+    """The options with only those choices that are named; raises `UserError` for an unknown one."""
+    if remat is not None:
+        options = replace(options, remats=check_choices("--remat", remat, {each.value: each for each in Remat}))
+    if zero is not None:
+        options = replace(options, variants={"zero": check_choices("--zero", zero, {"2": 2, "3": 3})})
+    if schedule is not None:
+        names = {name: name for name in SCHEDULES}
+        options = replace(options, schedules=check_choices("--schedule", schedule, names))
+    return options
+
+
+def _completed(
+    result: PlanningResult,
+    options: PlanOptions,
+    tables: Problem | None,
+    *,
+    num_fallbacks: int,
+    show: Callable[[str], None],
+) -> Plan:
+    """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
+    assert result.plan is not None, "asked for a plan that is there"
+    show("searching the plain plans to compare with")
+    problem = tables or make_problem(result.job, options)
+    compared = with_baselines(result.plan, result.job, problem.settings)
+    if num_fallbacks:
+        show("searching plans of less memory")
+    return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=problem)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int) -> None:

@@ -7,11 +7,11 @@ import numpy as np
 from steelyard.cost.communication import send_recv_s
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
-from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_buffer_bytes
+from steelyard.cost.layer import LayerBytes, LayerCost, held_params, layer_bytes, layer_cost, pipeline_buffer_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
-from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.model.chain import LayerRole
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
@@ -23,9 +23,17 @@ PIPELINE_CHANNEL_BYTES = 1024 * MIB
 """Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
 
 
-def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTables:
-    """Costs of every layer kind under every strategy; a strategy that a kind does not allow is marked illegal."""
-    job = setting.job
+KnownTimes = dict[tuple[int, Strategy, int, int], float]
+"""Seconds of layers of a job by kind, strategy, numbers of stages and microbatches: what no schedule changes."""
+
+
+def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownTimes | None = None) -> CostTables:
+    """Costs of every layer kind under every strategy; a strategy that a kind does not allow is marked illegal.
+
+    ``known`` saves work between settings of one job.
+    """
+    job, known = setting.job, {} if known is None else known
+    place = setting.pipeline.num_stages, setting.pipeline.num_microbatches
     shape = (len(job.chain.kinds), len(strategies))
     legal = np.zeros(shape, dtype=bool)
     time_s = np.zeros(shape)
@@ -35,12 +43,17 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...]) -> CostTabl
             reason = illegal_reason(kind, strategy, setting.batch)
             if reason is not None:
                 continue
-            cost = layer_cost(kind, strategy, setting)
+            held: LayerBytes
+            if (k, strategy, *place) in known:
+                held = layer_bytes(kind, strategy, setting)
+            else:
+                held = cost = layer_cost(kind, strategy, setting)
+                known[k, strategy, *place] = step_share_s(cost, setting)
             legal[k, s] = True
-            time_s[k, s] = step_share_s(cost, setting)
-            static[k, s] = sum(cost.static_bytes.values())
-            activation[k, s] = cost.activation_bytes
-            transient[k, s] = cost.transient_bytes + _waiting_reduction_bytes(strategy, setting)
+            time_s[k, s] = known[k, strategy, *place]
+            static[k, s] = sum(held.static_bytes.values())
+            activation[k, s] = held.activation_bytes
+            transient[k, s] = held.transient_bytes + _waiting_reduction_bytes(strategy, setting)
     switch = switch_table(strategies, setting)
     pipeline = setting.pipeline
     has_chunks = pipeline.num_chunks > 1
@@ -114,12 +127,12 @@ def overhead_bytes(setting: Setting) -> int:
     return context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
 
 
-def shared_input_bytes(setting: Setting, stage: int = 0, kinds: set[LayerKind] | None = None) -> int:
-    """Positions, rotary embeddings and masks of all microbatches in flight on a stage of layers of these kinds."""
+def shared_input_bytes(setting: Setting) -> int:
+    """Positions, rotary embeddings and masks of all microbatches in flight on the first stage."""
     if setting.job.execution.keeps_own_buffers:
         return 0
-    each = side_bytes(kinds or set(setting.job.chain.kinds), setting)
-    return setting.pipeline.passes(stage).peak_bytes([each] * setting.pipeline.num_chunks)
+    each = side_bytes(set(setting.job.chain.kinds), setting)
+    return setting.pipeline.passes(0).peak_bytes([each] * setting.pipeline.num_chunks)
 
 
 def context_bytes(setting: Setting) -> int:

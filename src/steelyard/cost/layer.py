@@ -30,7 +30,10 @@ redistribution between two layouts; the two temporaries of an AdamW step, which 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd, prod
 
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import compute_time, launch_s, measured_samples, optimizer_s, work_s
@@ -41,10 +44,13 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic, Working, needs_nothing
+from steelyard.plan.kinds.kind import Divides, Levels, Load, Over, Phase, States, Traffic, Working, needs_nothing
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
+from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+
+_RECOMPUTED_INPUTS = 4
+"""What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +83,10 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
 
     Raises `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
-    layer = layer_profile(kind, strategy, setting)
+    layer = layer_profile(kind, strategy, setting, imbalance=1.0)
     samples = rank_samples(strategy, setting)
     sent = _Sent(layer, strategy, setting)
-    forward, backward = _microbatch_time(layer, sent, setting, samples)
+    forward, backward = _microbatch_time(layer, layer_profile(kind, strategy, setting), sent, setting, samples)
     once = _once_time(layer, sent, setting, forward, backward)
     if setting.job.chain.tied_embeddings and kind.role is not LayerRole.BLOCK:
         once["tied"] = tied_s(kind, strategy, setting)
@@ -123,15 +129,23 @@ def levels_group(strategy: Strategy, levels: Levels, setting: Setting) -> Group:
     return Group(size=1, stride=1, span=setting.devices_per_stage)
 
 
-def experts_group(strategy: Strategy, setting: Setting) -> Group:
-    """The shape of the groups over which routed experts are divided: the innermost of the data ranks."""
-    whole = levels_group(strategy, data_levels(strategy.levels), setting)
-    return replace(whole, size=strategy.expert_degree)
+def _group_of_experts(over: Over, strategy: Strategy, setting: Setting) -> Group:
+    """The shape of the groups that divide routed experts, the innermost of the data ranks, or share or repeat them."""
+    data = levels_group(strategy, data_levels(strategy.levels), setting)
+    sizes = (strategy.expert_degree, strategy.expert_state_shards, strategy.expert_replicas)
+    place = ("experts", "expert shards", "expert replicas").index(over)
+    return replace(data, size=sizes[place], stride=data.stride * prod(sizes[:place]))
 
 
-def layer_profile(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerProfile:
-    """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none."""
-    layer = setting.job.profile.layer(kind.name, strategy.shape)
+def layer_profile(
+    kind: LayerKind, strategy: Strategy, setting: Setting, *, imbalance: float | None = None
+) -> LayerProfile:
+    """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none.
+
+    Where ranks divide its experts, of the one that most tokens take, ``imbalance`` times the mean (None: the job's).
+    """
+    uneven = 0.0 if strategy.expert_degree == 1 else setting.job.imbalance if imbalance is None else imbalance
+    layer = setting.job.layer(kind.name, strategy.shape, imbalance=uneven)
     if layer is None:
         degrees = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items()) or "one rank"
         raise InvalidProfileError(
@@ -174,23 +188,31 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     """What the collectives of a layer carry."""
     job, samples = setting.job, rank_samples(strategy, setting)
     whole, held = setting.microbatch_samples // strategy.sample_degree, held_params(layer, strategy)
+    experts = 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,
         "backward": layer.backward_collectives,
     }
     if strategy.remat is not Remat.NONE:
         collectives["recomputation"] = layer.recomputation(strategy.remat).collectives
+    sent = {
+        phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
+        for phase, found in collectives.items()
+    }
     return Load(
         strategy=strategy,
-        parameter_bytes=held * job.compute_bytes,
-        gradient_bytes=held * job.execution.reduce_bytes,
-        traced={
-            phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
-            for phase, found in collectives.items()
+        parameter_bytes=(held - experts) * job.compute_bytes,
+        gradient_bytes=(held - experts) * job.execution.reduce_bytes,
+        expert_parameter_bytes=experts * job.compute_bytes,
+        expert_gradient_bytes=experts * job.execution.reduce_bytes,
+        traced={phase: tuple(call for call in calls if call[0] != "all_to_all") for phase, calls in sent.items()},
+        exchanged={
+            phase: tuple((name, count, job.imbalance * size) for name, count, size in calls if name == "all_to_all")
+            for phase, calls in sent.items()
         },
+        exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
-        routed_bytes=layer.routed_bytes.at(samples) * job.imbalance,
     )
 
 
@@ -209,8 +231,9 @@ def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
 
 
 def _microbatch_time(
-    layer: LayerProfile, sent: "_Sent", setting: Setting, samples: float
+    layer: LayerProfile, busiest: LayerProfile, sent: "_Sent", setting: Setting, samples: float
 ) -> tuple[dict[str, float], dict[str, float]]:
+    """Terms of forward and backward; ``busiest`` is the layer on the rank that computes most, whom the others await."""
     strategy, compute = sent.strategy, compute_time(layer, samples, setting.job)
     forward = {"compute": compute.forward_s}
     backward = {"compute": compute.backward_s}
@@ -220,8 +243,8 @@ def _microbatch_time(
             forward[kind.name] = sent.in_line_s(kind, "forward")
             backward[kind.name] = sent.in_line_s(kind, "backward")
     if strategy.expert_degree > 1:
-        waiting = (setting.job.imbalance - 1) * layer.expert_share(samples)
-        forward["imbalance"], backward["imbalance"] = waiting * compute.forward_s, waiting * compute.backward_s
+        forward["imbalance"] = _more_flop(busiest.forward, layer.forward, samples) * compute.forward_s
+        backward["imbalance"] = _more_flop(busiest.backward, layer.backward, samples) * compute.backward_s
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
     if strategy.remat is not Remat.NONE:
@@ -236,47 +259,62 @@ def _microbatch_time(
     return forward, backward
 
 
+def _more_flop(most: Work, mean: Work, samples: float) -> float:
+    """By what part one rank's FLOP exceed the mean."""
+    most_flop, mean_flop = (work.matmul_flop.at(samples) + work.attention_flop.at(samples) for work in (most, mean))
+    return most_flop / mean_flop - 1 if mean_flop else 0.0
+
+
 class _Sent:
     """Seconds of the collectives that the kinds of a strategy ask for in one layer."""
 
     def __init__(self, layer: LayerProfile, strategy: Strategy, setting: Setting) -> None:
-        self.strategy, self._setting = strategy, setting
+        self.strategy, self._job = strategy, setting.job
         load = layer_load(layer, strategy, setting)
-        self._traffic = {kind: tuple(kind.traffic(load)) for kind in strategy.kinds}
+        self._once: dict[Kind, list[Traffic]] = {kind: [] for kind in strategy.kinds}
+        self._waits = {kind for kind in strategy.kinds if kind.shape(strategy)}
+        self._seconds: defaultdict[tuple[Kind, Phase, bool], float] = defaultdict(float)
+        """Of a kind in a phase, beside compute or in line."""
+        self._calls: Counter[tuple[Kind, Phase]] = Counter()
+        for kind in strategy.kinds:
+            groups: dict[str, Group] = {}
+            for each in kind.traffic(load):
+                if not each.beside_compute:
+                    self._waits.add(kind)
+                if each.phase == "step":
+                    self._once[kind].append(each)
+                    continue
+                if each.over not in groups:
+                    groups[each.over] = traffic_group(each, kind, strategy, setting)
+                call_s = _collective_s(each.collective, each.tensor_bytes / each.count, groups[each.over], self._job)
+                self._seconds[kind, each.phase, each.beside_compute] += each.count * call_s
+                self._calls[kind, each.phase] += 0 if each.beside_compute else each.count
 
     def is_in_line(self, kind: Kind) -> bool:
         """Whether a layer waits for collectives of this kind."""
-        return any(not each.beside_compute for each in self._traffic[kind]) or bool(kind.shape(self.strategy))
+        return kind in self._waits
 
     def in_line_s(self, kind: Kind, phase: Phase) -> float:
         """Seconds that a layer waits in a phase."""
-        found = [each for each in self._traffic[kind] if each.phase == phase and not each.beside_compute]
-        job = self._setting.job
-        seconds = sum(each.count * self._call_s(each, kind) for each in found)
+        seconds = self._seconds[kind, phase, False]
         if kind.divides is not Divides.TENSORS:
             return seconds
-        num_calls = sum(each.count for each in found)
-        exposed = 1 - job.execution.hidden_tp
-        return exposed * seconds + num_calls * job.efficiency.jitter_s * (self.strategy.degree(kind) - 1) ** 2
+        exposed, jitter_s = 1 - self._job.execution.hidden_tp, self._job.efficiency.jitter_s
+        return exposed * seconds + self._calls[kind, phase] * jitter_s * (self.strategy.degree(kind) - 1) ** 2
 
     def beside_s(self, kind: Kind, phase: Phase) -> float:
         """Seconds of what can run beside compute in a phase, by itself."""
-        found = [each for each in self._traffic[kind] if each.phase == phase and each.beside_compute]
-        return sum(each.count * self._call_s(each, kind) for each in found)
+        return self._seconds[kind, phase, True]
 
-    def once(self, kind: Kind) -> tuple[Traffic, ...]:
+    def once(self, kind: Kind) -> Sequence[Traffic]:
         """What is sent once a step."""
-        return tuple(each for each in self._traffic[kind] if each.phase == "step")
-
-    def _call_s(self, each: Traffic, kind: Kind) -> float:
-        group = traffic_group(each, kind, self.strategy, self._setting)
-        return _collective_s(each.collective, each.tensor_bytes / each.count, group, self._setting.job)
+        return self._once[kind]
 
 
 def traffic_group(traffic: Traffic, kind: Kind, strategy: Strategy, setting: Setting) -> Group:
     """The groups of ranks that collectives go over."""
-    if traffic.over == "experts":
-        return experts_group(strategy, setting)
+    if "expert" in traffic.over:
+        return _group_of_experts(traffic.over, strategy, setting)
     levels = strategy.levels
     own = tuple(level for level in levels if level.kind is kind)
     taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[traffic.over]
@@ -331,21 +369,21 @@ def _once_time(
     shards = execution.optimizer_shards(replicas) if replicas > 1 else 1
     terms = {"optimizer": optimizer_s(_trained(layer, strategy) / shards, job)}
     for kind in strategy.kinds:
+        reduce_s = gather_s = 0.0
         for each in sent.once(kind):
             group = traffic_group(each, kind, strategy, setting)
             if shards == 1:
-                reduce_s = _collective_s(each.collective, each.tensor_bytes, group, job)
-                exposed = _beside(sum(backward.values()), reduce_s, setting)
+                reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
             else:
                 owners = replace(group, size=shards)
                 reduction: CollectiveKind = "reduce_scatter" if shards == replicas else "all_reduce"
                 pieces = execution.shard_pieces
                 new_bytes = held_params(layer, strategy) * job.compute_bytes / strategy.state_shards
-                gather_s = pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
-                reduce_s = pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
-                exposed = _beside(sum(backward.values()), reduce_s, setting)
-                exposed += _beside(sum(forward.values()), gather_s, setting)
-            terms[kind.name] = exposed
+                gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
+                reduce_s += pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
+        if sent.once(kind):
+            terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
+            terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
     return terms
 
 
@@ -447,8 +485,9 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
     Reduction: a replicated layer holds what autograd has made beside the buffer that it goes to, which counts as kept;
-    a sharded block holds less than in its backward pass. As FSDP reduces the gradients of an embedding or a head,
-    autograd still holds them, gloo copies what it scatters, and another layer may be gathered ahead.
+    a sharded block that buffer and its shard, and in place of a kept copy what is gathered ahead. As FSDP reduces the
+    gradients of an embedding or a head, autograd still holds them, gloo copies what it scatters, and another layer may
+    be gathered ahead.
     """
     if setting.job.execution.keeps_own_buffers:
         return _framework_transient_bytes(layer, strategy, setting)
@@ -461,12 +500,16 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
     forward = copy + buffer + held.forward_transient_bytes.at(samples) + needed.forward
-    backward = copy + (buffer if copy else 0) + working + gradients + _reducing_bytes(kind, layer, setting)
-    reduction = input_bytes + made if strategy.state_shards == 1 else 0
+    backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, strategy, setting)
+    again, scratch = recomputed_input_bytes(layer, strategy, samples), scratch_bytes(layer, strategy, setting)
+    reduction = input_bytes + again + made if strategy.state_shards == 1 else 0
     if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
         gathers = copy and (kind.role is LayerRole.HEAD or setting.pipeline.num_microbatches > 1)
-        reduction = input_bytes + gradients + MASTER_BYTES * params + (buffer if gathers else 0)
-        reduction += scratch_bytes(layer, strategy, setting)
+        reduction = input_bytes + again + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
+    elif strategy.state_shards > 1:
+        reduced = MASTER_BYTES * params + kept_gradient_bytes(layer, strategy)
+        ahead = buffer if copy else 0
+        reduction = input_bytes + again + max(made, scratch) + reduced + ahead
     return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
 
 
@@ -477,7 +520,12 @@ def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
     return MASTER_BYTES * held_params(layer, strategy)
 
 
-def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
+def recomputed_input_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
+    """What full remat has left of a layer's work when the last of its gradients is made: what its first norm makes."""
+    return _RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0
+
+
+def _reducing_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """The buffer of the reduction before, which FSDP holds until the next one.
 
     Behind a block there is a block or the head, whose own working set is the larger then: it is taken as large as this
@@ -485,12 +533,23 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> i
     which counts its own (`_static_bytes`).
     """
     if kind.role is not LayerRole.HEAD:
-        return MASTER_BYTES * layer.num_params
+        return MASTER_BYTES * held_params(layer, strategy)
     if setting.pipeline.num_microbatches == 1:
         return 0
     job = setting.job
-    blocks = {each.name for each in job.chain.kinds if each.role is LayerRole.BLOCK}
-    return MASTER_BYTES * max(each.num_params for each in job.profile.layers if each.kind in blocks)
+    blocks = {each.name: each for each in job.chain.kinds if each.role is LayerRole.BLOCK}
+    found = [(blocks[each.kind], each) for each in job.profile.layers if each.kind in blocks]
+    return MASTER_BYTES * max(_least_held_params(block, each, strategy) for block, each in found)
+
+
+def _least_held_params(kind: LayerKind, layer: LayerProfile, strategy: Strategy) -> int:
+    """Parameters that a rank computes with where it holds as few experts as its data ranks allow.
+
+    Of a layer whose strategy is not known: where experts are not divided, the walk through the stage finds what is
+    missing, and the search goes on within less.
+    """
+    ranks = gcd(kind.num_experts, strategy.data_degree) if kind.num_experts else 1
+    return layer.num_params - layer.expert_params + layer.expert_params // ranks
 
 
 def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
@@ -532,7 +591,7 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
     layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
     of the microbatches in flight. Where torch waits for sends only when the step ends, every chunk has these buffers
-    and all that it ever sent stays until then; see `steelyard.cost.predict` for what a stage has less.
+    and all that it ever sent stays until then.
     """
     pipeline, ranks = setting.pipeline, setting.devices_per_stage
     count, stages = pipeline.num_microbatches, pipeline.num_stages

@@ -1,6 +1,8 @@
 """Predicts a plan: step time by the simulator, memory as an upper bound, each term by its name.
 
-The terms are those that the search added up (`steelyard.cost.layer`), so what a plan reports is what was minimised.
+The terms of time are those that the search added up (`steelyard.cost.layer`). Those of memory are the walk's
+(`steelyard.cost.stage_memory`), which is the one definition of what a plan takes; the search adds up bounds of it
+(`steelyard.cost.layer` from above, `steelyard.cost.memory_floor` from below).
 """
 
 from collections import Counter
@@ -8,29 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from steelyard.cost.build import context_bytes, shared_input_bytes, slack_fraction, transfer_s
+from steelyard.cost.build import context_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.execution import StateBytes
-from steelyard.cost.layer import (
-    LayerBytes,
-    LayerCost,
-    held_params,
-    layer_bytes,
-    layer_cost,
-    layer_profile,
-    pipeline_buffer_bytes,
-    tied_s,
-)
-from steelyard.cost.setting import MASTER_BYTES, Job, Setting
+from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, tied_s
+from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.cost.stage_memory import hidden_bytes, part_layers, stage_terms, tied_bytes
+from steelyard.cost.stage_memory import part_layers, stage_terms, tied_bytes
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
-from steelyard.model.chain import LayerKind, LayerRole
-from steelyard.plan.plan import Plan, StagePlan, StagePrediction
+from steelyard.model.chain import LayerKind
+from steelyard.plan.plan import Plan, StagePrediction
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Strategy
-from steelyard.schedules import PassOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,16 +170,13 @@ def _time_terms(chunks: list[_PartCost], setting: Setting) -> dict[str, float]:
 
 
 def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
-    """Bytes on one rank by term; they add up to the upper bound that is held against the budget.
-
-    The smaller of two bounds: that of the search, and that of a walk through the passes of the stage.
-    """
-    tensors = _added_terms(plan, stage, setting)
+    """Bytes on one rank by term; they add up to the upper bound that is held against the budget."""
     if not setting.job.execution.keeps_own_buffers:
         places = range(stage, len(plan.stages), plan.num_stages)
         parts, tied = [part_layers(plan, place, setting) for place in places], tied_bytes(plan, stage, setting)
-        walked = stage_terms(parts, stage, setting, tied=tied)
-        tensors = min(tensors, walked, key=lambda terms: sum(terms.values()))
+        tensors = stage_terms(parts, stage, setting, tied=tied)
+    else:
+        tensors = _framework_terms(plan, stage, setting)
     tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
     terms = tensors | {"context": context_bytes(setting)}
     terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
@@ -199,75 +188,26 @@ def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
     return sum(num_bytes for name, num_bytes in terms.items() if name not in job.execution.states.kept_apart)
 
 
-def _added_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
-    """The bound of the search: what all layers hold at most, and the largest short-lived memory on top."""
+def _framework_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
+    """The bound for a framework with states of its own: what all layers hold at most, and the largest working set."""
     pipeline = setting.pipeline
     order = pipeline.passes(stage)
     chain, strategies = setting.job.chain, plan.strategies
-    parts = [part.layers for part in plan.chunks(stage)]
-    layers = [layer for part in parts for layer in part]
-    chunks = [[layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part] for part in parts]
+    chunks = [
+        [layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part.layers]
+        for part in plan.chunks(stage)
+    ]
     costs = [cost for chunk in chunks for cost in chunk]
     terms: Counter[str] = Counter()
     for cost in costs:
         terms.update(cost.static_bytes)
-    saved = [sum(cost.activation_bytes for cost in chunk) for chunk in chunks]
-    terms["activations"] = order.peak_bytes(saved)
-    terms["activations"] += shared_input_bytes(setting, stage, {chain.kind_of(layer) for layer in layers})
-    terms["pipeline buffers"] = pipeline_buffer_bytes(setting)
-    if pipeline.schedule.keeps_sends and terms["pipeline buffers"]:
-        terms["pipeline buffers"] = _kept_buffer_bytes(order, saved, plan, stage, setting)
-    terms["pipeline buffers"] += received_copies_bytes(plan, stage, setting)
-    waiting = _waiting_reduction_bytes(plan, stage, setting)
-    terms["working set"] += max(
-        max(cost.transient_bytes for cost in chunk) + sum(waiting) - mine
-        for chunk, mine in zip(chunks, waiting, strict=True)
-    )
-    if setting.job.execution.keeps_own_buffers:
-        terms.update(_framework_terms(terms, costs, order.peak_bytes([1] * pipeline.num_chunks), plan, stage, setting))
+    terms["activations"] = order.peak_bytes([sum(cost.activation_bytes for cost in chunk) for chunk in chunks])
+    terms["working set"] += max(cost.transient_bytes for cost in costs)
+    terms.update(_border_terms(terms, costs, order.peak_bytes([1] * pipeline.num_chunks), plan, stage, setting))
     return dict(terms)
 
 
-def received_copies_bytes(plan: Plan, stage: int, setting: Setting) -> int:
-    """What a stage receives beyond its share where the ranks of the stage before all have a copy, and its own do not.
-
-    The working set counts such copies of the stage's own layers (`steelyard.cost.layer`), at both ends of the stage.
-    The tables of the search know no neighbours: there these bytes are missing.
-    """
-    if setting.pipeline.num_stages == 1 or setting.job.execution.keeps_own_buffers:
-        return 0
-    own = max(_copies_kept(plan.strategies[layer]) for part in plan.chunks(stage) for layer in part.layers)
-    share = setting.pipeline.num_microbatches * setting.activation_bytes // setting.devices_per_stage
-    before = [_copies_kept(plan.strategies[part.first_layer - 1]) for part in plan.chunks(stage) if part.first_layer]
-    return sum(max(0, copies - own) * share for copies in before)
-
-
-def _copies_kept(strategy: Strategy) -> int:
-    """How many ranks hold the same part of the activation behind a layer."""
-    return strategy.layout.copies
-
-
-def _waiting_reduction_bytes(plan: Plan, stage: int, setting: Setting) -> list[int]:
-    """The buffer of the last reduction that each chunk of a stage holds while another works, until its own next one.
-
-    That of the chunk's first sharded layer. An embedding counts its own always.
-    """
-    chunks, chain = plan.chunks(stage), setting.job.chain
-    if len(chunks) == 1 or setting.job.execution.keeps_own_buffers:
-        return [0] * len(chunks)
-    held = []
-    for part in chunks:
-        sharded = [layer for layer in part.layers if plan.strategies[layer].state_shards > 1]
-        kind = chain.kind_of(sharded[0]) if sharded else None
-        if kind is None or kind.role is LayerRole.EMBEDDING:
-            held.append(0)
-        else:
-            strategy = plan.strategies[sharded[0]]
-            held.append(MASTER_BYTES * held_params(layer_profile(kind, strategy, setting), strategy))
-    return held
-
-
-def _framework_terms(
+def _border_terms(
     terms: Mapping[str, int], costs: list[LayerBytes], in_flight: int, plan: Plan, stage: int, setting: Setting
 ) -> dict[str, int]:
     """What a framework with states of its own keeps at the borders of a stage, and gradients that it adds up late.
@@ -291,37 +231,6 @@ def _step_excess_bytes(terms: Mapping[str, int], plan: Plan, stage: int, setting
     data_degree = plan.stages[stage].runs[0].strategy.data_degree
     step = setting.job.execution.step_bytes(terms["parameters"], data_degree)
     return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
-
-
-def _kept_buffer_bytes(order: PassOrder, activation_bytes: list[int], plan: Plan, stage: int, setting: Setting) -> int:
-    """What the pipeline keeps, until the step ends, beside the most activations that a stage holds.
-
-    A buffer for every activation and gradient that arrives, and what was sent so far, for which torch waits only when
-    the step ends. The first part of the model receives no activations and sends no gradients, the last one the
-    other way round. What arrived for a microbatch in flight may be what the first layer saved of it.
-    """
-    unit = setting.activation_bytes // setting.devices_per_stage
-    before = [unit * (stage > 0 or chunk > 0) for chunk in range(setting.pipeline.num_chunks)]
-    behind = [
-        unit * (stage < setting.pipeline.num_stages - 1 or chunk < setting.pipeline.num_chunks - 1)
-        for chunk in range(len(before))
-    ]
-    own = [
-        num_bytes - _saved_as_received(plan, part, setting)
-        for num_bytes, part in zip(activation_bytes, plan.chunks(stage), strict=True)
-    ]
-    together = order.peak_bytes_with_kept(own, by_forward=behind, by_backward=before)
-    return (
-        setting.pipeline.num_microbatches * (sum(before) + sum(behind)) + together - order.peak_bytes(activation_bytes)
-    )
-
-
-def _saved_as_received(plan: Plan, part: StagePlan, setting: Setting) -> int:
-    """Bytes of a microbatch that a part's first layer saves and that lie in the buffer in which they arrived."""
-    if part.first_layer == 0:
-        return 0
-    before, first = plan.strategies[part.first_layer - 1], plan.strategies[part.first_layer]
-    return hidden_bytes(part.first_layer - 1, before, setting) if before.layout == first.layout else 0
 
 
 def _stage_times(part: _PartCost) -> StageTimes:

@@ -35,6 +35,7 @@ from steelyard.cost.layer import (
     kept_gradient_bytes,
     layer_profile,
     rank_samples,
+    recomputed_input_bytes,
     saved_bytes,
     scratch_bytes,
     sharded_params,
@@ -142,9 +143,6 @@ class _Pause:
     is_ahead: bool
     """Whether its last sharded layer was gathered ahead."""
 
-
-_RECOMPUTED_INPUTS = 4
-"""What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
 
 _SLICES_HELD = 3
 """The sum, what is added to it, and the same in the order of the rows where a matrix is divided twice."""
@@ -408,14 +406,17 @@ def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Momen
     The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
     layer = layers[place]
+    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(layers, place, moment)
+    return total if layer.shards > 1 else total + _reducing_bytes(layers, place + 1, moment)
+
+
+def reduction_bytes(layer: LayerMemory, *, is_first: bool) -> int:
+    """What a layer itself takes as its gradients are reduced, in the first backward pass of a step or a later one."""
     total = layer.input + layer.reducing
     if layer.shards > 1:
         made, scratch = layer.made_gradients, layer.scratch
-        total += layer.reduced + (made + scratch if layer.holds_new else max(made, scratch)) + layer.shard
-    else:
-        total += layer.made_gradients + layer.cut_gradients + (layer.reduced if moment.is_first else 0)
-        total += _reducing_bytes(layers, place + 1, moment)
-    return total + _prefetched_bytes(layers, place, moment)
+        return total + layer.reduced + (made + scratch if layer.holds_new else max(made, scratch)) + layer.shard
+    return total + layer.made_gradients + layer.cut_gradients + (layer.reduced if is_first else 0)
 
 
 def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> LayerMemory:
@@ -440,7 +441,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         buffers=layer.buffer_bytes,
         saved=saved_bytes(layer, strategy, setting),
         input=int(layer.input_bytes.at(samples)),
-        reducing=_RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0,
+        reducing=recomputed_input_bytes(layer, strategy, samples),
         forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
         backward=int(held.backward_transient_bytes.at(samples) + needed.backward),
     )
@@ -482,7 +483,8 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
             known[key] = layer_memory(*key, setting)
     layers = [known[chain.layers[place], strategies[place]] for place in places]
     sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
-    layers[-1] = _without_sent(layers[-1], strategies[part.last_layer], sent)
+    backward = backward_sending(layers[-1], strategies[part.last_layer], sent)
+    layers[-1] = replace(layers[-1], backward=backward)
     return PartLayers(
         layers=tuple(layers),
         received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
@@ -493,10 +495,10 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
     )
 
 
-def _without_sent(layer: LayerMemory, strategy: Strategy, sent: int) -> LayerMemory:
-    """The last layer of a part without its output and the gradient of that, which the pipeline's buffers hold.
+def backward_sending(layer: LayerMemory, strategy: Strategy, sent: int) -> int:
+    """What the last layer of a part works with without its output and the gradient of that, which are the pipeline's.
 
     While full remat computes the layer again, what it works with has the gradient alone.
     """
     copies = 1 if strategy.remat is Remat.FULL else 2
-    return replace(layer, backward=max(0, layer.backward - copies * sent))
+    return max(0, layer.backward - copies * sent)

@@ -36,7 +36,7 @@ their readers' own tables hold.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -85,6 +85,8 @@ class CostTables:
     transfer_s: float
     overhead_bytes: int
     side_inputs: tuple[SideInput, ...] = ()
+    last_kinds: tuple[int, ...] = ()
+    """[K] the kind whose bytes a layer of each kind takes where it is the last of its stage; itself where empty."""
 
     def __post_init__(self) -> None:
         num_kinds, num_strategies = len(self.kinds), len(self.strategies)
@@ -111,6 +113,28 @@ class CostTables:
         _check_chunks(self)
         for index, side in enumerate(self.side_inputs):
             _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
+
+    def with_last_kinds(
+        self, static_bytes: NDArray[np.int64], activation_bytes: NDArray[np.int64], *, apart: Container[int] = ()
+    ) -> "CostTables":
+        """The tables with these bytes [K, S] for the last layer of every stage, but for the kinds ``apart``."""
+        num_kinds = len(self.kinds)
+        return replace(
+            self,
+            kinds=(*self.kinds, *(f"{name}, last" for name in self.kinds)),
+            last_kinds=tuple(kind if kind in apart else kind + num_kinds for kind in range(num_kinds)) * 2,
+            legal=np.tile(self.legal, (2, 1)),
+            time_s=np.tile(self.time_s, (2, 1)),
+            static_bytes=np.concatenate([self.static_bytes, static_bytes]),
+            activation_bytes=np.concatenate([self.activation_bytes, activation_bytes]),
+            transient_bytes=np.tile(self.transient_bytes, (2, 1)),
+            switch_s=np.tile(self.switch_s, (2, 1, 1)),
+        )
+
+    def run_kinds(self, start: int, end: int) -> tuple[int, ...]:
+        """The kinds of the layers ``start..end-1`` where they are the run of a stage."""
+        kinds = self.layers[start:end]
+        return (*kinds[:-1], self.last_kinds[kinds[-1]]) if self.last_kinds and kinds else kinds
 
     def select(
         self,

@@ -10,14 +10,15 @@ from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
+from steelyard.plan.kinds.ep import DEGREE
 from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
+    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp", "fsdp+ep", "fsdp+tp+ep"),
+    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     remats=frozenset(Remat),
     pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
@@ -31,6 +32,7 @@ _MODELS = {
     ("qwen3", 2048, 28): ("qwen3", "1_7b"),
     ("qwen3", 5120, 40): ("qwen3", "14b"),
     ("qwen3", 5120, 64): ("qwen3", "32b"),
+    ("deepseek_v3", 7168, 61): ("deepseek_v3", "671b"),
 }
 """By model type, width and blocks: the folder in torchtitan/models and the end of the configuration's name in 0.3."""
 _LLAMA3_VOCABULARY = 128256
@@ -73,7 +75,8 @@ def _model(chain: ModelChain) -> tuple[str, str]:
             field="--to",
             found=f"torchtitan for {chain.name} ({chain.family.model_type}, {chain.num_layers - 2} blocks of width "
             f"{chain.hidden_size}, {chain.vocab_size} tokens)",
-            expected="a model that torchtitan defines: llama3 8B, 70B, 405B or qwen3 0.6B, 1.7B, 14B, 32B",
+            expected="a model that torchtitan defines: llama3 8B, 70B, 405B, qwen3 0.6B, 1.7B, 14B, 32B, "
+            "or deepseek_v3 671B",
             hint="export --to pytorch, which builds any of our decoder models with transformers",
         )
     return known
@@ -120,6 +123,7 @@ def _configuration(view: UniformPlan, folder: str, size: str, function: str) -> 
         *([f"        context_parallel_degree={view.cp},"] if view.cp > 1 else []),
         f"        tensor_parallel_degree={view.tp},",
         *([f"        enable_sequence_parallel={view.sp},"] if view.tp > 1 else []),
+        *([f"        expert_parallel_degree={view.ranks_of_experts},"] if view.has_experts else []),
         *_pipeline_lines(view),
         "    )",
         "    return config",
@@ -157,6 +161,7 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
         *([f'fsdp_reshard_after_forward = "{_reshard(view)}"'] if view.fsdp > 1 else []),
         *(_context_lines(view) if view.cp > 1 else []),
         f"tensor_parallel_degree = {view.tp}",
+        *([f"expert_parallel_degree = {view.ranks_of_experts}"] if view.has_experts else []),
         f"pipeline_parallel_degree = {view.pipeline.num_stages}",
     ]
     if view.pipeline.num_stages > 1:

@@ -30,6 +30,9 @@ class UniformPlan:
     cp_method: str
     """How attention sees the whole sequence under cp: gather or ulysses."""
     tp: int
+    ep: int
+    """Over how many data ranks experts are divided, beside those of tp."""
+    has_experts: bool
     sp: bool
     zero: int
     """ZeRO stage of an fsdp level: 2 or 3."""
@@ -49,7 +52,8 @@ class UniformPlan:
     def of(cls, plan: Plan) -> Self:
         """The plan in these words; it must be within the means of a framework of one strategy."""
         strategy = plan.strategies[0]
-        blocks = block_layers(plan.chain())
+        chain = plan.chain()
+        blocks = block_layers(chain)
         remats = {plan.strategies[layer].remat for layer in blocks}
         mixed = len(remats) > 1
         return cls(
@@ -58,6 +62,8 @@ class UniformPlan:
             cp=strategy.degree(CP),
             cp_method=str(strategy.variant("cp_method")),
             tp=strategy.degree(TP),
+            ep=max(each.expert_degree for each in plan.strategies),
+            has_experts=any(kind.num_experts for kind in chain.kinds),
             sp=bool(strategy.variant("sp")),
             zero=int(strategy.variant("zero")),
             remat=Remat.FULL if mixed else remats.pop(),
@@ -76,12 +82,18 @@ class UniformPlan:
         return self.dp * self.fsdp
 
     @property
+    def ranks_of_experts(self) -> int:
+        """Ranks over which experts are divided whole: tp divides them too, and no expert itself."""
+        return self.ep * self.tp
+
+    @property
     def degrees(self) -> str:
         """The degrees in words, as in ``fsdp 4, tp 2 with sp, 2 stages``."""
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.fsdp > 1 else []
         words += [f"cp {self.cp} ({self.cp_method})"] if self.cp > 1 else []
         words += [f"tp {self.tp} {'with' if self.sp else 'without'} sp"] if self.tp > 1 else []
+        words += [f"ep {self.ep}"] if self.ep > 1 else []
         words += [f"{self.pipeline.num_stages} stages"] if self.pipeline.num_stages > 1 else []
         return ", ".join(words) or "one device"
 

@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
@@ -60,8 +60,29 @@ class Strategy:
     levels: Levels = ()
     remat: Remat = Remat.NONE
     variants: tuple[tuple[str, Value], ...] = ()
+    kinds: tuple[Kind, ...] = field(init=False, repr=False, compare=False)
+    """The kinds that it uses: those of its levels, and those that take ranks of other levels."""
+    num_devices: int = field(init=False, repr=False, compare=False)
+    """Devices of a stage that this strategy spans."""
+    tensor_degree: int = field(init=False, repr=False, compare=False)
+    """Ways in which the layer's matrices are divided."""
+    sample_degree: int = field(init=False, repr=False, compare=False)
+    """Ways in which the samples of a microbatch are divided."""
+    token_degree: int = field(init=False, repr=False, compare=False)
+    """Ways in which the tokens of every sample are divided throughout the layer."""
+    expert_degree: int = field(init=False, repr=False, compare=False)
+    """Ways in which routed experts are divided over data ranks."""
+    state_shards: int = field(init=False, repr=False, compare=False)
+    """Ways in which parameters, gradients and optimizer states are sharded, beyond what divides the layer."""
+    replicas: int = field(init=False, repr=False, compare=False)
+    """Data ranks that hold the same shard."""
+    shape: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
+    layout: "HiddenLayout" = field(init=False, repr=False, compare=False)
+    """How the layer's input and output activations lie on the stage mesh; equal layouts switch at no cost."""
 
     def __post_init__(self) -> None:
+        self._derive()
         kinds = [level.kind for level in self.levels]
         if len(set(kinds)) < len(kinds):
             raise InvalidPlanError(
@@ -109,14 +130,31 @@ class Strategy:
             hint=f"add a {kind} level, or leave {key} out",
         )
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds that it uses: those of its levels, and those that take ranks of other levels."""
-        if not self.variants:
-            return tuple(level.kind for level in self.levels)
-        known = variants()
-        beside = dict.fromkeys(known[key][0] for key, _ in self.variants if not known[key][0].is_level)
-        return (*(level.kind for level in self.levels), *beside)
+    def _derive(self) -> None:
+        """Fills in what follows from levels and variants: a search asks each strategy for it thousands of times."""
+        chosen = {key for key, _ in self.variants}
+        levels = self.levels
+        beside = tuple(
+            kind for kind in KINDS.values() if not kind.is_level and any(each.key in chosen for each in kind.variants)
+        )
+        experts = [each.key for kind in beside if kind.divides is Divides.EXPERTS for each in kind.variants]
+        derived = {
+            "kinds": (*(level.kind for level in levels), *beside),
+            "num_devices": degree_of(levels),
+            "tensor_degree": self._divided(Divides.TENSORS),
+            "sample_degree": self._divided(Divides.SAMPLES),
+            "token_degree": self._divided(Divides.TOKENS),
+            "expert_degree": math.prod(int(self.variant(key)) for key in experts),
+            "state_shards": degree_of(shard_levels(levels)),
+            "replicas": degree_of(replica_levels(levels)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        shape = {name: degree for kind in self.kinds for name, degree in kind.shape(self).items()}
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(
+            self, "layout", HiddenLayout.of((level.kind.placement(self), level.degree) for level in levels)
+        )
 
     @property
     def parallel(self) -> str:
@@ -138,6 +176,12 @@ class Strategy:
         """The strategy with everything kept for the backward pass."""
         return Strategy(levels=self.levels, variants=self.variants)
 
+    def with_whole_experts(self) -> "Strategy":
+        """The strategy of a layer without experts beside it: nothing divided that takes ranks of other levels."""
+        known = variants()
+        own = tuple((key, value) for key, value in self.variants if known[key][0].is_level)
+        return Strategy(levels=self.levels, remat=self.remat, variants=own)
+
     def level(self, kind: Kind) -> Level | None:
         """The level of a kind, None where it is not used."""
         return next((level for level in self.levels if level.kind is kind), None)
@@ -147,29 +191,9 @@ class Strategy:
         return degree_of(tuple(level for level in self.levels if level.kind is kind))
 
     @property
-    def num_devices(self) -> int:
-        """Devices of a stage that this strategy spans."""
-        return degree_of(self.levels)
-
-    @property
-    def tensor_degree(self) -> int:
-        """Ways in which the layer's matrices are divided."""
-        return self._divided(Divides.TENSORS)
-
-    @property
     def head_degree(self) -> int:
         """Ways in which the heads of attention are divided."""
         return math.prod(kind.head_degree(self) for kind in self.kinds)
-
-    @property
-    def sample_degree(self) -> int:
-        """Ways in which the samples of a microbatch are divided."""
-        return self._divided(Divides.SAMPLES)
-
-    @property
-    def token_degree(self) -> int:
-        """Ways in which the tokens of every sample are divided throughout the layer."""
-        return self._divided(Divides.TOKENS)
 
     @property
     def sequence_degree(self) -> int:
@@ -182,44 +206,19 @@ class Strategy:
         return degree_of(data_levels(self.levels))
 
     @property
-    def state_shards(self) -> int:
-        """Ways in which parameters, gradients and optimizer states are sharded, beyond what divides the layer."""
-        return degree_of(shard_levels(self.levels))
+    def expert_state_shards(self) -> int:
+        """Ways in which the states of a rank's routed experts are sharded: what expert parallelism leaves of them."""
+        return max(1, self.state_shards // self.expert_degree)
 
     @property
-    def replicas(self) -> int:
-        """Data ranks that hold the same shard."""
-        return degree_of(replica_levels(self.levels))
-
-    @property
-    def expert_degree(self) -> int:
-        """Ways in which routed experts are divided over data ranks."""
-        if not self.variants:
-            return 1
-        beside = (kind for kind in self.kinds if kind.divides is Divides.EXPERTS)
-        return math.prod(int(self.variant(each.key)) for kind in beside for each in kind.variants)
+    def expert_replicas(self) -> int:
+        """Data ranks that hold the same shard of routed experts."""
+        return self.data_degree // (self.expert_degree * self.expert_state_shards)
 
     @property
     def keeps_gathered(self) -> bool:
         """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
         return self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)
-
-    @property
-    def shape(self) -> Mapping[str, int]:
-        """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
-        return _shape(self)
-
-    @property
-    def layout(self) -> "HiddenLayout":
-        """How the layer's input and output activations lie on the stage mesh; equal layouts switch at no cost."""
-        merged: list[tuple[Placed, int]] = []
-        for level in self.levels:
-            placed = level.kind.placement(self)
-            if merged and merged[-1][0] is placed:
-                merged[-1] = (placed, merged[-1][1] * level.degree)
-            else:
-                merged.append((placed, level.degree))
-        return HiddenLayout(axes=tuple(merged))
 
     def _divided(self, what: Divides) -> int:
         return degree_of(tuple(level for level in self.levels if level.kind.divides is what))
@@ -305,16 +304,16 @@ class Strategy:
     @property
     def is_aligned(self) -> bool:
         """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
-        try:
-            assert self.expert_axes is not None
-        except InvalidPlanError:
-            return False
-        return True
+        return _is_aligned(self)
 
 
 @lru_cache(maxsize=65536)
-def _shape(strategy: Strategy) -> Mapping[str, int]:
-    return {name: degree for kind in strategy.kinds for name, degree in kind.shape(strategy).items()}
+def _is_aligned(strategy: Strategy) -> bool:
+    try:
+        _ = strategy.expert_axes  # raises where a level, or the degree of experts, is none of whole axes
+    except InvalidPlanError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +321,15 @@ class HiddenLayout:
     """Placement of the hidden state over a stage, outermost first: how it lies there and over how many ranks."""
 
     axes: tuple[tuple[Placed, int], ...]
+
+    @classmethod
+    def of(cls, axes: Iterable[tuple[Placed, int]]) -> "HiddenLayout":
+        """The layout with neighbouring axes of one placement drawn together."""
+        merged: list[tuple[Placed, int]] = []
+        for placed, degree in axes:
+            outside = merged.pop()[1] if merged and merged[-1][0] is placed else 1
+            merged.append((placed, outside * degree))
+        return cls(axes=tuple(merged))
 
     @property
     def batch_degree(self) -> int:

@@ -35,6 +35,7 @@ from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequ
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.price import job_of, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
+from steelyard.planning.rivals import with_baselines
 from steelyard.planning.study import study_plan
 from steelyard.planning.within import FittedPlan, plan_within
 
@@ -72,6 +73,7 @@ __all__ = [
     "uniform_plan",
     "why_not",
     "why_not_plan",
+    "with_baselines",
     "with_cost",
     "with_devices",
     "with_fallbacks",

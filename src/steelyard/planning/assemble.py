@@ -9,11 +9,11 @@ from steelyard.search.tidy import group_equal_strategies
 from steelyard.units import format_plural
 
 
-def bare_plan(job: Job, outcome: SettingOutcome) -> Plan:
-    """The plan of a search outcome, without its prediction."""
+def bare_plan(job: Job, outcome: SettingOutcome, *, is_grouped: bool = True) -> Plan:
+    """The plan of a search outcome, without its prediction; equal layers of equal strategies beside each other."""
     tables = outcome.tables
     pipeline = tables.pipeline
-    solution = group_equal_strategies(tables, outcome.solution)
+    solution = group_equal_strategies(tables, outcome.solution) if is_grouped else outcome.solution
     strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
     size = job.cluster.num_devices // pipeline.num_stages
     stages = tuple(

@@ -11,13 +11,14 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
-from steelyard.plan.certificate import Certificate, Status
+from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
-from steelyard.planning.assemble import bare_plan, describe, summarise
+from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.planning.assemble import describe, summarise
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
 from steelyard.profiles.profile import Profile
-from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome, search
+from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
@@ -91,52 +92,30 @@ def plan_job(
     Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
 
-    A plan may take more than the tables say where one stage follows another whose ranks all send a copy
-    (`steelyard.cost.predict.received_copies_bytes`). If no candidate fits for that, the search goes on within less.
+    Only plans that the walk accepts are priced (`steelyard.planning.acceptance`), so all of them fit as reported.
     """
     settings = pipeline_settings(job, options)
     num_rescored = len(settings) if job.profile.busy_speeds else max(top, NUM_RESCORED)
-    tables = (problem or make_problem(job, options)).settings
-    within_bytes, less_bytes = usable_bytes(job), 0
-    while True:
-        found = search(
-            tables,
-            within_bytes,
-            num_exact=num_rescored if job.profile.busy_speeds else 1,
-            num_alternatives=num_rescored - 1,
-            partition=options.partition,
-            time_limit_s=options.time_limit_s,
-        )
-        if found.best is None:
-            spared_bytes = usable_bytes(job) - within_bytes
-            miss, text = found.nearest_miss, _miss_text(job, found, settings, spared_bytes)
-            return PlanningResult(job=job, search=found, plan=None, cost=None, miss=miss, miss_text=text)
-        candidates = [bare_plan(job, outcome) for outcome in found.ranked[:num_rescored]]
-        costs = [predict(plan, job) for plan in candidates]
-        best = min(range(len(costs)), key=lambda index: (not costs[index].fits, costs[index].step_time_s, index))
-        if costs[best].fits:
-            break
-        less_bytes = max(_excess_bytes(costs[best], job), 2 * less_bytes)
-        within_bytes = _table_bytes(found.ranked[best]) - less_bytes
-    prediction = _prediction(job, found, candidates, costs, best, spared_bytes=usable_bytes(job) - within_bytes)
+    found = accept(
+        job,
+        (problem or make_problem(job, options)).settings,
+        num_exact=num_rescored if job.profile.busy_speeds else 1,
+        num_alternatives=num_rescored - 1,
+        partition=options.partition,
+        time_limit_s=options.time_limit_s,
+    )
+    if not found.ranked:
+        miss, text = found.search.nearest_miss, _miss_text(job, found, settings)
+        return PlanningResult(job=job, search=found.search, plan=None, cost=None, miss=miss, miss_text=text)
+    candidates = [each.plan for each in found.ranked[:num_rescored]]
+    costs = [predict(plan, job) for plan in candidates]
+    best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    prediction = _prediction(job, found.search, candidates, costs, best)
     plan = candidates[best].model_copy(update={"prediction": prediction})
-    return PlanningResult(job=job, search=found, plan=plan, cost=costs[best], miss=None, miss_text="")
+    return PlanningResult(job=job, search=found.search, plan=plan, cost=costs[best], miss=None, miss_text="")
 
 
-def _excess_bytes(cost: PlanCost, job: Job) -> int:
-    """By how much a plan misses the budget."""
-    return max(stage.total_bytes for stage in cost.stages) - job.budget_bytes
-
-
-def _table_bytes(outcome: SettingOutcome) -> int:
-    """What a plan takes by the tables of the search."""
-    assert outcome.result.solution is not None, "ranked settings are solved"
-    return outcome.result.solution.peak_bytes
-
-
-def _prediction(
-    job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int, *, spared_bytes: int
-) -> Prediction:
+def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int) -> Prediction:
     cost = costs[best]
     steps_s = [each.step_time_s for each in costs]
     alternatives = [
@@ -158,7 +137,7 @@ def _prediction(
         mfu=cost.mfu,
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
-        certificate=_certificate(found, best, num_simulated=len(candidates), spared_bytes=spared_bytes),
+        certificate=_certificate(found, best, num_simulated=len(candidates)),
         lower_bound_s=found.lower_bound_s,
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
@@ -166,14 +145,12 @@ def _prediction(
     )
 
 
-def _certificate(found: SearchResult, best: int, *, num_simulated: int, spared_bytes: int) -> Certificate:
+def _certificate(found: SearchResult, best: int, *, num_simulated: int) -> Certificate:
     """What is proven of the plan at place ``best`` of the search's ranking, which the simulator took."""
-    spared = spared_bytes or None
     if best > 0:
         gap = max(0.0, 1 - found.lower_bound_s / found.ranked[best].score_s)
-        return Certificate(status="simulated", gap=gap, num_simulated=num_simulated, spared_bytes=spared)
-    status: Status = "optimal" if found.status == "optimal" else "gap"
-    return Certificate(status=status, gap=found.gap, spared_bytes=spared)
+        return Certificate(status="simulated", gap=gap, num_simulated=num_simulated)
+    return Certificate(status="optimal" if found.status == "optimal" else "gap", gap=found.gap)
 
 
 def _why_lost(job: Job, outcome: SettingOutcome) -> str:
@@ -192,16 +169,17 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
     return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
 
 
-def _miss_text(job: Job, found: SearchResult, settings: list[Setting], spared_bytes: int) -> str:
-    miss, index = found.nearest_miss, found.nearest_index
+def _miss_text(job: Job, found: Acceptance, settings: list[Setting]) -> str:
+    miss, index = found.search.nearest_miss, found.search.nearest_index
     if miss is None or index is None:
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
-    needed = device_bytes(job, miss.needed_bytes + spared_bytes)
+    needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
     setting = settings[index]
     stages = format_plural(setting.pipeline.num_stages, "stage")
     microbatches = format_plural(setting.pipeline.num_microbatches, "microbatch", "microbatches")
+    others = f"; no plan takes less than {format_bytes(least)}" if least < needed else ""
     return (
-        f"at least {format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
+        f"{format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
         f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "
-        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds{others}"
     )

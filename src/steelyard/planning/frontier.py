@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from steelyard.cost.build import usable_bytes
+from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
+from steelyard.planning.acceptance import walked_bytes
 from steelyard.planning.assemble import bare_plan, describe, summarise
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
@@ -64,31 +66,29 @@ def memory_points(
 ) -> tuple[tuple[FrontierPoint, ...], bool]:
     """Points of the frontier of time against memory, fastest first, and whether none between them is missing.
 
-    The point within the budget is what `plan_job` chooses. The others are the search's, priced by the simulator; one
-    that is no faster in simulation than a point of less memory is left out.
+    The point within the budget is what `plan_job` chooses. The others are the fastest within floors of the memory
+    (`steelyard.cost.memory_floor`), with the memory that the walk finds and the time of the simulator; one that is no
+    faster than a point of less memory is left out.
     """
     progress("building cost tables")
     problem = make_problem(job, options)
     budget = usable_bytes(job)
     progress(f"searching {max_searches} memory budgets")
-    frontier = sampled_frontier(
-        problem.settings, most_bytes=SHOWN_BUDGETS * budget, budgets=(budget,), max_searches=max_searches
-    )
+    floors = [floor_tables(tables, job)[0] for tables in problem.settings]
+    frontier = sampled_frontier(floors, most_bytes=SHOWN_BUDGETS * budget, budgets=(budget,), max_searches=max_searches)
+    plans = [bare_plan(job, step.outcome) for step in frontier.steps]
+    is_exact = all(walked_bytes(plan, job) == step.peak_bytes for plan, step in zip(plans, frontier.steps, strict=True))
+    points = [frontier_point(job, plan) for plan in plans]
     chosen = plan_job(job, options, problem=problem).plan
-    within = next((step for step in frontier.steps if step.peak_bytes <= budget), None)
-    points = [
-        frontier_point(job, chosen, is_chosen=True)
-        if step is within and chosen
-        else frontier_point(job, bare_plan(job, step.outcome))
-        for step in frontier.steps
-    ]
-    return falling(points), frontier.is_complete
+    if chosen is not None:
+        points.append(frontier_point(job, chosen, is_chosen=True))
+    return falling(points), frontier.is_complete and is_exact
 
 
 def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     """Those points, most memory first, that are faster in simulation than all of less memory; the chosen one stays."""
     kept: list[FrontierPoint] = []
-    for point in reversed(points):
+    for point in sorted(points, key=lambda point: (point.memory_bytes, point.step_time_s)):
         if point.is_chosen:
             kept = [other for other in kept if other.step_time_s > point.step_time_s]
         if not kept or point.step_time_s < kept[-1].step_time_s:

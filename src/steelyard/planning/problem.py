@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from steelyard.cost.build import build_tables, usable_bytes
+from steelyard.cost.build import KnownTimes, build_tables, usable_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
@@ -43,9 +43,12 @@ class PlanOptions:
 
 def make_problem(job: Job, options: PlanOptions) -> Problem:
     """The cost tables of every pipeline setting of a job, as `search` takes them and a problem file holds them."""
+    settings = pipeline_settings(job, options)
+    sizes = {setting.devices_per_stage for setting in settings}
+    offered = {size: stage_strategies(job, size, options) for size in sizes}
+    known: KnownTimes = {}
     tables = tuple(
-        pinned(build_tables(setting, stage_strategies(job, setting.devices_per_stage, options)), options.pins)
-        for setting in pipeline_settings(job, options)
+        pinned(build_tables(setting, offered[setting.devices_per_stage], known), options.pins) for setting in settings
     )
     return Problem(
         name=f"{job.chain.name} on {job.cluster.name}",
@@ -124,6 +127,7 @@ def space_options(job: Job, options: PlanOptions) -> SpaceOptions:
         max_degrees=options.max_degrees,
         devices_per_node=job.cluster.devices_per_node,
         seq_len=job.seq_len,
+        layers=job.chain.kinds,
         insists=lambda strategy: any(pin.demands(strategy) for pin in options.pins),
     )
 

@@ -15,13 +15,15 @@ from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
 from steelyard.plan.plan import Plan
-from steelyard.planning.assemble import bare_plan, describe
+from steelyard.planning.acceptance import accept, walked_bytes
+from steelyard.planning.assemble import describe
+from steelyard.planning.choose import device_bytes
 from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.price import with_cost
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
-from steelyard.search import nearest_miss, search
+from steelyard.search import nearest_miss
 
 SEARCH_SHARE = 0.04
 """Of the time, for one search."""
@@ -114,11 +116,15 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
 
 
 def _within(contest: Contest, budget_bytes: int) -> _Found:
-    best = search(contest.tables, budget_bytes, num_alternatives=0, time_limit_s=contest.time_limit_s).best
-    if best is None:
+    within = replace(contest.job, budget_bytes=device_bytes(contest.job, budget_bytes))
+    found = accept(within, contest.tables, num_alternatives=0, time_limit_s=contest.time_limit_s)
+    if not found.ranked:
         return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
-    point = frontier_point(contest.job, bare_plan(contest.job, best))
-    return _Found(budget_bytes=budget_bytes, peak_bytes=best.solution.peak_bytes, step_s=point.step_time_s, point=point)
+    plan = found.ranked[0].plan
+    point = frontier_point(contest.job, plan)
+    return _Found(
+        budget_bytes=budget_bytes, peak_bytes=walked_bytes(plan, contest.job), step_s=point.step_time_s, point=point
+    )
 
 
 def _widest_gap(found: Sequence[_Found]) -> list[int]:
@@ -145,7 +151,7 @@ def _explain(
         if time.process_time() > deadline:
             left_out.append(each.name)
             continue
-        rival = contest.rival(each.name, each.tables())
+        rival = each.rival()
         rivals.append(rival)
         if each.name == ANY_PLAN:
             binds = what_binds(contest, rival)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from steelyard.cost.build import build_tables, usable_bytes
+from steelyard.cost.build import build_tables
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
@@ -18,11 +18,10 @@ from steelyard.plan.kinds import variants
 from steelyard.plan.means import Means, beyond, block_layers
 from steelyard.plan.plan import LayerRun, Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.assemble import bare_plan
+from steelyard.planning.acceptance import Accepted, accept
 from steelyard.planning.choose import NothingFitsError, device_bytes
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
-from steelyard.search import SettingOutcome, search
 from steelyard.units import format_bytes
 
 NUM_RESCORED = 5
@@ -60,8 +59,8 @@ def plan_within(plan: Plan, job: Job, means: Means, *, framework: str) -> Fitted
     candidates = _best_plans(job, list(uniform_tables_within(job, means)), framework)
     if means.remats_first_blocks:
         relaxed = list(_free_remat_tables(job, means))
-        for outcome in _ranked(job, relaxed):
-            fitting = with_first_blocks_recomputed(bare_plan(job, outcome), job)
+        for accepted in _ranked(job, relaxed):
+            fitting = with_first_blocks_recomputed(accepted.plan, job)
             candidates += [fitting] if fitting is not None else []
     priced = [with_price(candidate, job) for candidate in candidates]
     return FittedPlan(plan=min(priced, key=_step_s), reasons=reasons, wanted_step_s=wanted_step_s)
@@ -130,19 +129,19 @@ def _narrowed(full: CostTables, kept: list[int], job: Job, *, blocks_at: int | N
     return replace(chosen, legal=legal)
 
 
-def _ranked(job: Job, tables: list[CostTables]) -> tuple[SettingOutcome, ...]:
+def _ranked(job: Job, tables: list[CostTables]) -> tuple[Accepted, ...]:
     if not tables:
         return ()
-    return search(tables, usable_bytes(job), num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED]
+    return accept(job, tables, num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED]
 
 
 def _best_plans(job: Job, tables: list[CostTables], framework: str) -> list[Plan]:
     """The best plans of one strategy; raises `NothingFitsError` where there is none."""
     if not tables:
         raise _nothing(framework, "that is legal for every layer and this batch", "change the batch or the devices")
-    found = search(tables, usable_bytes(job), num_alternatives=NUM_RESCORED - 1)
-    if found.best is None:
-        miss = found.nearest_miss
+    found = accept(job, tables, num_alternatives=NUM_RESCORED - 1)
+    if not found.ranked:
+        miss = found.search.nearest_miss
         missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else 0
         raise _nothing(
             framework,
@@ -150,7 +149,7 @@ def _best_plans(job: Job, tables: list[CostTables], framework: str) -> list[Plan
             f"{format_bytes(missing)} ({missing} bytes)",
             "export for a target that mixes strategies (pytorch, torchrun), or plan with less memory per device",
         )
-    return [bare_plan(job, outcome) for outcome in found.ranked[:NUM_RESCORED]]
+    return [accepted.plan for accepted in found.ranked[:NUM_RESCORED]]
 
 
 def _step_s(plan: Plan) -> float:

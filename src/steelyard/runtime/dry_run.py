@@ -217,8 +217,10 @@ def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
     for chunk in model.chunks:
         for replica in chunk.replicas:
             yield from replica.kept_gradients()
-    for _, parameters in _fsdp_parameters(model):
-        for parameter in parameters:
+    for _, group in _fsdp_groups(model):
+        if group._partial_reduce_output is not None:  # of shards that are summed over replicas when the step ends
+            yield group._partial_reduce_output
+        for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None and unsharded.grad is not None:
                 yield unsharded.grad
@@ -233,8 +235,8 @@ def _copies(model: ParallelModel) -> Iterator[Tensor]:
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
     """The whole parameters of each sharded layer, with the term under which they count."""
-    for strategy, parameters in _fsdp_parameters(model):
-        tensors = [tensor for parameter in parameters for tensor in _whole(parameter)]
+    for strategy, group in _fsdp_groups(model):
+        tensors = [tensor for parameter in group.fsdp_params for tensor in _whole(parameter)]
         yield "gathered parameters" if strategy.keeps_gathered else "working set", tensors
 
 
@@ -243,12 +245,12 @@ def _whole(parameter: Any) -> list[Tensor]:
     return [*parameter.all_gather_outputs, *([] if unsharded is None else [unsharded.detach()])]
 
 
-def _fsdp_parameters(model: ParallelModel) -> Iterator[tuple[Strategy, list[Any]]]:
-    """FSDP's own view of the parameters of each sharded layer of this rank."""
+def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
+    """FSDP's own view of the parameters of each sharded layer of this rank, which it moves together."""
     for name, layer in model.layers.items():
         if isinstance(layer, FSDPModule):
-            groups = layer._get_fsdp_state()._fsdp_param_groups
-            yield model.plan.strategies[int(name)], [each for group in groups for each in group.fsdp_params]
+            for group in layer._get_fsdp_state()._fsdp_param_groups:
+                yield model.plan.strategies[int(name)], group
 
 
 def _states(optimizers: list[Optimizer]) -> Iterator[Tensor]:

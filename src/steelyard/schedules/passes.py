@@ -32,16 +32,10 @@ class Phase(IntEnum):
         """By how much the microbatches of a chunk whose activations are alive grow."""
         return _CHANGES[self]
 
-    @property
-    def makes_gradient(self) -> bool:
-        """Whether the gradient for the part before is made."""
-        return self in (Phase.BACKWARD, Phase.BACKWARD_INPUT)
-
 
 _CHANGES = {Phase.FORWARD: 1, Phase.BACKWARD: -1, Phase.BACKWARD_INPUT: 0, Phase.BACKWARD_WEIGHT: -1}
 _PHASES = tuple(Phase)
 _CHANGE = np.array([_CHANGES[phase] for phase in Phase], dtype=np.int64)
-_MAKES_GRADIENT = np.array([phase.makes_gradient for phase in Phase], dtype=np.int64)
 
 
 class Pass(NamedTuple):
@@ -80,14 +74,6 @@ class PassOrder:
     def peak_bytes(self, activation_bytes: Sequence[int]) -> int:
         """Most bytes of activations alive at once, given those of one microbatch for each chunk."""
         return int(self._held(activation_bytes).max())
-
-    def peak_bytes_with_kept(
-        self, activation_bytes: Sequence[int], *, by_forward: Sequence[int], by_backward: Sequence[int]
-    ) -> int:
-        """As `peak_bytes`, with what each forward and backward pass of a chunk leaves until the step ends."""
-        forward, backward = (np.asarray(each, dtype=np.int64)[self.chunk] for each in (by_forward, by_backward))
-        left = np.where(self.phase == Phase.FORWARD, forward, backward * _MAKES_GRADIENT[self.phase])
-        return int((self._held(activation_bytes) + left.cumsum()).max())
 
     def _held(self, activation_bytes: Sequence[int]) -> Column:
         """Bytes of activations alive after each pass has begun, if it is a forward one, or ended."""

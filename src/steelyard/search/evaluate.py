@@ -88,7 +88,8 @@ def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence
 
 
 def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Sequence[int]) -> StageCost:
-    pairs = [(tables.layers[layer], strategies[layer]) for layer in layers]
+    kinds = tables.run_kinds(layers.start, layers.stop)
+    pairs = [(kind, strategies[layer]) for kind, layer in zip(kinds, layers, strict=True)]
     in_flight = tables.pipeline.in_flight(stage)
     return StageCost(
         first_layer=layers.start,

@@ -42,21 +42,23 @@ class StageMemory:
     """[R] rising"""
     prefix: IntArray
     """[R, L + 1] bytes of the first layers, each under its smallest strategy within the threshold"""
-    rows: list[tuple[list[int], int]]
-    """The same as plain numbers: bytes of the first layers, and threshold"""
+    ended: IntArray
+    """[R, L + 1] the same where the last of them is the last of its stage, rising"""
+    rows: list[tuple[list[int], list[int], int]]
+    """The same as plain numbers: bytes of the first layers, where they end a stage, and threshold"""
 
     def farthest(self, start: int, room_bytes: int) -> int:
         """The largest end such that the layers ``start..end-1`` fit into the room; ``start`` if not even one does."""
-        reach = (bisect_right(row, room_bytes - peak + row[start]) - 1 for row, peak in self.rows)
+        reach = (bisect_right(ended, room_bytes - peak + row[start]) - 1 for row, ended, peak in self.rows)
         return max(start, *reach)
 
     def least_bytes(self, start: int, end: int) -> int:
         """Least bytes of the layers ``start..end-1``."""
-        return min(row[end] - row[start] + peak for row, peak in self.rows)
+        return min(ended[end] - row[start] + peak for row, ended, peak in self.rows)
 
     def smallest_start(self, end: int, room_bytes: int) -> int:
         """The smallest start such that the layers ``start..end-1`` fit into the room; ``end`` if not even one does."""
-        reach = (bisect_left(row, row[end] + peak - room_bytes) for row, peak in self.rows)
+        reach = (bisect_left(row, ended[end] + peak - room_bytes) for row, ended, peak in self.rows)
         return min(end, *reach)
 
 
@@ -82,9 +84,23 @@ def stage_memories(tables: CostTables) -> list[StageMemory]:
     for in_flight, least in zip(flights, per_kind, strict=True):
         prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
         np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
-        rows = list(zip(prefix.tolist(), threshold.tolist(), strict=True))
-        shared[in_flight] = StageMemory(threshold=threshold, prefix=prefix, rows=rows)
+        ended = _ended(tables, prefix, least)
+        rows = list(zip(prefix.tolist(), ended.tolist(), threshold.tolist(), strict=True))
+        shared[in_flight] = StageMemory(threshold=threshold, prefix=prefix, ended=ended, rows=rows)
     return [shared[tables.pipeline.in_flight(stage)] for stage in range(tables.pipeline.num_stages)]
+
+
+def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
+    """[R, L + 1] bytes of the first layers, of which the last one ends a stage; ``least`` [R, K] are those of a kind.
+
+    Where a longer run would take less it counts as much less, so that the bytes rise: they bound from below then.
+    """
+    if not tables.last_kinds:
+        return prefix
+    ended = prefix.copy()
+    ended[:, 1:] = prefix[:, :-1] + least[:, [tables.last_kinds[kind] for kind in tables.layers]]
+    ended[:] = np.minimum.accumulate(ended[:, ::-1], axis=1)[:, ::-1]
+    return ended
 
 
 def _least_by_threshold(tables: CostTables, in_flight: IntArray) -> tuple[IntArray, IntArray]:
@@ -189,9 +205,9 @@ def least_memory_strategies(
     chosen: list[int] = []
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         memory = memories[stage]
-        best = int(np.argmin(memory.prefix[:, end] - memory.prefix[:, start] + memory.threshold))
+        best = int(np.argmin(memory.ended[:, end] - memory.prefix[:, start] + memory.threshold))
         num_bytes = tables.static_bytes + tables.pipeline.in_flight(stage) * tables.activation_bytes
         allowed = tables.legal & (tables.transient_bytes <= memory.threshold[best])
         smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
-        chosen.extend(int(smallest[tables.layers[layer]]) for layer in range(start, end))
+        chosen.extend(int(smallest[kind]) for kind in tables.run_kinds(start, end))
     return tuple(chosen)

@@ -195,7 +195,7 @@ def first_plan(
             prices=bounds.good_prices(start, end),
             width=width,
         )
-        chain = chain_frontier(bounds.costs, setting.tables.layers[start:end], entries=entries, pruning=pruning)
+        chain = chain_frontier(bounds.costs, setting.tables.run_kinds(start, end), entries=entries, pruning=pruning)
         if len(chain.last) == 0:
             return None
         best = int(np.argmin(chain.last.seconds))

@@ -227,7 +227,7 @@ def solve_further(
     """Learn more of one run: its times up to the next step above its level, but not beyond the limit."""
     span = (int(runs.starts[place[0]]), int(runs.ends[place[1]]))
     level = float(runs.level_s[place])
-    kinds = np.array(setting.tables.layers[slice(*span)], dtype=np.int32).tobytes()
+    kinds = np.array(setting.tables.run_kinds(*span), dtype=np.int32).tobytes()
     signature = (
         setting.tables.pipeline.in_flight(stage),
         stage == 0,
@@ -262,8 +262,8 @@ def best_runs(
         deadline=deadline,
     )
     entries = np.arange(groups) if stage else None
-    layers = tables.layers[slice(*span)]
-    chain = chain_frontier(bounds.costs, layers, entries=entries, pruning=pruning, is_last=is_last)
+    kinds = tables.run_kinds(*span)
+    chain = chain_frontier(bounds.costs, kinds, entries=entries, pruning=pruning, is_last=is_last)
     last = chain.last
     ends = last.entry * (groups + 1) + last.group
     order = np.lexsort((last.seconds, ends))

@@ -11,6 +11,7 @@ import datetime
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -92,10 +93,22 @@ def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, degrees
                         model=model,
                         seen=seen,
                     )
-                    seen_at = observe(setting, SIZES)
-                    served = _queries_of_a_key(kind)
-                    layers.append(layer_profile(kind.name, strategy.shape, seen_at, queries_of_a_key=served))
+                    layers.append(_profile(setting, kind))
     return layers
+
+
+def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
+    """What is seen of a layer; of one with experts also where ranks divide them."""
+    shape, served = setting.strategy.shape, _queries_of_a_key(kind)
+
+    def seen(of: LayerSetting) -> LayerProfile:
+        return layer_profile(kind.name, shape, observe(of, SIZES), queries_of_a_key=served)
+
+    layer = seen(setting)
+    if not kind.num_experts:
+        return layer
+    even, twice = (seen(replace(setting, exchanged=share)) for share in (1.0, 2.0))
+    return layer.model_copy(update={"divided_experts": (even, twice)})
 
 
 def _representative(chain: ModelChain, kind: int) -> int:
@@ -154,8 +167,6 @@ def layer_profile(
         input_bytes=line(lambda o: o.input_bytes),
         key_value_bytes=line(lambda o: o.forward.key_value_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
         attention_bytes=line(lambda o: o.forward.attention_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
-        routed_bytes=line(lambda o: o.routed_bytes),
-        expert_flop=line(lambda o: o.forward.expert_flop),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),

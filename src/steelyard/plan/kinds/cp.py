@@ -94,8 +94,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
     if replica_levels(load.strategy.levels)[:1] == (load.strategy.level(CP),):
         yield from summed_once(load)
     if load.strategy.variant("cp_method") == "ulysses":
-        again = load.strategy.remat != "selective"  # which keeps the results of all-to-alls
-        for phase in ("forward", "backward", *(("recomputation",) if again else ())):
+        for phase in load.exchanging:
             yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=2)
         return
     num_bytes = load.key_value_bytes

@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerKind
-from steelyard.plan.kinds.kind import Batch, Divides, Levels, Load, States, Traffic
+from steelyard.plan.kinds.kind import Batch, Divides, Levels, Load, Over, States, Traffic
 
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
@@ -24,14 +24,14 @@ def indivisible_samples(_kind: LayerKind, strategy: "Strategy", batch: Batch) ->
 
 def summed_once(load: Load) -> Iterator[Traffic]:
     """The sum of the gradients over all ranks that hold the same states, once a step, of each rank's shard."""
-    shards = load.strategy.state_shards
-    yield Traffic(
-        phase="step",
-        collective="all_reduce",
-        tensor_bytes=load.gradient_bytes / shards,
-        over="replicas",
-        beside_compute=True,
+    shards, expert_shards = load.strategy.state_shards, load.strategy.expert_state_shards
+    ranks: tuple[tuple[Over, float], ...] = (
+        ("replicas", load.gradient_bytes / shards),
+        ("expert replicas", load.expert_gradient_bytes / expert_shards),
     )
+    for over, num_bytes in ranks:
+        if num_bytes:
+            yield Traffic(phase="step", collective="all_reduce", tensor_bytes=num_bytes, over=over, beside_compute=True)
 
 
 @lru_cache(maxsize=4096)

@@ -31,10 +31,16 @@ def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradict
 
 
 def _not_worth(levels: Levels, devices_per_node: int | None, _seq_len: int) -> str:
-    """Of all ways to shard in groups, those are searched whose groups take a node, or 4, 16, … of them."""
+    """Of all ways to shard in groups, those are searched whose groups take a node, or 4, 16, … of them.
+
+    Twice the nodes hold half the states in each and send hardly more over their links, so a group between two of these
+    gains little over the next larger one. What divides the layer stands innermost, as near as it can.
+    """
     inside = levels[[level.kind for level in levels].index(DP) + 1 :]
     if not shard_levels(inside) or devices_per_node is None:
         return ""
+    if any(level.kind.divides is Divides.TENSORS for level in inside[:-1]):
+        return "hybrid sharding is searched with neighbouring ranks for tensor parallelism"
     nodes, rest = divmod(degree_of(inside), devices_per_node)
     if rest or nodes & (nodes - 1) or nodes.bit_length() % 2 == 0:
         return "hybrid sharding is searched with groups of one node, or of 4, 16, 64 … of them"

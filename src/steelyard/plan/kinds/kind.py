@@ -12,7 +12,7 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 | how is it written, what else may be chosen with it?      | `Kind.name`, `Kind.variants`                  |
 | beside or inside which other kinds may it stand?         | `Kind.contradiction`                          |
 | which layers, batches and sequences can it divide?       | `Kind.illegal`                                |
-| which of its degrees are worth a search, and which not?  | `Kind.not_worth`                              |
+| which of its degrees are worth a search, and which not?  | `Kind.not_worth`, `Kind.not_worth_for`        |
 | what is sent, in which phase of a step?                  | `Kind.traffic`                                |
 | which memory does it need beside the traced layer?       | `Kind.working`                                |
 | where does the hidden state between two layers lie?      | `Kind.placement`                              |
@@ -22,7 +22,7 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Literal
 
@@ -71,6 +71,9 @@ class Placed(StrEnum):
 
 Phase = Literal["forward", "backward", "recomputation", "step"]
 """Of a microbatch: forward, backward, and what remat repeats. ``step``: once, when all microbatches are done."""
+Over = Literal["level", "shards", "replicas", "experts", "expert shards", "expert replicas"]
+"""The ranks of the kind's level, those that share or repeat the layer's states, those that divide its routed experts,
+and those that share or repeat the states of a rank's experts."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
@@ -86,7 +89,7 @@ class Traffic:
     collective: Collective
     tensor_bytes: float
     count: int = 1
-    over: Literal["level", "shards", "replicas", "experts"] = "level"
+    over: Over = "level"
     beside_compute: bool = False
     """Whether it can run while the layer computes."""
 
@@ -102,12 +105,17 @@ class Load:
     """Of their gradients, as they are reduced."""
     traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
     """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
+    exchanging: tuple[Phase, ...]
+    """The phases in which all-to-alls are made: full remat repeats those of the forward pass, selective none."""
     key_value_bytes: float = 0.0
     """Keys and values of the whole sequences of the rank's samples."""
     attention_bytes: float = 0.0
     """Queries, keys, values and results of the rank's part of the sequences."""
-    routed_bytes: float = 0.0
-    """Inputs of all experts that the rank's tokens take."""
+    expert_parameter_bytes: float = 0.0
+    """Of the routed experts that a rank holds where ranks divide them; they are no part of ``parameter_bytes`` then."""
+    expert_gradient_bytes: float = 0.0
+    exchanged: Mapping[Phase, tuple[tuple[Collective, int, float], ...]] = field(default_factory=dict)
+    """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +174,8 @@ class Variant:
     pin: Mapping[str, Value]
     offered: Callable[[Levels], tuple[Value, ...]] | None = None
     """The values that levels leave to choose from, where these are not all."""
+    of_papers: tuple[Value, ...] | None = None
+    """The values that the decision tree of Galvatron has, where these are not all."""
 
     def written(self, kind: "Kind", value: Value) -> str:
         """A value in words, ``zero 2`` or ``tp without sp``."""
@@ -198,6 +208,11 @@ def always_worth(_levels: Levels, _devices_per_node: int | None, _seq_len: int) 
     return ""
 
 
+def always_worth_for(_strategy: "Strategy", _devices_per_node: int | None, _layers: tuple[LayerKind, ...]) -> str:
+    """For kinds whose degrees are worth a search whatever the layers."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kind:
     """A kind of parallelism; see the module for the questions that it answers."""
@@ -222,6 +237,8 @@ class Kind:
     not_worth: Callable[[Levels, int | None, int], str] = always_worth
     """Given levels, devices of a node and tokens of a sequence: why such levels are not searched unless a pin asks for
     them; empty where they are."""
+    not_worth_for: Callable[["Strategy", int | None, tuple[LayerKind, ...]], str] = always_worth_for
+    """The same of a strategy, given the kinds of layers that the model has."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
     """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
     shape: Callable[["Strategy"], Mapping[str, int]] = lambda _strategy: {}

@@ -1,0 +1,408 @@
+"""The fastest plan that the walk through its passes accepts, and what no such plan is faster than.
+
+The walk (`steelyard.cost.stage_memory`) takes a whole plan; the search takes tables that add up. So a *floor* that no
+walk is below (`steelyard.cost.memory_floor`) stands for each pipeline setting beside its own tables, which are about as
+much above the walk. The fastest plan within a floor is a bound of all plans that the walk accepts, and where the walk
+accepts that very plan it is the answer: so it is wherever memory does not bind. Else the floor is searched within less
+and less, by as much as the walk of the plan found last exceeds its floor, until a plan is accepted, and the room
+between the last two is halved; what the setting's own tables allow competes with it, as far as the walk accepts it.
+Only settings whose bound is below the best accepted plan take part.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from steelyard.cost.build import usable_bytes
+from steelyard.cost.memory_floor import KnownLayers, floor_tables
+from steelyard.cost.predict import predict_memory
+from steelyard.cost.setting import Job
+from steelyard.cost.tables import CostTables
+from steelyard.plan.plan import Plan
+from steelyard.planning.assemble import bare_plan
+from steelyard.search import (
+    NearestMiss,
+    Partition,
+    SearchResult,
+    SettingOutcome,
+    SettingResult,
+    partition_exact,
+    search,
+)
+from steelyard.search.evaluate import evaluate
+from steelyard.search.layers import NO_LIMIT_BYTES
+from steelyard.search.memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
+from steelyard.search.partition import quick_bound_s
+from steelyard.units import format_seconds
+
+SAME = 1e-9
+"""Times that differ by no more than this fraction are equal: sums in another order."""
+MAX_TRIES = 8
+"""Budgets within which a floor is searched until the walk accepts a plan; then that of its own tables is left."""
+HALVINGS = 4
+"""How often the room between the least budget that was too much and the largest accepted is halved."""
+NUM_SMALL = 8
+"""Strategies of least memory by a floor that are tried for the layers of the plan of least memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A plan that the walk accepts, and the outcome of the search that it comes from."""
+
+    outcome: SettingOutcome
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Acceptance:
+    """The accepted plans of the settings, fastest first, and what the search says of all settings.
+
+    ``search`` has the bound of all accepted plans and ranks those found. Where there is none its nearest miss is what
+    the walk of the plan of least memory found takes, and no plan takes less than ``floor_bytes``.
+    """
+
+    ranked: tuple[Accepted, ...]
+    search: SearchResult
+    floor_bytes: int = 0
+
+
+def accept(
+    job: Job,
+    tables: Sequence[CostTables],
+    *,
+    num_exact: int = 1,
+    num_alternatives: int = 4,
+    partition: Partition = "exact",
+    time_limit_s: float | None = None,
+) -> Acceptance:
+    """The fastest accepted plans of a job, of all settings whose cost tables are given.
+
+    ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
+    """
+    contest = _Contest(job=job, tables=tables, num_exact=num_exact)
+    if partition != "exact":
+        found = search(tables, usable_bytes(job), partition=partition)
+        contest.bounds_s = [quick_bound_s(each) for each in tables]
+        contest.admit(found.ranked)
+        return _summary(contest, found)
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    floors = [floor[0] for floor in contest.floors]
+    found = search(
+        floors, contest.room_bytes, num_exact=num_exact, num_alternatives=num_alternatives, time_limit_s=time_limit_s
+    )
+    contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
+    refused = contest.admit(found.ranked[: num_exact + num_alternatives])
+    contested = sorted({*contest.open(), *(each.index for each in refused)})
+    if contested:
+        _compete(contest, contested, found, num_alternatives, deadline)
+    return _summary(contest, found)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Contest:
+    """The settings of a job, what is known of each, and the best accepted plan of each."""
+
+    job: Job
+    tables: Sequence[CostTables]
+    num_exact: int
+    floors: list[tuple[CostTables, ...]] = field(init=False)
+    room_bytes: int = field(init=False)
+    """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
+    bounds_s: list[float] = field(init=False)
+    accepted: dict[int, Accepted] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known: KnownLayers = {}
+        self.floors = [floor_tables(tables, self.job, known) for tables in self.tables]
+        own_slack = self.job.execution.keeps_own_buffers
+        self.room_bytes = self.job.budget_bytes if own_slack else usable_bytes(self.job) + 1
+        self.bounds_s = [0.0] * len(self.tables)
+
+    @property
+    def cutoff_s(self) -> float:
+        """What an accepted plan has to be faster than to be of use."""
+        best = sorted(each.outcome.score_s for each in self.accepted.values())
+        return best[self.num_exact - 1] if len(best) >= self.num_exact else np.inf
+
+    def open(self) -> list[int]:
+        """The settings of which a faster plan may be accepted, most promising first."""
+        cutoff_s = self.cutoff_s * (1 - SAME)
+        found = [
+            index for index, bound_s in enumerate(self.bounds_s) if bound_s < cutoff_s and not self._is_settled(index)
+        ]
+        return sorted(found, key=lambda index: self.bounds_s[index])
+
+    def _is_settled(self, index: int) -> bool:
+        mine = self.accepted.get(index)
+        return mine is not None and mine.outcome.score_s <= self.bounds_s[index] * (1 + SAME)
+
+    def admit(self, outcomes: Sequence[SettingOutcome]) -> list[SettingOutcome]:
+        """Lets the walk judge the plans of these outcomes; returns those that it refuses."""
+        return [outcome for outcome in outcomes if self.excess_bytes(outcome) > 0]
+
+    def excess_bytes(self, outcome: SettingOutcome) -> int:
+        """By how much the walk of an outcome's plan exceeds the room, 0 where it fits: then the plan competes.
+
+        Equal layers in the order that reads best, or where that does not fit as they were found.
+        """
+        excess = 0
+        for plan in (bare_plan(self.job, outcome), bare_plan(self.job, outcome, is_grouped=False)):
+            excess = self._excess_bytes(plan)
+            if excess == 0:
+                known = self.accepted.get(outcome.index)
+                if known is None or outcome.score_s < known.outcome.score_s:
+                    self.accepted[outcome.index] = Accepted(outcome=outcome, plan=plan)
+                break
+        return excess
+
+    def _excess_bytes(self, plan: Plan) -> int:
+        stages = predict_memory(plan, self.job)
+        if all(sum(terms.values()) <= self.job.budget_bytes for terms in stages):
+            return 0
+        return max(1, _fullest_bytes(stages) - self.room_bytes)
+
+
+def walked_bytes(plan: Plan, job: Job) -> int:
+    """Bytes of the fullest device of a plan, the allocator's slack left out."""
+    return _fullest_bytes(predict_memory(plan, job))
+
+
+def _fullest_bytes(stages: Sequence[Mapping[str, int]]) -> int:
+    return max(sum(num_bytes for name, num_bytes in terms.items() if name != "allocator slack") for terms in stages)
+
+
+def _compete(
+    contest: _Contest, contested: Sequence[int], found: SearchResult, num_alternatives: int, deadline: float | None
+) -> None:
+    """Finds accepted plans of these settings: what their own tables allow, then what lies between."""
+    above = search(
+        [contest.tables[index] for index in contested],
+        usable_bytes(contest.job),
+        num_exact=contest.num_exact,
+        num_alternatives=num_alternatives,
+        time_limit_s=_left_s(deadline),
+    )
+    best = above.ranked[: contest.num_exact + num_alternatives]
+    contest.admit([replace(each, index=contested[each.index]) for each in best])
+    for index in contest.open():
+        if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
+            _between(contest, index, found.settings[index], deadline)
+        if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
+            _beyond(contest, index, deadline)
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: float | None) -> None:
+    """Searches the floors of a setting within less and less until the walk accepts a plan, then within a little more.
+
+    Begins with the floor that bounds the setting best.
+    """
+    outcome = known if known.result.status == "optimal" else None
+    for floor in contest.floors[index][outcome is not None :]:
+        outcome = _within(contest, index, floor, 0, deadline) or outcome
+        if contest.bounds_s[index] >= contest.cutoff_s * (1 - SAME):
+            return
+    refused, spared = 0, 0
+    for _ in range(MAX_TRIES):
+        excess = 0 if outcome is None else contest.excess_bytes(outcome)
+        if outcome is None or excess == 0:
+            break
+        walked = contest.room_bytes + excess
+        least = {walked - _peak_bytes(each, outcome): each for each in contest.floors[index]}
+        floor = least[min(least)]
+        refused, spared = spared, max(spared + 1, min(least))
+        outcome = _within(contest, index, floor, spared, deadline)
+    for _ in range(HALVINGS):
+        middle = (refused + spared) // 2
+        if not refused < middle < spared or _left_s(deadline) == 0:
+            return
+        outcome = _within(contest, index, floor, middle, deadline)
+        if outcome is None or contest.excess_bytes(outcome) == 0:
+            spared = middle
+        else:
+            refused = middle
+
+
+def _beyond(contest: _Contest, index: int, deadline: float | None) -> None:
+    """Searches the tables of a setting within more than there is, by as much as they are above the walk of its plan."""
+    known, tables = contest.accepted.get(index), contest.tables[index]
+    if known is None:
+        return
+    accepted, refused = 0, NO_LIMIT_BYTES
+    granted = _peak_bytes(tables, known.outcome) - walked_bytes(known.plan, contest.job)
+    for _ in range(HALVINGS):
+        if not accepted < granted < refused or _left_s(deadline) == 0:
+            return
+        outcome = _within(contest, index, tables, -granted, deadline)
+        if outcome is None or contest.excess_bytes(outcome) == 0:
+            accepted = granted
+        else:
+            refused = granted
+        granted = (accepted + refused) // 2 if refused < NO_LIMIT_BYTES else 2 * accepted
+
+
+def _peak_bytes(tables: CostTables, outcome: SettingOutcome) -> int:
+    solution = outcome.solution
+    return evaluate(tables, solution.boundaries, solution.strategies).peak_bytes
+
+
+def _within(
+    contest: _Contest, index: int, floor: CostTables, spared_bytes: int, deadline: float | None
+) -> SettingOutcome | None:
+    """The fastest plan of a floor within so much less than there is; None where it is of no use."""
+    cutoff_s = contest.cutoff_s * (1 - SAME)
+    result = partition_exact(floor, contest.room_bytes - spared_bytes, cutoff_s=cutoff_s, deadline=deadline)
+    if spared_bytes == 0:
+        contest.bounds_s[index] = max(contest.bounds_s[index], result.lower_bound_s)
+    if result.solution is None or result.solution.step_s >= cutoff_s:
+        return None
+    return _outcome(index, floor, result)
+
+
+def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOutcome:
+    return SettingOutcome(index=index, tables=tables, result=result, reason="the fastest that the walk accepts")
+
+
+def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
+    """What was accepted, best first, with the bound that holds for all accepted plans."""
+    least = None if contest.accepted else _least(contest)
+    if least is not None:
+        contest.admit([least.outcome])
+    ranked = tuple(sorted(contest.accepted.values(), key=lambda each: (each.outcome.score_s, each.outcome.index)))
+    if not ranked:
+        return _nothing_accepted(contest, found, least)
+    fastest_s = ranked[0].outcome.score_s
+    bound_s = min(*contest.bounds_s, fastest_s)
+    proven = bound_s >= fastest_s * (1 - SAME)
+    return Acceptance(
+        ranked=ranked,
+        search=replace(
+            found,
+            status="optimal" if proven else "feasible",
+            ranked=tuple(each.outcome for each in ranked),
+            settings=tuple(_reported(contest, each) for each in found.settings),
+            lower_bound_s=fastest_s if proven else bound_s,
+        ),
+    )
+
+
+def _reported(contest: _Contest, outcome: SettingOutcome) -> SettingOutcome:
+    """The outcome of a setting with the plan that was accepted, or with none."""
+    accepted = contest.accepted.get(outcome.index)
+    if accepted is not None:
+        return replace(outcome, tables=accepted.outcome.tables, result=accepted.outcome.result)
+    if outcome.result.solution is None:
+        return outcome
+    bound_s = contest.bounds_s[outcome.index]
+    reason = f"no plan of it that fits was found; none takes less than {format_seconds(bound_s)} a step"
+    return replace(outcome, result=replace(outcome.result, solution=None), reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Least:
+    """The plan of least memory of a setting, by the walk."""
+
+    outcome: SettingOutcome
+    walked_bytes: int
+    miss: NearestMiss
+
+
+def _least(contest: _Contest) -> _Least | None:
+    """The plan that takes least of all settings; None where some layer has no legal strategy in any.
+
+    Of each setting the plans of least memory by its tables are walked; those whose floor is above the best are left.
+    Then the layers of the best one are changed, those of a kind on a stage together, as long as the walk takes less.
+    """
+    best: _Least | None = None
+    needed = {index: miss.needed_bytes for index, miss in _misses(contest)}
+    for index in sorted(needed, key=lambda index: needed[index]):
+        if best is not None and needed[index] >= best.walked_bytes:
+            break
+        for tables in (contest.tables[index], *contest.floors[index]):
+            least = _least_of(contest, index, tables)
+            if least is not None and (best is None or least.walked_bytes < best.walked_bytes):
+                best = least
+    return None if best is None else _lessened(contest, best)
+
+
+def _lessened(contest: _Contest, least: _Least) -> _Least:
+    """A plan of the same cuts that takes less by the walk, where one is found by changing some layers at a time."""
+    tables = contest.floors[least.outcome.index][0]
+    cuts = least.outcome.solution.boundaries
+    best, is_better = least, True
+    while is_better:
+        is_better = False
+        for stage, span in enumerate(pairwise(cuts)):
+            for kind in dict.fromkeys(tables.layers[slice(*span)]):
+                own = [layer for layer in range(*span) if tables.layers[layer] == kind]
+                for strategy in _small_strategies(contest, least.outcome.index, kind, stage):
+                    chosen = list(best.outcome.solution.strategies)
+                    for layer in own:
+                        chosen[layer] = strategy
+                    tried = _walked(contest, least, tables, cuts, chosen)
+                    if tried.walked_bytes < best.walked_bytes:
+                        best, is_better = tried, True
+    return best
+
+
+def _small_strategies(contest: _Contest, index: int, kind: int, stage: int) -> list[int]:
+    """The strategies of a kind that take least by some floor of a setting."""
+    found: dict[int, None] = {}
+    for tables in contest.floors[index]:
+        num_bytes = tables.static_bytes[kind] + tables.pipeline.in_flight(stage) * tables.activation_bytes[kind]
+        order = np.argsort(np.where(tables.legal[kind], num_bytes, IMPOSSIBLE), kind="stable")
+        found.update(dict.fromkeys(each for each in order[:NUM_SMALL].tolist() if tables.legal[kind, each]))
+    return list(found)
+
+
+def _misses(contest: _Contest) -> Iterator[tuple[int, NearestMiss]]:
+    for index, floors in enumerate(contest.floors):
+        miss = nearest_miss(floors[0], 0)
+        if miss is not None:
+            yield index, miss
+
+
+def _least_of(contest: _Contest, index: int, tables: CostTables) -> _Least | None:
+    memories = stage_memories(tables)
+    miss = nearest_miss(tables, 0, memories)
+    if miss is None:
+        return None
+    chosen = least_memory_strategies(tables, memories, miss.boundaries)
+    solution = evaluate(tables, miss.boundaries, chosen)
+    outcome = _outcome(index, tables, SettingResult(status="feasible", solution=solution, lower_bound_s=0.0))
+    return _weighed(contest, outcome, miss)
+
+
+def _walked(contest: _Contest, least: _Least, tables: CostTables, cuts: Sequence[int], chosen: Sequence[int]) -> _Least:
+    result = SettingResult(status="feasible", solution=evaluate(tables, cuts, chosen), lower_bound_s=0.0)
+    return _weighed(contest, _outcome(least.outcome.index, tables, result), least.miss)
+
+
+def _weighed(contest: _Contest, outcome: SettingOutcome, miss: NearestMiss) -> _Least:
+    """An outcome with the bytes that the walk of its plan finds, and what they miss."""
+    walked = walked_bytes(bare_plan(contest.job, outcome), contest.job)
+    missing = walked - usable_bytes(contest.job)
+    return _Least(outcome=outcome, walked_bytes=walked, miss=replace(miss, needed_bytes=walked, miss_bytes=missing))
+
+
+def _nothing_accepted(contest: _Contest, found: SearchResult, least: _Least | None) -> Acceptance:
+    nothing = tuple(_reported(contest, each) for each in found.settings)
+    return Acceptance(
+        ranked=(),
+        floor_bytes=min((miss.needed_bytes for _, miss in _misses(contest)), default=0),
+        search=replace(
+            found,
+            status="infeasible",
+            ranked=(),
+            settings=nothing,
+            lower_bound_s=min(contest.bounds_s),
+            nearest_miss=least.miss if least else None,
+            nearest_index=least.outcome.index if least else None,
+        ),
+    )

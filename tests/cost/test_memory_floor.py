@@ -1,0 +1,143 @@
+"""What the search adds up against the walk through a plan's passes: floors are never above it."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from steelyard.cost.build import build_tables
+from steelyard.cost.fold import unfold_layers, unfold_parts
+from steelyard.cost.memory_floor import floor_tables
+from steelyard.cost.predict import predict_memory
+from steelyard.cost.setting import Job, Setting
+from steelyard.cost.tables import CostTables
+from steelyard.plan.plan import Plan, Precision, StagePlan, fold_runs
+from steelyard.planning.assemble import assemble_plan
+from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.schedules import PipelineConfig
+from steelyard.search.evaluate import evaluate
+from tests.cost.examples import cluster, job
+from tests.schedules.examples import pipeline
+
+SETTINGS: list[tuple[int, int, str, int]] = [
+    (1, 1, "1f1b", 1),
+    (1, 4, "1f1b", 1),
+    (2, 2, "1f1b", 1),
+    (2, 8, "1f1b", 1),
+    (4, 4, "1f1b", 1),
+    (4, 16, "1f1b", 1),
+    (4, 2, "gpipe", 1),
+    (8, 1, "gpipe", 1),
+    (2, 2, "interleaved-1f1b", 2),
+    (2, 8, "interleaved-1f1b", 2),
+    (2, 8, "interleaved-1f1b", 4),
+    (4, 8, "interleaved-1f1b", 2),
+]
+
+
+def seed(pipeline: PipelineConfig) -> str:
+    """The same for the same setting in every process."""
+    return f"{pipeline.num_stages} {pipeline.num_microbatches} {pipeline.schedule} {pipeline.num_chunks}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A plan drawn at random, as the search sees it and as a plan."""
+
+    tables: CostTables
+    boundaries: tuple[int, ...]
+    strategies: tuple[int, ...]
+    plan: Plan
+
+
+def drawn_plans(of: Job, where: Setting, count: int) -> Iterator[Drawn]:
+    """Plans of a setting: runs of equal layers of random length, or every layer for itself."""
+    rng = random.Random(seed(where.pipeline))
+    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, PlanOptions()))
+    for number in range(count):
+        boundaries = _cuts(tables, rng)
+        strategies: list[int] = []
+        for kind in tables.layers:
+            legal = [index for index, allowed in enumerate(tables.legal[kind]) if allowed]
+            if not strategies or strategies[-1] not in legal or rng.random() < (0.1, 0.5, 1.0)[number % 3]:
+                strategies.append(rng.choice(legal))
+            else:
+                strategies.append(strategies[-1])
+        yield Drawn(
+            tables=tables,
+            boundaries=boundaries,
+            strategies=tuple(strategies),
+            plan=plan_of(of, tables, boundaries, strategies),
+        )
+
+
+def _cuts(tables: CostTables, rng: random.Random) -> tuple[int, ...]:
+    while True:
+        inner = sorted(rng.sample(range(1, len(tables.layers)), tables.pipeline.num_stages - 1))
+        cuts = (0, *inner, len(tables.layers))
+        sizes = [end - start for start, end in pairwise(cuts)]
+        if all(size >= tables.least_layers(stage) for stage, size in enumerate(sizes)):
+            return cuts
+
+
+def plan_of(of: Job, tables: CostTables, boundaries: tuple[int, ...], chosen: Sequence[int]) -> Plan:
+    """The plan of a choice, layer for layer."""
+    strategies = unfold_layers([tables.strategies[index] for index in chosen], tables.pipeline.num_chunks)
+    size = of.cluster.num_devices // tables.pipeline.num_stages
+    stages = tuple(
+        StagePlan(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
+        for stage, first, end in unfold_parts(boundaries, tables.pipeline.num_chunks)
+    )
+    return assemble_plan(of, tables.pipeline, stages)
+
+
+def walked_bytes(drawn: Drawn, of: Job) -> list[int]:
+    """Bytes of each stage by the walk, without the allocator's slack."""
+    return [
+        sum(bytes_ for name, bytes_ in terms.items() if name != "allocator slack")
+        for terms in predict_memory(drawn.plan, of)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_no_walk_is_below_a_floor(setting: tuple[int, int, str, int], precision: Precision) -> None:
+    num_stages, count, schedule, chunks = setting
+    of = job(cluster(1, 8), global_batch=16 * count, precision=precision, num_hidden_layers=16)
+    where = Setting(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
+    floors: tuple[CostTables, ...] = ()
+    for drawn in drawn_plans(of, where, 40):
+        floors = floors or floor_tables(drawn.tables, of)
+        walked = walked_bytes(drawn, of)
+        for floor in floors:
+            for stage, cost in enumerate(evaluate(floor, drawn.boundaries, drawn.strategies).stages):
+                assert cost.total_bytes <= walked[stage], f"stage {stage} of {drawn.plan.stages}"
+
+
+def alike_plans(of: Job, where: Setting) -> Iterator[Drawn]:
+    """Plans of a setting with one parallelism in all layers, the rest of each layer's strategy drawn at random."""
+    rng = random.Random(seed(where.pipeline))
+    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, PlanOptions()))
+    for parallel in sorted({str(strategy.without_remat()) for strategy in tables.strategies}):
+        own = [index for index, each in enumerate(tables.strategies) if str(each.without_remat()) == parallel]
+        legal = [[index for index in own if tables.legal[kind, index]] for kind in tables.layers]
+        for _ in range(3 if all(legal) else 0):
+            cuts, chosen = _cuts(tables, rng), tuple(rng.choice(each) for each in legal)
+            plan = plan_of(of, tables, cuts, chosen)
+            yield Drawn(tables=tables, boundaries=cuts, strategies=chosen, plan=plan)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_where_all_layers_are_divided_alike_no_walk_is_above_the_tables(
+    setting: tuple[int, int, str, int], precision: Precision
+) -> None:
+    num_stages, count, schedule, chunks = setting
+    of = job(cluster(1, 8), global_batch=16 * count, precision=precision, num_hidden_layers=16)
+    where = Setting(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
+    for drawn in alike_plans(of, where):
+        walked = walked_bytes(drawn, of)
+        for stage, cost in enumerate(evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages):
+            assert walked[stage] <= cost.total_bytes, f"stage {stage} of {drawn.plan.stages}"

@@ -1,0 +1,97 @@
+"""What the runtime sends for the states of a layer, against what its kinds of parallelism say: calls, bytes, ranks."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from steelyard.cost.layer import layer_load, layer_profile, traffic_group
+from steelyard.cost.setting import Setting
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import parse_strategy
+from steelyard.runtime.parallel_model import parallelize_plan
+from steelyard.tracer.trace import trace
+from tests.cost.examples import SEQ_LEN, cluster, job, plan
+from tests.schedules.examples import pipeline
+
+NUM_DEVICES, MICROBATCHES = 8, 3
+
+Sent = Counter[tuple[str, int, int]]
+"""Calls by collective, bytes of the whole tensor, and ranks that take part."""
+
+
+@contextmanager
+def _recorded(found: Sent) -> Iterator[None]:
+    """Notes the collectives of the context, but for that of the loss, over the world."""
+
+    def noting(name: str, whole: str) -> Any:
+        call = getattr(dist, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensor, group = kwargs.get(whole, args[0] if args else None), kwargs.get("group")
+            if group is not None:
+                kind = name.removesuffix("_single")
+                found[kind, tensor.numel() * tensor.element_size(), dist.get_world_size(group)] += 1
+            return call(*args, **kwargs)
+
+        return run
+
+    wholes = {"all_gather_single": "output", "reduce_scatter_single": "input", "all_reduce": "tensor"}
+    with ExitStack() as stack:
+        for name, whole in wholes.items():
+            stack.enter_context(mock.patch.object(dist, name, noting(name, whole)))
+        yield
+
+
+def issued(candidate: Plan) -> Sent:
+    """Of the second step, which is like every later one."""
+    dist.init_process_group("fake", rank=0, world_size=candidate.num_devices, store=FakeStore())
+    found: Sent = Counter()
+    try:
+        model = parallelize_plan(candidate)
+        for _ in range(2):
+            found.clear()
+            with _recorded(found):
+                model.train_step(lambda samples: torch.zeros((len(samples), SEQ_LEN + 1), dtype=torch.long))
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def predicted(text: str, setting: Setting) -> Sent:
+    found: Sent = Counter()
+    strategy, chain = parse_strategy(text), setting.job.chain
+    for kind_index in chain.layers:
+        load = layer_load(layer_profile(chain.kinds[kind_index], strategy, setting), strategy, setting)
+        for kind in strategy.kinds:
+            for each in kind.traffic(load):
+                ranks = traffic_group(each, kind, strategy, setting).size
+                times = 1 if each.phase == "step" else setting.pipeline.num_microbatches
+                found[each.collective, int(each.tensor_bytes / each.count), ranks] += each.count * times
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["fsdp8", "dp2-fsdp4", "dp4-fsdp2", "dp2-fsdp4 zero2"])
+def test_states_are_sent_as_often_as_priced_in_bytes_and_over_ranks_that_are_priced(text: str) -> None:
+    """But for the head, which FSDP gathers ahead once more as the step ends (`steelyard.cost.stage_memory`)."""
+    of = job(cluster(), global_batch=NUM_DEVICES * MICROBATCHES)
+    traced = replace(of, profile=trace(of.chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)))
+    setting = Setting(job=traced, pipeline=pipeline(1, MICROBATCHES, "1f1b", 1))
+    candidate = plan(traced, ", ".join([text] * of.chain.num_layers), num_microbatches=MICROBATCHES)
+    wanted = predicted(text, setting)
+    wanted[_gathered_head(text, setting)] += 1
+    assert issued(candidate) == wanted
+
+
+def _gathered_head(text: str, setting: Setting) -> tuple[str, int, int]:
+    strategy = parse_strategy(text)
+    layer = layer_profile(setting.job.chain.kinds[setting.job.chain.layers[-1]], strategy, setting)
+    return "all_gather", int(layer_load(layer, strategy, setting).parameter_bytes), strategy.state_shards
