@@ -24,7 +24,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from steelyard.errors import InvalidPlanError, nearest
-from steelyard.plan.kinds import Kind, Value, level_kinds, variants
+from steelyard.plan.kinds import KINDS, Kind, Value, level_kinds, variants
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
 from steelyard.plan.kinds.kind import Contradiction, Divides, Level, Levels, Placed
 
