@@ -218,3 +218,10 @@ def test_pins_that_nothing_meets_are_an_error_that_names_them(
     assert error.field == "--pin"
     assert error.found == named
     assert reason in error.hint
+
+
+@pytest.mark.parametrize("beside", [("--global-batch", "max"), ("--objective", "devices"), ("--profile", "p.json")])
+def test_the_longest_sequences_are_found_with_nothing_else_free(run: Run, beside: tuple[str, str]) -> None:
+    error = user_error(run("plan", *SMALL, "--seq-len", "max", *beside))
+    assert error.exit_code == 2
+    assert f"max with {beside[0]}" in str(error)

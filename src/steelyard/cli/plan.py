@@ -22,6 +22,7 @@ from steelyard.cli.options import (
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
@@ -141,8 +142,7 @@ def plan(
     """Find the fastest plan that fits. No GPU needed."""
     aim: Objective = check_choice("--objective", objective, Objective)
     batch, length = parse_size("--global-batch", global_batch), parse_size("--seq-len", seq_len)
-    if length is None:
-        _check_length_is_free(batch, aim, profile)
+    _check_one_is_free(length, batch, aim, profile)
     if batch is None and aim == "devices":
         raise UserError(
             field="--global-batch",
@@ -173,10 +173,8 @@ def plan(
         chain = load_model(model)
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
-        tables: Problem | None = None
         if length is None:
-            longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
-            result, notes = longest.result, length_lines(longest)
+            result, notes, tables = _search_lengths(job_of_length, chain, options, top=top, show=show)
         else:
             job = job_of_length(length)
             result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
@@ -266,6 +264,19 @@ def _search(
     return plan_job(job, options, top=top, problem=tables), [], tables
 
 
+def _search_lengths(
+    job_of_length: Callable[[int], Job],
+    chain: ModelChain,
+    options: PlanOptions,
+    *,
+    top: int,
+    show: Callable[[str], None],
+) -> tuple[PlanningResult, list[str], None]:
+    """The same of the longest sequences that fit."""
+    longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
+    return longest.result, length_lines(longest), None
+
+
 def batch_lines(trials: Sequence[BatchTrial], stopped: str, chosen: int) -> list[str]:
     """What each global batch that was tried gives, and why growth ended."""
     lines = []
@@ -322,8 +333,10 @@ def _job_maker(
     return make
 
 
-def _check_length_is_free(batch: int | None, aim: Objective, profile: str | None) -> None:
+def _check_one_is_free(length: int | None, batch: int | None, aim: Objective, profile: str | None) -> None:
     """Raises `UserError` where ``--seq-len max`` meets what needs a length beforehand, or another free quantity."""
+    if length is not None:
+        return
     beside = {
         "--global-batch max": batch is None,
         "--objective devices": aim == "devices",

@@ -1,0 +1,83 @@
+"""Context parallelism in the planner: taken for long sequences, pinned for any, refused with the reason."""
+
+from typing import Any
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.plan.kinds import CP
+from steelyard.planning import PlanOptions, find_plan, make_job, parse_pin, pin_error, plan_job, stage_strategies
+from tests.runtime.models import FAMILY_CONFIGS
+
+LLAMA: dict[str, Any] = FAMILY_CONFIGS["llama"] | {"num_key_value_heads": 2}
+
+
+def job(config: dict[str, Any] = LLAMA, *, seq_len: int = 64, global_batch: int = 8) -> Job:
+    return make_job(
+        config,
+        "1x4xa100-80gb",
+        global_batch=global_batch,
+        seq_len=seq_len,
+        precision="bf16",
+        memory=None,
+        profile=None,
+    )
+
+
+def asking(of: Job, *texts: str) -> PlanOptions:
+    pins = tuple(parse_pin(text, option="--pin", num_layers=of.chain.num_layers) for text in texts)
+    return PlanOptions(pins=pins)
+
+
+def why_not(of: Job, text: str) -> UserError:
+    options = asking(of, text)
+    assert plan_job(of, options).plan is None
+    return pin_error(of, options)
+
+
+@pytest.mark.parametrize(("seq_len", "offered"), [(8192, False), (16384, True)])
+def test_it_is_searched_from_a_length_on(seq_len: int, offered: bool) -> None:
+    strategies = stage_strategies(job(seq_len=seq_len), 4, PlanOptions())
+    assert any(CP in strategy.kinds for strategy in strategies) == offered
+
+
+@pytest.mark.parametrize("text", ["cp=2", "blocks: cp2-tp2+sp", "cp=2, cp_method=ulysses"])
+def test_a_pin_gets_it_for_short_sequences(text: str) -> None:
+    of = job()
+    found = plan_job(of, asking(of, text)).plan
+    assert found is not None
+    assert all(CP in strategy.kinds for strategy in found.strategies[1:-1])
+
+
+def test_one_long_sequence_is_divided_over_all_devices() -> None:
+    """Samples that are too few for the devices leave tokens and matrices; its heads are too few for four."""
+    plan = find_plan(
+        LLAMA | {"hidden_size": 512, "head_dim": 128, "intermediate_size": 2048},
+        "1x4xh100-80gb",
+        global_batch=1,
+        seq_len=131072,
+    )
+    assert {strategy.token_degree for strategy in plan.strategies[1:-1]} == {4}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "reason"),
+    [
+        (FAMILY_CONFIGS["bert"], "cp=2", "only causal attention"),
+        (FAMILY_CONFIGS["gpt2"] | {"attn_pdrop": 0.1}, "cp=2", "drops entries"),
+        (LLAMA, "cp=4, cp_method=ulysses", "ulysses over cp 4 does not divide the 2 key-value heads"),
+    ],
+)
+def test_what_it_cannot_divide_is_refused_with_the_reason(config: dict[str, Any], text: str, reason: str) -> None:
+    assert reason in why_not(job(config, seq_len=32), text).hint.split("; ")[0]
+
+
+def test_a_sequence_must_come_in_two_equal_pieces_for_each_rank() -> None:
+    assert "4 equal pieces, which 62 tokens do not give" in why_not(job(seq_len=62), "cp=2").hint.split("; ")[0]
+
+
+def test_tp_outside_it_is_refused_with_the_right_order() -> None:
+    with pytest.raises(UserError) as raised:
+        asking(job(), "tp2-cp2")
+    assert raised.value.hint == "write the tp level last, as in cp2-tp4"
