@@ -314,6 +314,7 @@ def _job_maker(
     precision: Precision,
     memory: str | None,
     profile: str | None,
+    imbalance: float,
     calibrate_by: Path | None,
 ) -> Callable[[int], Job]:
     """The job of a number of tokens."""
@@ -327,6 +328,7 @@ def _job_maker(
             precision=precision,
             memory=memory,
             profile=profile,
+            imbalance=imbalance,
         )
         return job if calibrate_by is None else calibrate(job, calibrate_by)
 
