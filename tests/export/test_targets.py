@@ -18,6 +18,7 @@ from steelyard.errors import UserError
 from steelyard.export import TARGETS
 from steelyard.export.uniform import UniformPlan
 from steelyard.plan.file import parse_value
+from steelyard.plan.means import beyond
 from steelyard.plan.plan import InvalidPlanError, Plan
 from tests.export.examples import exported, mixed, text_of, uneven_pipeline, uniform
 
@@ -432,3 +433,37 @@ def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
     plan = FSDP.model_copy(update={"cluster": "1x4xa100-80gb"})
     with pytest.raises(UserError, match="4 devices"):
         exported(plan, target)
+
+
+# hybrid sharding
+
+HYBRID = uniform("dp2-fsdp4", devices=8)
+
+
+def test_hybrid_sharding_is_two_degrees_in_torchtitan() -> None:
+    content = titan(HYBRID)["parallelism"]
+    assert content["data_parallel_replicate_degree"] == 2
+    assert content["data_parallel_shard_degree"] == 4
+
+
+def test_hybrid_sharding_is_two_instances_of_megatrons_optimizer_that_do_not_shard() -> None:
+    script = text_of(HYBRID, "megatron", ".sh")
+    assert "--num-distributed-optimizer-instances 2\n" in script
+    assert "--outer-dp-sharding-strategy no_shard\n" in script
+    assert "--outer-dp-sharding-strategy" not in text_of(FSDP, "megatron", ".sh")
+
+
+def test_hybrid_sharding_is_two_sizes_in_accelerate() -> None:
+    content = yaml.safe_load(text_of(HYBRID, "accelerate", ".yaml"))["parallelism_config"]
+    assert content["parallelism_config_dp_replicate_size"] == 2
+    assert content["parallelism_config_dp_shard_size"] == 4
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "transformers"])
+def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
+    assert "dp with fsdp in one layer" in beyond(HYBRID, TARGETS[name].means)
+
+
+def test_megatron_takes_no_zero_2_inside_replicas() -> None:
+    plan = uniform("dp2-fsdp4", devices=8, zero=2)
+    assert "zero 2 beside dp" in beyond(plan, TARGETS["megatron"].means)

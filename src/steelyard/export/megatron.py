@@ -2,6 +2,8 @@
 
 Names are those of megatron-core 0.19.2 (``megatron/training/arguments.py`` and the config classes it is made from, and
 ``core/transformer/pipeline_parallel_layer_layout.py`` for the layout: E the embedding, t a block, L the loss, | a cut).
+Hybrid sharding is Megatron-FSDP's with several instances of the distributed optimizer, whose outer ranks do not shard:
+it takes ZeRO-3 inside.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +19,9 @@ from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+    kinds=kinds_of("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
+    variants_beside={"dp": {"zero": frozenset({3})}},
     remats=frozenset({Remat.NONE, Remat.FULL}),
     remats_first_blocks=True,
     pipeline="any cuts",
@@ -90,6 +93,8 @@ def _parallel_flags(view: UniformPlan) -> Flags:
             "--no-gradient-accumulation-fusion",
             "--overlap-param-gather",
         ]
+    if view.fsdp > 1 and view.dp > 1:
+        flags += [f"--num-distributed-optimizer-instances {view.dp}", "--outer-dp-sharding-strategy no_shard"]
     if view.data_degree > 1:
         flags.append("--overlap-grad-reduce")
     return flags

@@ -15,7 +15,7 @@ from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+    kinds=kinds_of("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
     remats=frozenset(Remat),
     pipeline="any cuts",
