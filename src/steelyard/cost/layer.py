@@ -30,7 +30,7 @@ redistribution between two layouts; the two temporaries of an AdamW step, which 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -235,7 +235,7 @@ class _Sent:
         load = layer_load(layer, strategy, setting)
         self._once: dict[Kind, list[Traffic]] = {kind: [] for kind in strategy.kinds}
         self._waits = {kind for kind in strategy.kinds if kind.shape(strategy)}
-        self._seconds: Counter[tuple[Kind, Phase, bool]] = Counter()
+        self._seconds: defaultdict[tuple[Kind, Phase, bool], float] = defaultdict(float)
         """Of a kind in a phase, beside compute or in line."""
         self._calls: Counter[tuple[Kind, Phase]] = Counter()
         for kind in strategy.kinds:
