@@ -18,7 +18,7 @@ from steelyard.tracer.trace import trace
 from tests.cost.examples import CONFIG, plan
 from tests.runtime.models import FAMILY_CONFIGS
 
-Traces = dict[tuple[str, Precision, int, int], Profile]
+Traces = dict[tuple[str, Precision, int, int, int], Profile]
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256, "num_key_value_heads": 4}
 SEQ_LEN = 128
@@ -27,6 +27,12 @@ GIB = 2**30
 MODELS = {
     "llama": CONFIG | SIZES,
     "swin": FAMILY_CONFIGS["swin"] | {"embed_dim": 32, "image_size": 32},
+    "mixtral": FAMILY_CONFIGS["mixtral"]
+    | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192, "max_position_embeddings": 256, "vocab_size": 512}
+    | {"num_local_experts": 8, "num_hidden_layers": 4},
+    "deepseek": FAMILY_CONFIGS["deepseek_v3"]
+    | {"hidden_size": 128, "moe_intermediate_size": 96, "intermediate_size": 352, "vocab_size": 512, "n_group": 1}
+    | {"num_hidden_layers": 4, "max_position_embeddings": 256},
     "t5": FAMILY_CONFIGS["t5"] | {"d_model": 128, "d_kv": 32, "d_ff": 352, "vocab_size": 512},
 }
 
@@ -45,6 +51,9 @@ class Case:
     chunks: int = 1
     tied: bool = False
     vocab: int = 512
+    kv_heads: int = 4
+    most: float = 1.1
+    """The largest of predicted over found."""
 
     @property
     def num_stages(self) -> int:
@@ -144,6 +153,37 @@ CASES = {
         tied=True,
         vocab=4096,
     ),
+    "cp": Case(stages=_all("cp4"), devices=4),
+    "cp, one microbatch of long sequences": Case(stages=_all("cp4"), devices=4, seq_len=256, microbatches=1),
+    "cp, selective, grouped keys": Case(stages=_all("cp4 remat=selective", edges="cp4"), devices=4, kv_heads=2),
+    "cp, full remat, fp32": Case(stages=_all("cp2 remat=full"), devices=2, precision="fp32", most=1.15),
+    "cp inside fsdp": Case(stages=_all("fsdp2-cp2"), devices=4),
+    "ulysses": Case(stages=_all("cp4+ulysses", edges="cp4"), devices=4),
+    "ulysses, selective": Case(stages=_all("fsdp2-cp2+ulysses remat=selective", edges="fsdp4"), devices=4),
+    "ulysses, full remat": Case(stages=_all("cp2+ulysses remat=full", edges="cp2"), devices=2),
+    "cp next to other kinds": Case(stages=("fsdp4, fsdp2-cp2, cp2-tp2+sp, dp4, cp4 remat=full, fsdp2-cp2",), devices=4),
+    "cp, two stages": Case(stages=("cp2, cp2, fsdp2", "tp2+sp, cp2, cp2"), devices=4),
+    "experts of sharded layers": Case(model="mixtral", stages=_all("fsdp4 ep4", edges="fsdp4"), devices=4),
+    "experts of fewer ranks, fp32": Case(
+        model="mixtral", stages=_all("fsdp4 ep2", edges="fsdp4"), devices=4, precision="fp32"
+    ),
+    "experts, zero2": Case(model="mixtral", stages=_all("fsdp4 zero2 ep4", edges="fsdp4"), devices=4),
+    "experts of replicas": Case(model="mixtral", stages=_all("dp4 ep2", edges="dp4"), devices=4, precision="fp32"),
+    "experts of hybrid sharding": Case(
+        model="mixtral", stages=_all("dp2-fsdp2 ep4 remat=selective", edges="dp2-fsdp2"), devices=4
+    ),
+    "experts beside tp": Case(model="mixtral", stages=_all("fsdp2-tp2+sp ep2", edges="fsdp2-tp2"), devices=4),
+    "experts, full remat, two stages": Case(
+        model="mixtral",
+        stages=("fsdp2, fsdp2 ep2 remat=full, fsdp2 ep2 remat=full", "fsdp2 ep2, fsdp2 ep2 remat=full, fsdp2"),
+        devices=4,
+    ),
+    "whole experts, more shards than experts": Case(model="mixtral", stages=_all("fsdp16"), devices=16),
+    "experts beside a shared one": Case(
+        model="deepseek",
+        stages=("fsdp4, fsdp4, fsdp4 ep4, fsdp4 ep2 remat=full, fsdp4 ep4 remat=selective, fsdp4",),
+        devices=4,
+    ),
     "swin, two stages": Case(model="swin", stages=("single, single, single", ", ".join(["single"] * 4)), devices=2),
     "t5, two stages of full remat, fp32": Case(
         model="t5",
@@ -161,16 +201,16 @@ def traces() -> Traces:
 
 
 def _chain(case: Case, **changes: Any) -> ModelChain:
-    own = {"vocab_size": case.vocab} if case.model == "llama" else {}
+    own = {"vocab_size": case.vocab, "num_key_value_heads": case.kv_heads} if case.model == "llama" else {}
     return chain_from_config(MODELS[case.model] | own | changes, name=case.model)
 
 
 def _job(case: Case, traces: Traces) -> Job:
     plain = _chain(case)
     seq_len = case.seq_len if plain.family.task.reads_text else plain.max_seq_len
-    key = case.model, case.precision, case.vocab, case.seq_len
+    key = case.model, case.precision, case.vocab, case.seq_len, case.kv_heads
     if key not in traces:
-        degrees = (1, 2) if case.model == "llama" else (1,)
+        degrees = (1, 2) if case.model in ("llama", "mixtral") else (1,)
         traces[key] = trace(plain, seq_len=seq_len, precision=case.precision, degrees=degrees)
     return Job(
         chain=_chain(case, tie_word_embeddings=case.tied) if case.tied else plain,
@@ -189,11 +229,13 @@ def _plan(case: Case, of: Job) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_predicted_bytes_are_at_least_those_found_and_at_most_a_tenth_more(name: str, traces: Traces) -> None:
+def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, traces: Traces) -> None:
+    """A fifth where experts are divided: the check divides their tokens evenly, the prediction is for uneven ones."""
     of = _job(CASES[name], traces)
     candidate = _plan(CASES[name], of)
     for stage, terms in enumerate(predict_memory(candidate, of)):
         assert set(terms) <= set(TERMS)
         found = dry_run(candidate, candidate.stages[stage].ranks[0], backend="gloo")
         peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
-        assert 1.0 <= sum(terms.values()) / peak <= 1.1, f"stage {stage}: {terms}, found {found.later_steps}"
+        most = 1.2 if any(strategy.expert_degree > 1 for strategy in candidate.strategies) else CASES[name].most
+        assert 1.0 <= sum(terms.values()) / peak <= most, f"stage {stage}: {terms}, found {found.later_steps}"

@@ -58,7 +58,7 @@ def test_memory_alone_is_predicted_without_times() -> None:
     (terms,) = predict_memory(candidate, of)
     assert terms["parameters"] > 0
     assert "context" not in terms
-    with pytest.raises(UserError, match="--profile"):
+    with pytest.raises(UserError, match="steelyard profile"):
         predict(candidate, of)
 
 

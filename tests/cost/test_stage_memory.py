@@ -11,6 +11,7 @@ from steelyard.cost.stage_memory import LayerMemory, PartLayers, stage_terms
 from tests.cost.examples import job, setting
 
 sizes = st.integers(0, 1000)
+NO_WORK = dict.fromkeys(("saved", "input", "forward", "backward"), 0)
 
 
 def layer(**changes: int | bool) -> LayerMemory:
@@ -18,6 +19,7 @@ def layer(**changes: int | bool) -> LayerMemory:
     of: dict[str, int | bool] = {
         "params": 10,
         "shards": 1,
+        "shard": 40,
         "copy": 20,
         "keeps_copy": True,
         "kept_gradients": 40,
@@ -52,6 +54,7 @@ def layers(draw: st.DrawFn) -> LayerMemory:
     return layer(
         params=params,
         shards=shards,
+        shard=4 * -(-params // shards),
         copy=2 * params,
         keeps_copy=shards == 1 or draw(st.booleans()),
         kept_gradients=4 * -(-params // shards),
@@ -208,6 +211,6 @@ def test_what_an_interleaved_stage_sent_stays_until_the_step_ends() -> None:
 @given(st.lists(layers(), min_size=1, max_size=3), st.lists(layers(), min_size=1, max_size=3))
 def test_two_chunks_hold_at_least_what_each_holds_alone(first: list[LayerMemory], second: list[LayerMemory]) -> None:
     both = sum(chunks(stage(*first), stage(*second)).values())
-    empty = stage(layer(params=0, copy=0, kept_gradients=0, made_gradients=0, saved=0, input=0, forward=0, backward=0))
+    empty = stage(layer(**dict.fromkeys(("params", "shard", "copy", "kept_gradients", "made_gradients"), 0), **NO_WORK))
     assert both >= sum(chunks(stage(*first), empty).values())
     assert both >= sum(chunks(empty, stage(*second)).values())

@@ -36,7 +36,7 @@ def read(content: dict[str, Any]) -> Plan:
 def uniform(parallel: str, *, devices: int, remat: str = "none", model: str = "llama3-8b", **changes: Any) -> Plan:
     """One stage, one strategy; remat of every block."""
     last = load_model(model).num_layers - 1
-    same = {key: changes.pop(key) for key in ("sp", "zero") if key in changes}
+    same = {key: changes.pop(key) for key in ("sp", "zero", "cp_method") if key in changes}
     runs = [
         run(0, 0, parallel, **same),
         run(1, last - 1, parallel, remat=remat, **same),
@@ -113,3 +113,21 @@ def exported(plan: Plan, to: str, *, beyond: tuple[str, ...] = (), image: str | 
 def text_of(plan: Plan, to: str, suffix: str) -> str:
     """The content of the target's file that ends so."""
     return next(content for name, content in exported(plan, to).files if name.endswith(suffix))
+
+
+def divided_experts(model: str, *, ep: int, num_layers: int, dense: int = 0, parallel: str = "fsdp8") -> Plan:
+    """One stage of 8 devices whose blocks but the first ``dense`` ones divide their experts."""
+    last = num_layers + 1
+    runs = [run(0, dense, parallel), run(dense + 1, num_layers, parallel, ep=ep), run(last, last, parallel)]
+    return read(
+        {
+            "version": 1,
+            "model": {"name": model},
+            "cluster": "1x8xh100-80gb",
+            "seq_len": 4096,
+            "global_batch": 64,
+            "num_microbatches": 4,
+            "precision": "bf16",
+            "stages": [{"ranks": [0, 7], "runs": runs}],
+        }
+    )

@@ -20,7 +20,8 @@ from steelyard.export.uniform import UniformPlan
 from steelyard.plan.file import parse_value
 from steelyard.plan.means import beyond
 from steelyard.plan.plan import InvalidPlanError, Plan
-from tests.export.examples import exported, mixed, text_of, uneven_pipeline, uniform
+from steelyard.plan.strategy import parse_strategy
+from tests.export.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
 
 KNOWN = Path(__file__).parent / "known"
 FSDP = uniform("fsdp8", devices=8, remat="full")
@@ -136,6 +137,25 @@ def test_a_model_that_torchtitan_does_not_define_is_refused() -> None:
         exported(uniform("fsdp8", devices=8, model="mistral-7b"), "torchtitan")
 
 
+def test_torchtitan_gets_context_parallelism_inside_its_shards() -> None:
+    content = titan(uniform("fsdp2-cp2-tp2", devices=8, sp=True))["parallelism"]
+    assert content["context_parallel_degree"] == 2
+    assert content["data_parallel_shard_degree"] == 2
+    assert content["context_parallel_rotate_method"] == "allgather"
+    assert {f"parallelism.{key}" for key in content} <= known_names("torchtitan-0.2.2.txt")
+    assert "context_parallel_degree=2," in text_of(uniform("fsdp2-cp4", devices=8), "torchtitan", ".py")
+
+
+@pytest.mark.parametrize("parallel", ["cp8", "fsdp2-cp4+ulysses"])
+def test_torchtitan_refuses_states_that_cp_replicates_and_ulysses(parallel: str) -> None:
+    assert TARGETS["torchtitan"].means.refusal(parse_strategy(parallel)) is not None
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "accelerate", "transformers"])
+def test_what_no_file_makes_a_framework_do_is_refused(target: str) -> None:
+    assert TARGETS[target].means.refusal(parse_strategy("fsdp2-cp4")) == "cp with fsdp in one layer"
+
+
 # Megatron-LM
 
 
@@ -181,6 +201,13 @@ def test_megatron_gets_the_batch_and_the_model() -> None:
     assert (flags["--micro-batch-size"], flags["--global-batch-size"]) == ("2", "64")
     assert (flags["--num-layers"], flags["--hidden-size"], flags["--num-query-groups"]) == ("32", "4096", "8")
     assert "--swiglu" in flags
+
+
+@pytest.mark.parametrize(("method", "sends"), [("gather", "allgather"), ("ulysses", "a2a")])
+def test_megatron_gets_context_parallelism_and_its_method(method: str, sends: str) -> None:
+    flags = megatron_flags(uniform("dp2-cp2-tp2", devices=8, sp=True, cp_method=method))
+    assert (flags["--context-parallel-size"], flags["--cp-comm-type"]) == ("2", sends)
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "mistral-7b", "pythia-6.9b"])
@@ -433,6 +460,38 @@ def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
     plan = FSDP.model_copy(update={"cluster": "1x4xa100-80gb"})
     with pytest.raises(UserError, match="4 devices"):
         exported(plan, target)
+
+
+# divided experts
+
+
+def test_torchtitan_divides_experts_of_blocks_that_have_some() -> None:
+    plan = divided_experts("deepseek-v3", ep=8, num_layers=61, dense=3)
+    assert beyond(plan, TARGETS["torchtitan"].means) == ()
+    assert titan(plan)["parallelism"]["expert_parallel_degree"] == 8
+    assert "expert_parallel_degree=8," in text_of(plan, "torchtitan", ".py")
+
+
+@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("dp8", 8, 8)])
+def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+    assert beyond(plan, TARGETS["megatron"].means) == ()
+    text = text_of(plan, "megatron", ".sh")
+    assert f"--expert-model-parallel-size {ranks}\n" in text
+    assert "--expert-tensor-parallel-size 1\n" in text
+    assert "--moe-token-dispatcher-type alltoall\n" in text
+    assert "--num-experts 8\n" in text
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
+def test_other_frameworks_say_that_they_cannot_divide_experts(name: str) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
+    assert any("ep" in reason for reason in beyond(plan, TARGETS[name].means))
+
+
+def test_deepspeed_says_whose_matter_it_is() -> None:
+    plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
+    assert any("a matter of the model's code" in reason for reason in beyond(plan, TARGETS["deepspeed"].means))
 
 
 # hybrid sharding

@@ -63,7 +63,7 @@ def test_strided_tensor_parallelism_is_refused() -> None:
 
 def test_zero_2_may_be_refused_beside_tp_alone() -> None:
     assert EVERY.refusal(parse_strategy("fsdp8 zero2")) is None
-    assert EVERY.refusal(parse_strategy("fsdp4-tp2 zero2")) == "ZeRO-2 beside tp"
+    assert EVERY.refusal(parse_strategy("fsdp4-tp2 zero2")) == "zero 2 beside tp"
 
 
 def test_a_single_device_is_always_within() -> None:

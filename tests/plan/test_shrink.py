@@ -8,7 +8,7 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
 from tests.runtime.family_cases import CASES
-from tests.runtime.models import make_plan
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 
 def shape(plan: Plan) -> list[list[tuple[str, str]]]:
@@ -86,9 +86,49 @@ def test_an_interleaved_plan_keeps_its_chunks() -> None:
     assert shape(small) == shape(plan)
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        ("llama", "cp16-tp2+sp"),
+        ("llama", "dp2-cp8-tp2+ulysses"),
+        ("mixtral", "fsdp16-tp2 ep8"),
+        ("deepseek_v3", "fsdp32 ep8"),
+    ],
+)
+def test_sizes_are_those_that_cp_and_ep_divide(model: str, strategy: str) -> None:
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 64)
+    sizes |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 64)
+    config = {key: sizes.get(key, value) for key, value in FAMILY_CONFIGS[model].items()}
+    ends = strategy.split(" ", maxsplit=1)[0].replace("+ulysses", "")
+    blocks = [strategy] * config["num_hidden_layers"]
+    if config.get("first_k_dense_replace"):
+        blocks[0] = ends
+    plan = make_plan(config, ", ".join([ends, *blocks, ends]), global_batch=128, seq_len=512, num_devices=32)
+    small = shrunk_plan(plan)
+    assert shape(small) == shape(plan)
+    assert small.seq_len <= 64
+
+
 def test_dropout_is_off() -> None:
     config = {key: value for key, value in CASES["gpt2, one stage"].plan.chain().config.items() if "pdrop" not in key}
     plan = make_plan(config, "single, single, single, single", num_devices=1, seq_len=16)
     small = shrunk_plan(plan).model.config
     assert small is not None
     assert (small["resid_pdrop"], small["embd_pdrop"], small["attn_pdrop"]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["cp8", "fsdp2-cp4-tp2+sp", "cp4-tp2+ulysses", "cp8+ulysses"])
+def test_a_small_plan_has_sequences_and_heads_that_context_parallelism_divides(strategy: str) -> None:
+    chain = load_model("llama3-8b")
+    num = 16 if strategy.startswith("fsdp") else 8
+    plan = make_plan(
+        dict(chain.config),
+        ", ".join([strategy] * chain.num_layers),
+        num_microbatches=2,
+        global_batch=4,
+        seq_len=8192,
+        num_devices=num,
+    )
+    small = shrunk_plan(plan)
+    assert {str(each) for each in small.strategies} == {strategy}
+    assert small.chain().hidden_size <= 128

@@ -18,7 +18,7 @@ def test_a_plan_in_chunks_has_a_verdict_on_every_strategy() -> None:
 def test_a_plan_in_chunks_is_explained_with_everything() -> None:
     of = job(global_batch=32, num_hidden_layers=8)
     in_chunks = plan(of, *TWO_CHUNKS, num_microbatches=4, num_chunks=2, schedule="interleaved-1f1b")
-    options = PlanOptions(num_stages=2, num_microbatches=4, max_tp=1)
+    options = PlanOptions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
     found = explain_plan(in_chunks, of, options, everything=True)
     assert found.verdicts
     assert {"1f1b", "gpipe"} <= {rival.name for rival in found.rivals}

@@ -52,7 +52,7 @@ def test_layers_and_collectives_of_either_are_kept():
         profile(empty_layer("block"), collectives=(collective(), collective(strided=True))),
         profile(empty_layer("block", tp=2), collectives=(collective(latency_s=2.0), collective("all_gather"))),
     )
-    assert [(layer.kind, layer.tp) for layer in merged.layers] == [("block", 1), ("block", 2)]
+    assert [(layer.kind, layer.degrees) for layer in merged.layers] == [("block", {}), ("block", {"tp": 2})]
     assert [(c.kind, c.strided, c.latency_s) for c in merged.collectives] == [
         ("all_reduce", False, 2.0),
         ("all_reduce", True, 1.0),

@@ -30,8 +30,6 @@ RECOMPUTATION = {
 }
 LAYER = {
     "kind": "block",
-    "tp": 1,
-    "sp": False,
     "num_params": 12,
     "forward": WORK,
     "backward": WORK,
@@ -55,7 +53,7 @@ COLLECTIVE = {
     "max_relative_error": 0.1,
 }
 PROFILE = {
-    "version": 2,
+    "version": 3,
     "identity": {
         "method": "measured",
         "model_name": "tiny",
@@ -68,7 +66,7 @@ PROFILE = {
         "transformers": "5.0.0",
         "created": "2026-11-21",
     },
-    "layers": [LAYER, {**LAYER, "tp": 2}, {**LAYER, "tp": 2, "sp": True}],
+    "layers": [LAYER, {**LAYER, "degrees": {"tp": 2}}, {**LAYER, "degrees": {"tp": 2, "sp": 2}}],
     "collectives": [COLLECTIVE, {**COLLECTIVE, "strided": True, "latency_s": 2e-5}, {**COLLECTIVE, "group_size": 4}],
     "optimizer_s_per_param": 1e-9,
 }
@@ -186,7 +184,7 @@ def test_measurements_out_of_order_or_repeated_are_an_error(samples):
 def test_a_layer_is_found_by_kind_degree_and_sp(tp, sp):
     layer = read(PROFILE).layer("block", tp_shape(tp, sp))
     assert isinstance(layer, LayerProfile)
-    assert (layer.tp, layer.sp) == (tp, sp)
+    assert layer.degrees == tp_shape(tp, sp)
 
 
 def test_sp_makes_no_difference_without_tp():
@@ -232,7 +230,7 @@ def test_an_identity_says_whether_seconds_were_measured(method, is_measured):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 1, r"^version: found 1\n.*2, the profile version"),
+        (["version"], 2, r"^version: found 2\n.*3, the profile version"),
         (["identity", "seqlen"], 64, r"(?s)^identity\.seqlen: found the unknown key.*did you mean seq_len"),
         (["layers", 1, "parms"], 3, r"(?s)^layers\[1\]\.parms: .*did you mean .*num_params"),
         (
@@ -250,8 +248,8 @@ def test_an_identity_says_whether_seconds_were_measured(method, is_measured):
         (["layers", 0, "saved_bytes"], ..., r"^layers\[0\]\.saved_bytes: found nothing"),
         (["identity"], ..., r"^identity: found nothing"),
         (["layers"], [], r"^layers: found \[\]\n.*at least 1"),
-        (["layers", 0, "tp"], 0, r"^layers\[0\]\.tp: found 0\n.*greater than or equal to 1"),
-        (["layers", 0, "tp"], "1", r"^layers\[0\]\.tp: found '1'\n.*a valid integer"),
+        (["layers", 1, "degrees", "tp"], 1, r"^layers\[1\]\.degrees\.tp: found 1\n.*greater than or equal to 2"),
+        (["layers", 1, "degrees", "tp"], "2", r"^layers\[1\]\.degrees\.tp: found '2'\n.*a valid integer"),
         (
             ["layers", 0, "times", 0, "forward_s"],
             0,

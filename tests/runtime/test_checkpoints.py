@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from steelyard.modules.build import build_model
+from steelyard.modules.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.runtime.checkpoint_folder import complete_checkpoints, read_info
 from steelyard.runtime.options import TrainOptions
-from tests.runtime.models import CONFIGS, make_plan
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -31,6 +32,7 @@ LOSS_TOLERANCE = 1e-5
 UNEVEN = {**CONFIGS["llama"], "num_hidden_layers": 2, "vocab_size": 250, "intermediate_size": 124}
 """Sizes that four ranks do not divide."""
 TIED = {**CONFIGS["llama-tied"], "vocab_size": 250}
+EXPERTS = {**FAMILY_CONFIGS["qwen3_moe"], "num_hidden_layers": 3, "vocab_size": 250, "max_position_embeddings": 128}
 STEPS, MIDDLE = 6, 3
 RUN = TrainOptions(steps=STEPS, lr=1e-2, warmup_steps=2, checkpoint_every=MIDDLE)
 
@@ -42,16 +44,22 @@ PLANS: dict[str, Plan] = {
         ("other orders", UNEVEN, ["fsdp2-tp2, fsdp2-tp2, tp4, tp2-dp2"], 1, 4, 1, "1f1b"),
         ("hybrid", UNEVEN, ["dp2-fsdp2, fsdp4, dp2-fsdp2 zero2, dp4"], 2, 4, 1, "1f1b"),
         ("two processes", UNEVEN, ["single, single", "single, single"], 4, 2, 1, "gpipe"),
+        ("context", UNEVEN, ["fsdp2-cp2, cp4, cp2-tp2+sp, fsdp2-cp2"], 2, 4, 1, "1f1b"),
         ("tied, two stages", TIED, ["fsdp2, tp2", "dp2, tp2"], 4, 4, 1, "1f1b"),
         ("tied, one stage", TIED, ["tp2-fsdp2, dp4, dp4, fsdp4"], 1, 4, 1, "1f1b"),
+        ("experts", EXPERTS, ["fsdp4, dp4, fsdp4 ep4, fsdp4 ep2, fsdp4"], 2, 4, 1, "1f1b"),
+        ("other experts", EXPERTS, ["dp2, fsdp2, dp2 ep2", "fsdp2 zero2 ep2 remat=full, dp2"], 2, 4, 1, "1f1b"),
+        ("whole experts", EXPERTS, ["dp2, fsdp2, fsdp2, dp2, fsdp2"], 1, 2, 1, "1f1b"),
     )
 }
 RESUMED = {
-    "mixed": ("mixed", "interleaved", "two processes", "hybrid"),
+    "mixed": ("mixed", "interleaved", "two processes", "hybrid", "context"),
     "hybrid": ("hybrid", "mixed"),
+    "context": ("context", "mixed"),
     "tied, two stages": ("tied, two stages", "tied, one stage"),
+    "experts": ("experts", "other experts", "whole experts"),
 }
-INITIALISED = [("mixed", "other orders"), ("tied, two stages", "tied, one stage")]
+INITIALISED = [("mixed", "other orders"), ("tied, two stages", "tied, one stage"), ("experts", "other experts")]
 """Runs whose weights are read in under another plan and written out again."""
 PAIRS = [(base, plan) for base, plans in RESUMED.items() for plan in plans]
 OTHER_PAIRS = [(base, plan) for base, plan in PAIRS if base != plan]
@@ -197,7 +205,10 @@ def test_transformers_loads_what_was_exported_with_the_logits_of_the_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
-    loaded = AutoModelForCausalLM.from_pretrained(runs.weights(base), attn_implementation="sdpa").eval()
+    same = {"attn_implementation": "sdpa"}
+    if base == "experts":
+        same["experts_implementation"] = EXPERTS_IMPLEMENTATION
+    loaded = AutoModelForCausalLM.from_pretrained(runs.weights(base), **same).eval()
     tokens = torch.arange(64).reshape(2, 32)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -9,9 +9,6 @@ import steelyard
 from steelyard.schedules import SCHEDULES
 
 SOURCE = Path(steelyard.__file__).parent
-MAY_NAME = {
-    "validation/jobs.py": "published runs say by what schedule they ran",
-}
 NAMES = {
     name
     for each in SCHEDULES.values()
@@ -40,10 +37,10 @@ def names_a_schedule(path: Path) -> bool:
     return bool(imports & MODULES) or any(NAMED.search(text) for text in texts_and_names(tree))
 
 
-def test_only_modules_with_a_reason_name_a_schedule() -> None:
+def test_no_other_module_names_a_schedule() -> None:
     outside = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "schedules"]
     found = {path.relative_to(SOURCE).as_posix() for path in outside if names_a_schedule(path)}
-    assert found == set(MAY_NAME)
+    assert found == set()
 
 
 def test_every_schedule_has_a_module_of_its_own() -> None:

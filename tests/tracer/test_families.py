@@ -55,8 +55,11 @@ def matrix_entries(name: str, parameters: list[tuple[str, tuple[int, ...]]]) -> 
         if "relative" in path or len(shape) < 2:
             continue
         taken = 1.0
-        if "experts" in path:
-            taken = config["num_experts_per_tok"] / config.get("num_experts", config.get("num_local_experts"))
+        if ".experts." in path:
+            number = next(
+                config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config
+            )
+            taken = config["num_experts_per_tok"] / number
         total += entries(shape) * taken
     return total
 
@@ -80,12 +83,14 @@ def test_a_block_takes_two_flop_per_matrix_entry_and_token_forward_and_four_back
 def step_by_step_flop(name: str, kind: str) -> int:
     """Scores and values of attention without a fused kernel, 4·S²·width, in Swin by windows of 16 patches.
 
-    Gemma 2 caps scores; T5's and Swin's learned bias has a gradient, which no fused kernel of the CPU makes. T5's
-    attention of a decoder to its encoder has no bias.
+    DeepSeek-V3's 4 heads have keys of 16 entries and values of 4. Gemma 2 caps scores; T5's and Swin's learned bias has
+    a gradient, which no fused kernel of the CPU makes. T5's attention of a decoder to its encoder has no bias.
     """
     square = 4 * 16**2 * 32
     if name == "swin":
         return {"stage 0 block": 4 * 64 * 16 * 8, "stage 1 block": 4 * 16 * 16 * 16}.get(kind, 0)
+    if name == "deepseek_v3":
+        return 2 * 16**2 * 4 * (16 + 4)
     return square if name in ("gemma2", "t5") else 0
 
 

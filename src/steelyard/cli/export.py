@@ -208,7 +208,7 @@ def _print_targets(as_json: bool) -> None:
 def _means_content(means: Means) -> dict[str, str]:
     if means.mixes_layers:
         return {"strategies": "one per layer", "remat": "one per layer", "pipeline": "any"}
-    kinds = sorted("+".join(sorted(each)) for each in means.kinds if each)
+    kinds = sorted("+".join(sorted(kind.name for kind in each)) for each in means.kinds if each)
     remats = [str(remat) for remat in sorted(means.remats)] + ["first n blocks"] * means.remats_first_blocks
     pipeline = "none" if means.pipeline == "none" else f"{means.pipeline}; " + ", ".join(sorted(means.schedules))
     return {"strategies": "one of " + ", ".join(kinds), "remat": ", ".join(remats), "pipeline": pipeline}

@@ -16,29 +16,32 @@ from steelyard.cli.options import (
     Model,
     PrecisionOption,
     ProfileOption,
-    SeqLen,
     most_tp,
     print_json,
 )
 from steelyard.cli.progress import progress
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
+from steelyard.model.read import load_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
     BatchTrial,
+    LongestSequence,
     PlanningResult,
     PlanOptions,
     Space,
     calibrate,
     grow_batch,
+    longest_sequence,
     make_job,
     make_problem,
     parse_pin,
     pin_error,
     plan_fewest_devices,
     plan_job,
+    with_baselines,
     with_fallbacks,
 )
 from steelyard.report.plan_table import plan_view
@@ -51,13 +54,20 @@ Chosen = TypeVar("Chosen")
 
 TOP = 5
 FALLBACKS = 2
-MAX_BATCH = 10**9
+MAX_SIZE = 10**9
 
 
 def plan(
     model: Model,
     cluster: ClusterOption,
-    seq_len: SeqLen,
+    seq_len: Annotated[
+        str,
+        typer.Option(
+            "--seq-len",
+            help="Tokens of a sample; max: the most that fit.",
+            metavar="INTEGER|max",
+        ),
+    ],
     global_batch: Annotated[
         str,
         typer.Option(
@@ -79,6 +89,12 @@ def plan(
             metavar="RUN",
         ),
     ] = None,
+    imbalance: Annotated[
+        float,
+        typer.Option(
+            help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
+        ),
+    ] = ASSUMED_IMBALANCE,
     objective: Annotated[
         str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
     ] = "time",
@@ -124,7 +140,9 @@ def plan(
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
     aim: Objective = check_choice("--objective", objective, Objective)
-    batch = parse_batch(global_batch)
+    batch, length = parse_size("--global-batch", global_batch), parse_size("--seq-len", seq_len)
+    if length is None:
+        _check_length_is_free(batch, aim, profile)
     if batch is None and aim == "devices":
         raise UserError(
             field="--global-batch",
@@ -140,31 +158,30 @@ def plan(
         partition=check_choice("--partition", partition, Partition),
         time_limit_s=time_limit,
     )
-    if remat is not None:
-        options = replace(options, remats=check_choices("--remat", remat, {each.value: each for each in Remat}))
-    if zero is not None:
-        options = replace(options, variants={"zero": check_choices("--zero", zero, {"2": 2, "3": 3})})
-    if schedule is not None:
-        names = {name: name for name in SCHEDULES}
-        options = replace(options, schedules=check_choices("--schedule", schedule, names))
+    options = _narrowed(options, remat=remat, zero=zero, schedule=schedule)
     with progress("counting the model's layers", silent=as_json) as show:
-        job = make_job(
+        job_of_length = _job_maker(
             model,
             cluster,
             global_batch=batch or 1,
-            seq_len=seq_len,
             precision=check_precision(precision),
             memory=memory,
             profile=profile,
+            imbalance=imbalance,
+            calibrate_by=calibrate_by,
         )
-        if calibrate_by is not None:
-            job = calibrate(job, calibrate_by)
-        pins = [parse_pin(text, option="--pin", num_layers=job.chain.num_layers) for text in pin or ()]
+        chain = load_model(model)
+        pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
-        result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
-        if result.plan is not None and fallbacks and output is not None:
-            show("searching plans of less memory")
-            kept = with_fallbacks(result.plan, result.job, options, num_fallbacks=fallbacks, problem=tables)
+        tables: Problem | None = None
+        if length is None:
+            longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
+            result, notes = longest.result, length_lines(longest)
+        else:
+            job = job_of_length(length)
+            result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+        if result.plan is not None:
+            kept = _completed(result, options, tables, num_fallbacks=fallbacks if output is not None else 0, show=show)
             result = replace(result, plan=kept)
         if problem is not None:
             save_problem(problem, tables or make_problem(result.job, options))
@@ -180,6 +197,36 @@ def plan(
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
     _print_plan(result.plan, output, top)
+
+
+def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, schedule: str | None) -> PlanOptions:
+    """The options with only those choices that are named; raises `UserError` for an unknown one."""
+    if remat is not None:
+        options = replace(options, remats=check_choices("--remat", remat, {each.value: each for each in Remat}))
+    if zero is not None:
+        options = replace(options, variants={"zero": check_choices("--zero", zero, {"2": 2, "3": 3})})
+    if schedule is not None:
+        names = {name: name for name in SCHEDULES}
+        options = replace(options, schedules=check_choices("--schedule", schedule, names))
+    return options
+
+
+def _completed(
+    result: PlanningResult,
+    options: PlanOptions,
+    tables: Problem | None,
+    *,
+    num_fallbacks: int,
+    show: Callable[[str], None],
+) -> Plan:
+    """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
+    assert result.plan is not None, "asked for a plan that is there"
+    show("searching the plain plans to compare with")
+    problem = tables or make_problem(result.job, options)
+    compared = with_baselines(result.plan, result.job, problem.settings)
+    if num_fallbacks:
+        show("searching plans of less memory")
+    return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=problem)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int) -> None:
@@ -238,16 +285,70 @@ def device_lines(tried: Sequence[tuple[int, str]]) -> list[str]:
     ]
 
 
-def parse_batch(text: str) -> int | None:
-    """The samples of a step, or None for ``max``; raises `UserError` for anything else."""
+def length_lines(longest: LongestSequence) -> list[str]:
+    """What each length that was tried gives, and what binds beyond the longest."""
+    lines = []
+    for trial in longest.trials:
+        speed, taken = trial.tokens_per_s, trial.result is longest.result
+        found = f"does not fit: {trial.reason}" if speed is None else f"{format_count(speed)} tokens/s"
+        lines.append(f"{trial.seq_len} tokens: {found}{' (taken)' if taken and speed is not None else ''}")
+    return [*lines, f"stopped: {longest.stopped}"]
+
+
+def _job_maker(
+    model: str,
+    cluster: str,
+    *,
+    global_batch: int,
+    precision: Precision,
+    memory: str | None,
+    profile: str | None,
+    calibrate_by: Path | None,
+) -> Callable[[int], Job]:
+    """The job of a number of tokens."""
+
+    def make(seq_len: int) -> Job:
+        job = make_job(
+            model,
+            cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            precision=precision,
+            memory=memory,
+            profile=profile,
+        )
+        return job if calibrate_by is None else calibrate(job, calibrate_by)
+
+    return make
+
+
+def _check_length_is_free(batch: int | None, aim: Objective, profile: str | None) -> None:
+    """Raises `UserError` where ``--seq-len max`` meets what needs a length beforehand, or another free quantity."""
+    beside = {
+        "--global-batch max": batch is None,
+        "--objective devices": aim == "devices",
+        "--profile": profile is not None,
+    }
+    for option, is_given in beside.items():
+        if is_given:
+            raise UserError(
+                field="--seq-len",
+                found=f"max with {option}",
+                expected="a number: one thing at a time can be as large as fits, and a profile is of one length",
+                hint="write for example --seq-len 8192",
+            )
+
+
+def parse_size(option: str, text: str) -> int | None:
+    """A number of samples or tokens, or None for ``max``; raises `UserError` for anything else."""
     if text == "max":
         return None
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < MAX_BATCH):
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < MAX_SIZE):
         raise UserError(
-            field="--global-batch",
+            field=option,
             found=repr(text),
             expected="a whole number of 1 or more, or max",
-            hint="write for example --global-batch 64",
+            hint=f"write for example {option} 64",
         )
     return int(text)
 

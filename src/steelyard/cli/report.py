@@ -17,7 +17,7 @@ from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
 
-TIME_LIMIT_S = 1.0
+TIME_LIMIT_S = 4.0
 
 
 def report(
@@ -36,8 +36,11 @@ def report(
         typer.Option("--time-limit", help="Seconds of computing for the frontier and the rivals; 0: none.", min=0),
     ] = TIME_LIMIT_S,
     all_settings: Annotated[
-        bool, typer.Option("--all-settings", help="Search them in all pipeline settings, not only in that of the plan.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--all-settings/--own-setting", help="Search them in all pipeline settings, or only in that of the plan."
+        ),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Write one offline page: the decision, where time and memory go, the schedule, the frontier, why others lost."""

@@ -18,7 +18,11 @@ Rates and latencies are those of the cluster times what is reached of them (`Lin
 All groups of a stage communicate at once and share what leads out of a node: the ports of a node are divided among its
 devices (`Link.shared`), and a group gets the shares of its $k$ ranks there, no more, whoever else is silent.
 
-A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor.
+A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor $b$, and
+no ring helps it: what is for ranks of other nodes leaves each device by its own outward link,
+
+$$t = (k - 1)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}
++ \max\Big(\frac{k-1}{n}\,\frac{b}{w_\text{intra}}, \frac{n-k}{n}\,\frac{b}{w_\text{inter}}\Big)$$
 
 Source: Thakur et al. 2005 (ring algorithms). Not modelled: congestion in the switches between nodes, trees.
 """
@@ -83,8 +87,23 @@ def collective_s(
             expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
             hint="run steelyard profile with as many processes as the plan has",
         )
+    if kind == "all_to_all":
+        return _exchange_s(tensor_bytes, group, cluster, reached)
     path = _path(group, cluster, reached)
     return _PASSES[kind] * (path.latency_s + (group.size - 1) / group.size * tensor_bytes / path.bytes_per_s)
+
+
+def _exchange_s(tensor_bytes: float, group: Group, cluster: Cluster, reached: LinkEfficiency) -> float:
+    """Seconds of an all-to-all that was not measured; inside and between nodes at the same time."""
+    inside = _reached(cluster.intra_link, reached, inside=True)
+    near = _members_per_node(group, cluster)
+    seconds = (near - 1) / group.size * tensor_bytes / inside.bytes_per_s
+    latency_s = (near - 1) * inside.latency_s
+    if near < group.size and cluster.inter_link is not None:
+        outside = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
+        seconds = max(seconds, (group.size - near) / group.size * tensor_bytes / outside.bytes_per_s)
+        latency_s += (-(-group.size // near) - 1) * outside.latency_s
+    return latency_s + seconds
 
 
 def send_recv_s(

@@ -18,7 +18,7 @@ Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of 
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward |
-| activations  | traced       | per microbatch in flight; what the remat choice keeps of them |
+| activations  | traced, and `Kind.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
@@ -33,6 +33,7 @@ Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slo
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd, prod
 
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import compute_time, launch_s, optimizer_s, work_s
@@ -43,10 +44,10 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic
+from steelyard.plan.kinds.kind import Divides, Levels, Load, Over, Phase, States, Traffic, Working, needs_nothing
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation
+from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
 
 _RECOMPUTED_INPUTS = 4
 """What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
@@ -82,10 +83,10 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
 
     Raises `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
-    layer = layer_profile(kind, strategy, setting)
+    layer = layer_profile(kind, strategy, setting, imbalance=1.0)
     samples = rank_samples(strategy, setting)
     sent = _Sent(layer, strategy, setting)
-    forward, backward = _microbatch_time(layer, sent, setting, samples)
+    forward, backward = _microbatch_time(layer, layer_profile(kind, strategy, setting), sent, setting, samples)
     once = _once_time(layer, sent, setting, forward, backward)
     if setting.job.chain.tied_embeddings and kind.role is not LayerRole.BLOCK:
         once["tied"] = tied_s(kind, strategy, setting)
@@ -107,7 +108,7 @@ def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerB
     samples = rank_samples(strategy, setting)
     return LayerBytes(
         static_bytes=_static_bytes(kind, layer, strategy, setting),
-        activation_bytes=_activation_bytes(layer, strategy, samples),
+        activation_bytes=saved_bytes(layer, strategy, setting),
         transient_bytes=_transient_bytes(kind, layer, strategy, setting, samples),
     )
 
@@ -128,15 +129,23 @@ def levels_group(strategy: Strategy, levels: Levels, setting: Setting) -> Group:
     return Group(size=1, stride=1, span=setting.devices_per_stage)
 
 
-def experts_group(strategy: Strategy, setting: Setting) -> Group:
-    """The shape of the groups over which routed experts are divided: the innermost of the data ranks."""
-    whole = levels_group(strategy, data_levels(strategy.levels), setting)
-    return replace(whole, size=strategy.expert_degree)
+def _group_of_experts(over: Over, strategy: Strategy, setting: Setting) -> Group:
+    """The shape of the groups that divide routed experts, the innermost of the data ranks, or share or repeat them."""
+    data = levels_group(strategy, data_levels(strategy.levels), setting)
+    sizes = (strategy.expert_degree, strategy.expert_state_shards, strategy.expert_replicas)
+    place = ("experts", "expert shards", "expert replicas").index(over)
+    return replace(data, size=sizes[place], stride=data.stride * prod(sizes[:place]))
 
 
-def layer_profile(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerProfile:
-    """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none."""
-    layer = setting.job.profile.layer(kind.name, strategy.shape)
+def layer_profile(
+    kind: LayerKind, strategy: Strategy, setting: Setting, *, imbalance: float | None = None
+) -> LayerProfile:
+    """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none.
+
+    Where ranks divide its experts, of the one that most tokens take, ``imbalance`` times the mean (None: the job's).
+    """
+    uneven = 0.0 if strategy.expert_degree == 1 else setting.job.imbalance if imbalance is None else imbalance
+    layer = setting.job.layer(kind.name, strategy.shape, imbalance=uneven)
     if layer is None:
         degrees = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items()) or "one rank"
         raise InvalidProfileError(
@@ -179,29 +188,52 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     """What the collectives of a layer carry."""
     job, samples = setting.job, rank_samples(strategy, setting)
     whole, held = setting.microbatch_samples // strategy.sample_degree, held_params(layer, strategy)
+    experts = 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,
         "backward": layer.backward_collectives,
     }
     if strategy.remat is not Remat.NONE:
         collectives["recomputation"] = layer.recomputation(strategy.remat).collectives
+    sent = {
+        phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
+        for phase, found in collectives.items()
+    }
     return Load(
         strategy=strategy,
-        parameter_bytes=held * job.compute_bytes,
-        gradient_bytes=held * job.execution.reduce_bytes,
-        traced={
-            phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
-            for phase, found in collectives.items()
+        parameter_bytes=(held - experts) * job.compute_bytes,
+        gradient_bytes=(held - experts) * job.execution.reduce_bytes,
+        expert_parameter_bytes=experts * job.compute_bytes,
+        expert_gradient_bytes=experts * job.execution.reduce_bytes,
+        traced={phase: tuple(call for call in calls if call[0] != "all_to_all") for phase, calls in sent.items()},
+        exchanged={
+            phase: tuple((name, count, job.imbalance * size) for name, count, size in calls if name == "all_to_all")
+            for phase, calls in sent.items()
         },
+        exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
-        routed_bytes=layer.routed_bytes.at(samples) * job.imbalance,
+    )
+
+
+def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
+    """What the kinds of a strategy add to the saved and the short-lived bytes of the traced layer."""
+    kinds = [kind for kind in strategy.kinds if kind.working is not needs_nothing]
+    if not kinds:
+        return Working()
+    load = layer_load(layer, strategy, setting)
+    found = [kind.working(load) for kind in kinds]
+    return Working(
+        saved=sum(each.saved for each in found),
+        forward=sum(each.forward for each in found),
+        backward=sum(each.backward for each in found),
     )
 
 
 def _microbatch_time(
-    layer: LayerProfile, sent: "_Sent", setting: Setting, samples: float
+    layer: LayerProfile, busiest: LayerProfile, sent: "_Sent", setting: Setting, samples: float
 ) -> tuple[dict[str, float], dict[str, float]]:
+    """Terms of forward and backward; ``busiest`` is the layer on the rank that computes most, whom the others await."""
     strategy, compute = sent.strategy, compute_time(layer, samples, setting.job)
     forward = {"compute": compute.forward_s}
     backward = {"compute": compute.backward_s}
@@ -211,8 +243,8 @@ def _microbatch_time(
             forward[kind.name] = sent.in_line_s(kind, "forward")
             backward[kind.name] = sent.in_line_s(kind, "backward")
     if strategy.expert_degree > 1:
-        waiting = (setting.job.imbalance - 1) * layer.expert_share(samples)
-        forward["imbalance"], backward["imbalance"] = waiting * compute.forward_s, waiting * compute.backward_s
+        forward["imbalance"] = _more_flop(busiest.forward, layer.forward, samples) * compute.forward_s
+        backward["imbalance"] = _more_flop(busiest.backward, layer.backward, samples) * compute.backward_s
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
     if strategy.remat is not Remat.NONE:
@@ -225,6 +257,12 @@ def _microbatch_time(
             forward[kind.name] = hooks_s + _beside(sum(forward.values()), sent.beside_s(kind, "forward"), setting)
             backward[kind.name] = hooks_s + _beside(sum(backward.values()), sent.beside_s(kind, "backward"), setting)
     return forward, backward
+
+
+def _more_flop(most: Work, mean: Work, samples: float) -> float:
+    """By what part one rank's FLOP exceed the mean."""
+    most_flop, mean_flop = (work.matmul_flop.at(samples) + work.attention_flop.at(samples) for work in (most, mean))
+    return most_flop / mean_flop - 1 if mean_flop else 0.0
 
 
 class _Sent:
@@ -275,8 +313,8 @@ class _Sent:
 
 def traffic_group(traffic: Traffic, kind: Kind, strategy: Strategy, setting: Setting) -> Group:
     """The groups of ranks that collectives go over."""
-    if traffic.over == "experts":
-        return experts_group(strategy, setting)
+    if "expert" in traffic.over:
+        return _group_of_experts(traffic.over, strategy, setting)
     levels = strategy.levels
     own = tuple(level for level in levels if level.kind is kind)
     taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[traffic.over]
@@ -331,21 +369,21 @@ def _once_time(
     shards = execution.optimizer_shards(replicas) if replicas > 1 else 1
     terms = {"optimizer": optimizer_s(_trained(layer, strategy) / shards, job)}
     for kind in strategy.kinds:
+        reduce_s = gather_s = 0.0
         for each in sent.once(kind):
             group = traffic_group(each, kind, strategy, setting)
             if shards == 1:
-                reduce_s = _collective_s(each.collective, each.tensor_bytes, group, job)
-                exposed = _beside(sum(backward.values()), reduce_s, setting)
+                reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
             else:
                 owners = replace(group, size=shards)
                 reduction: CollectiveKind = "reduce_scatter" if shards == replicas else "all_reduce"
                 pieces = execution.shard_pieces
                 new_bytes = held_params(layer, strategy) * job.compute_bytes / strategy.state_shards
-                gather_s = pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
-                reduce_s = pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
-                exposed = _beside(sum(backward.values()), reduce_s, setting)
-                exposed += _beside(sum(forward.values()), gather_s, setting)
-            terms[kind.name] = exposed
+                gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
+                reduce_s += pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
+        if sent.once(kind):
+            terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
+            terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
     return terms
 
 
@@ -423,8 +461,10 @@ def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int
     return setting.job.compute_bytes * held_params(layer, strategy)
 
 
-def _activation_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
-    return int(held_bytes(layer, strategy).saved_bytes.at(samples))
+def saved_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """What one microbatch holds of a layer from its forward to its backward pass."""
+    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
+    return int(held.saved_bytes.at(samples) + working_bytes(layer, strategy, setting).saved)
 
 
 def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomputation:
@@ -440,6 +480,7 @@ def keeps_copy(strategy: Strategy) -> bool:
 def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, samples: float) -> int:
     """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
 
+    Working activations are with what the kinds of the strategy need (`Kind.working`).
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
@@ -449,16 +490,17 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     be gathered ahead.
     """
     if setting.job.execution.keeps_own_buffers:
-        return _framework_transient_bytes(layer, strategy, samples)
+        return _framework_transient_bytes(layer, strategy, setting)
     compute, params = setting.job.compute_bytes, held_params(layer, strategy)
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
-    working = held.backward_transient_bytes.at(samples)
+    needed = working_bytes(layer, strategy, setting)
+    working = held.backward_transient_bytes.at(samples) + needed.backward
     copy = 0 if keeps_copy(strategy) else copy_bytes(layer, strategy, setting)
     buffer = compute * params if strategy.state_shards > 1 else 0
     made = compute * params * gradient_copies(kind, strategy)
     gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
-    forward = copy + buffer + held.forward_transient_bytes.at(samples)
-    backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, setting)
+    forward = copy + buffer + held.forward_transient_bytes.at(samples) + needed.forward
+    backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, strategy, setting)
     again, scratch = recomputed_input_bytes(layer, strategy, samples), scratch_bytes(layer, strategy, setting)
     reduction = input_bytes + again + made if strategy.state_shards == 1 else 0
     if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
@@ -483,7 +525,7 @@ def recomputed_input_bytes(layer: LayerProfile, strategy: Strategy, samples: flo
     return _RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0
 
 
-def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> int:
+def _reducing_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """The buffer of the reduction before, which FSDP holds until the next one.
 
     Behind a block there is a block or the head, whose own working set is the larger then: it is taken as large as this
@@ -491,12 +533,23 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, setting: Setting) -> i
     which counts its own (`_static_bytes`).
     """
     if kind.role is not LayerRole.HEAD:
-        return MASTER_BYTES * layer.num_params
+        return MASTER_BYTES * held_params(layer, strategy)
     if setting.pipeline.num_microbatches == 1:
         return 0
     job = setting.job
-    blocks = {each.name for each in job.chain.kinds if each.role is LayerRole.BLOCK}
-    return MASTER_BYTES * max(each.num_params for each in job.profile.layers if each.kind in blocks)
+    blocks = {each.name: each for each in job.chain.kinds if each.role is LayerRole.BLOCK}
+    found = [(blocks[each.kind], each) for each in job.profile.layers if each.kind in blocks]
+    return MASTER_BYTES * max(_least_held_params(block, each, strategy) for block, each in found)
+
+
+def _least_held_params(kind: LayerKind, layer: LayerProfile, strategy: Strategy) -> int:
+    """Parameters that a rank computes with where it holds as few experts as its data ranks allow.
+
+    Of a layer whose strategy is not known: where experts are not divided, the walk through the stage finds what is
+    missing, and the search goes on within less.
+    """
+    ranks = gcd(kind.num_experts, strategy.data_degree) if kind.num_experts else 1
+    return layer.num_params - layer.expert_params + layer.expert_params // ranks
 
 
 def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
@@ -504,10 +557,12 @@ def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
     return strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
 
 
-def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
+def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
     """Largest short-lived memory of a framework whose states all have buffers of their own."""
-    held = held_bytes(layer, strategy)
-    return int(max(held.forward_transient_bytes.at(samples), held.backward_transient_bytes.at(samples)))
+    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
+    needed = working_bytes(layer, strategy, setting)
+    forward = held.forward_transient_bytes.at(samples) + needed.forward
+    return int(max(forward, held.backward_transient_bytes.at(samples) + needed.backward))
 
 
 def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:

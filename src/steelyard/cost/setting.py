@@ -10,7 +10,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.plan import Precision
-from steelyard.profiles.profile import Profile
+from steelyard.profiles.profile import LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
@@ -46,12 +46,33 @@ class Job:
     time_factor: float = 1.0
     imbalance: float = ASSUMED_IMBALANCE
 
+    @cached_property
+    def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], float], LayerProfile | None]:
+        return {}
+
+    def layer(self, kind: str, shape: Shape, *, imbalance: float = 0.0) -> LayerProfile | None:
+        """The profile of a kind of layer in a shape, None where there is none.
+
+        With an ``imbalance``, where ranks divide its experts and it computes so many times the pairs of its own tokens.
+        """
+        key = kind, frozenset(shape.items()), imbalance
+        if key not in self._layers:
+            found = self.profile.layer(kind, shape)
+            self._layers[key] = found.with_divided_experts(imbalance) if found and imbalance else found
+        return self._layers[key]
+
     def cost_source(self) -> CostSource:
         """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
         identity = self.profile.identity
         priced_by_catalogue = not (identity.is_measured or self.cluster.device.needs_profile or self.rates)
         rates = catalogue_rates(self.cluster.device.name) if priced_by_catalogue else None
-        return CostSource(**identity.model_dump(), time_factor=self.time_factor, rates=rates)
+        divides_experts = any(kind.num_experts for kind in self.chain.kinds)
+        return CostSource(
+            **identity.model_dump(),
+            time_factor=self.time_factor,
+            rates=rates,
+            imbalance=self.imbalance if divides_experts else None,
+        )
 
     @cached_property
     def efficiency(self) -> Efficiency:

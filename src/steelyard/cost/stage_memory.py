@@ -36,8 +36,10 @@ from steelyard.cost.layer import (
     layer_profile,
     rank_samples,
     recomputed_input_bytes,
+    saved_bytes,
     scratch_bytes,
     sharded_params,
+    working_bytes,
 )
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
@@ -424,6 +426,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
     layer = layer_profile(kind, strategy, setting)
     held = held_bytes(layer, strategy)
     samples, params = rank_samples(strategy, setting), held_params(layer, strategy)
+    needed = working_bytes(layer, strategy, setting)
     return LayerMemory(
         params=params,
         shards=strategy.state_shards,
@@ -436,11 +439,11 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         scratch=scratch_bytes(layer, strategy, setting),
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
-        saved=int(held.saved_bytes.at(samples)),
+        saved=saved_bytes(layer, strategy, setting),
         input=int(layer.input_bytes.at(samples)),
         reducing=recomputed_input_bytes(layer, strategy, samples),
-        forward=int(held.forward_transient_bytes.at(samples)),
-        backward=int(held.backward_transient_bytes.at(samples)),
+        forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
+        backward=int(held.backward_transient_bytes.at(samples) + needed.backward),
     )
 
 

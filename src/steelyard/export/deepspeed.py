@@ -18,6 +18,9 @@ MEANS = Means(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    why_not={
+        "ep": "which in DeepSpeed is a matter of the model's code (its MoE layer and ep_size), not of a configuration"
+    },
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 

@@ -13,14 +13,38 @@ from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
+from steelyard.plan.kinds.ep import DEGREE
 from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
+_COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
+"""What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence."""
+
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
+    kinds=kinds_of(
+        *(
+            "dp",
+            "fsdp",
+            "dp+fsdp",
+            "tp",
+            "dp+tp",
+            "fsdp+tp",
+            "dp+fsdp+tp",
+            "dp+ep",
+            "fsdp+ep",
+            "dp+tp+ep",
+            "fsdp+tp+ep",
+        ),
+        *("cp", "dp+cp", "fsdp+cp", "cp+tp", "dp+cp+tp", "fsdp+cp+tp"),
+    ),
+    variants={
+        "zero": frozenset({2, 3}),
+        "sp": frozenset({False, True}),
+        "cp_method": frozenset(_COMMUNICATION),
+        "ep": frozenset(DEGREE.texts),
+    },
     variants_beside={"dp": {"zero": frozenset({3})}},
     remats=frozenset({Remat.NONE, Remat.FULL}),
     remats_first_blocks=True,
@@ -95,7 +119,15 @@ def _parallel_flags(view: UniformPlan) -> Flags:
         ]
     if view.fsdp > 1 and view.dp > 1:
         flags += [f"--num-distributed-optimizer-instances {view.dp}", "--outer-dp-sharding-strategy no_shard"]
-    if view.data_degree > 1:
+    if view.cp > 1:
+        flags += [f"--context-parallel-size {view.cp}", f"--cp-comm-type {_COMMUNICATION[view.cp_method]}"]
+    if view.has_experts:
+        flags += [
+            f"--expert-model-parallel-size {view.ranks_of_experts}",
+            "--expert-tensor-parallel-size 1",
+            "--moe-token-dispatcher-type alltoall",
+        ]
+    if view.data_degree * view.cp > 1:
         flags.append("--overlap-grad-reduce")
     return flags
 
@@ -181,6 +213,28 @@ def _qwen3(config: Mapping[str, Any]) -> Flags:
     return [*_llama(config), "--qk-layernorm"]
 
 
+def _mixtral(config: Mapping[str, Any]) -> Flags:
+    return [*_llama(config), *_experts(config.get("num_local_experts", 8), config["intermediate_size"], config)]
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    sparse = [int(block not in dense and (block + 1) % step == 0) for block in range(config["num_hidden_layers"])]
+    where = [] if all(sparse) else [f"--moe-layer-freq {str(sparse)!r}"]
+    return [*_qwen3(config), *_experts(config["num_experts"], config["moe_intermediate_size"], config), *where]
+
+
+def _experts(count: int, width: int, config: Mapping[str, Any]) -> Flags:
+    """Routed experts, none dropped, and no loss that balances them: transformers adds none unless asked."""
+    return [
+        f"--num-experts {count}",
+        f"--moe-router-topk {config.get('num_experts_per_tok', 2)}",
+        f"--moe-ffn-hidden-size {width}",
+        "--moe-router-load-balancing-type none",
+        "--moe-grouped-gemm",
+    ]
+
+
 def _gpt_neox(config: Mapping[str, Any]) -> Flags:
     share = _rotary(config, "partial_rotary_factor", float(config.get("rotary_pct", 0.25)))
     epsilon = f"--norm-epsilon {config.get('layer_norm_eps', 1e-5):g}"
@@ -192,6 +246,8 @@ _FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Flags]] = {
     "mistral": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "gpt_neox": _gpt_neox,
 }
 

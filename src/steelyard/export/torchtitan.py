@@ -2,21 +2,35 @@
 
 Names are those of ``torchtitan/config/configs.py``, ``distributed/activation_checkpoint.py`` and ``trainer.py`` of
 0.3.0, and of ``config/job_config.py`` of 0.2.2. Between the two the TOML files gave way to Python functions
-(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``.
+(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Both always shard
+states over the ranks of cp as well, together with those of fsdp.
 """
 
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
+from steelyard.plan.kinds.ep import DEGREE
 from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
+    kinds=kinds_of(
+        "dp",
+        "fsdp",
+        "dp+fsdp",
+        "tp",
+        "dp+tp",
+        "fsdp+tp",
+        "dp+fsdp+tp",
+        "fsdp+cp",
+        "fsdp+cp+tp",
+        "fsdp+ep",
+        "fsdp+tp+ep",
+    ),
+    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     remats=frozenset(Remat),
     pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
@@ -30,6 +44,7 @@ _MODELS = {
     ("qwen3", 2048, 28): ("qwen3", "1_7b"),
     ("qwen3", 5120, 40): ("qwen3", "14b"),
     ("qwen3", 5120, 64): ("qwen3", "32b"),
+    ("deepseek_v3", 7168, 61): ("deepseek_v3", "671b"),
 }
 """By model type, width and blocks: the folder in torchtitan/models and the end of the configuration's name in 0.3."""
 _LLAMA3_VOCABULARY = 128256
@@ -46,6 +61,8 @@ def _write(request: Request) -> Draft:
         left_out.append("selective remat to the letter: torchtitan also recomputes every second matrix product")
     if view.fsdp > 1:
         left_out.append("communication hidden otherwise: torchtitan prefetches by FSDP's own order")
+    if view.cp > 1:
+        left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
     if view.tp > 1 and not view.sp:
         left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
     files = [(f"{_function(request)}.py", _configuration(view, folder, size, _function(request)))]
@@ -70,7 +87,8 @@ def _model(chain: ModelChain) -> tuple[str, str]:
             field="--to",
             found=f"torchtitan for {chain.name} ({chain.family.model_type}, {chain.num_layers - 2} blocks of width "
             f"{chain.hidden_size}, {chain.vocab_size} tokens)",
-            expected="a model that torchtitan defines: llama3 8B, 70B, 405B or qwen3 0.6B, 1.7B, 14B, 32B",
+            expected="a model that torchtitan defines: llama3 8B, 70B, 405B, qwen3 0.6B, 1.7B, 14B, 32B, "
+            "or deepseek_v3 671B",
             hint="export --to pytorch, which builds any of our decoder models with transformers",
         )
     return known
@@ -114,8 +132,10 @@ def _configuration(view: UniformPlan, folder: str, size: str, function: str) -> 
         f"        data_parallel_replicate_degree={view.dp},",
         f"        data_parallel_shard_degree={view.fsdp},",
         *([f'        fsdp_reshard_after_forward="{_reshard(view)}",'] if view.fsdp > 1 else []),
+        *([f"        context_parallel_degree={view.cp},"] if view.cp > 1 else []),
         f"        tensor_parallel_degree={view.tp},",
         *([f"        enable_sequence_parallel={view.sp},"] if view.tp > 1 else []),
+        *([f"        expert_parallel_degree={view.ranks_of_experts},"] if view.has_experts else []),
         *_pipeline_lines(view),
         "    )",
         "    return config",
@@ -151,7 +171,9 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
         f"data_parallel_replicate_degree = {view.dp}",
         f"data_parallel_shard_degree = {view.fsdp}",
         *([f'fsdp_reshard_after_forward = "{_reshard(view)}"'] if view.fsdp > 1 else []),
+        *(_context_lines(view) if view.cp > 1 else []),
         f"tensor_parallel_degree = {view.tp}",
+        *([f"expert_parallel_degree = {view.ranks_of_experts}"] if view.has_experts else []),
         f"pipeline_parallel_degree = {view.pipeline.num_stages}",
     ]
     if view.pipeline.num_stages > 1:
@@ -165,6 +187,10 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
     if view.remat is Remat.SELECTIVE:
         lines.append('selective_ac_option = "op"')
     return "\n".join(lines) + "\n"
+
+
+def _context_lines(view: UniformPlan) -> list[str]:
+    return [f"context_parallel_degree = {view.cp}", 'context_parallel_rotate_method = "allgather"']
 
 
 def _dtype(view: UniformPlan) -> str:

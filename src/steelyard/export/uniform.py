@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.kinds import CP, DP, FSDP, TP
 from steelyard.plan.means import block_layers, first_blocks_recomputed
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
@@ -26,7 +26,13 @@ class UniformPlan:
 
     dp: int
     fsdp: int
+    cp: int
+    cp_method: str
+    """How attention sees the whole sequence under cp: gather or ulysses."""
     tp: int
+    ep: int
+    """Over how many data ranks experts are divided, beside those of tp."""
+    has_experts: bool
     sp: bool
     zero: int
     """ZeRO stage of an fsdp level: 2 or 3."""
@@ -46,13 +52,18 @@ class UniformPlan:
     def of(cls, plan: Plan) -> Self:
         """The plan in these words; it must be within the means of a framework of one strategy."""
         strategy = plan.strategies[0]
-        blocks = block_layers(plan.chain())
+        chain = plan.chain()
+        blocks = block_layers(chain)
         remats = {plan.strategies[layer].remat for layer in blocks}
         mixed = len(remats) > 1
         return cls(
             dp=strategy.degree(DP),
             fsdp=strategy.degree(FSDP),
+            cp=strategy.degree(CP),
+            cp_method=str(strategy.variant("cp_method")),
             tp=strategy.degree(TP),
+            ep=max(each.expert_degree for each in plan.strategies),
+            has_experts=any(kind.num_experts for kind in chain.kinds),
             sp=bool(strategy.variant("sp")),
             zero=int(strategy.variant("zero")),
             remat=Remat.FULL if mixed else remats.pop(),
@@ -71,11 +82,18 @@ class UniformPlan:
         return self.dp * self.fsdp
 
     @property
+    def ranks_of_experts(self) -> int:
+        """Ranks over which experts are divided whole: tp divides them too, and no expert itself."""
+        return self.ep * self.tp
+
+    @property
     def degrees(self) -> str:
         """The degrees in words, as in ``fsdp 4, tp 2 with sp, 2 stages``."""
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.fsdp > 1 else []
+        words += [f"cp {self.cp} ({self.cp_method})"] if self.cp > 1 else []
         words += [f"tp {self.tp} {'with' if self.sp else 'without'} sp"] if self.tp > 1 else []
+        words += [f"ep {self.ep}"] if self.ep > 1 else []
         words += [f"{self.pipeline.num_stages} stages"] if self.pipeline.num_stages > 1 else []
         return ", ".join(words) or "one device"
 

@@ -24,7 +24,7 @@ _SEED_STRIDE = 1_000_003
 
 def hub_config(chain: ModelChain) -> PreTrainedConfig:
     """The `transformers` config object of a chain; raises `InvalidModelError` where transformers refuses it."""
-    entries = {key: value for key, value in chain.config.items() if key != "model_type"}
+    entries = {key: copy.deepcopy(value) for key, value in chain.config.items() if key != "model_type"}  # it adds keys
     try:
         return AutoConfig.for_model(chain.family.model_type, **entries)
     except (TypeError, ValueError, KeyError) as error:

@@ -11,8 +11,8 @@ tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks 
 |         | heads; all-to-all of the output back                    | reverse                                         |
 
 What is named together goes in one collective. Gathered keys and values are not kept: what backward reads is of this
-rank's tokens. A layer that is computed again communicates again as in its forward pass. Gradients of keys and values
-are summed over ranks in the type of the keys.
+rank's tokens. A layer that is computed again gathers again; all-to-alls are repeated by full remat alone. Gradients of
+keys and values are summed over ranks in the type of the keys.
 
 With gather a rank attends with two pieces of the sequence, each to its own causal prefix: equal work for all ranks.
 With ulysses the numbers of query and of key-value heads must be multiples of the degree. Neither drops entries. With a

@@ -26,14 +26,15 @@ def shard_over(
     """The layer with its parameters sharded over the one axis of ``mesh``, in place.
 
     Of two axes, over the second one, and replicated over the first (hybrid sharding).
-    Experts that ep has divided are sharded over ``expert_mesh``, which is what ep leaves of ``mesh``.
+    Experts that ep has divided are sharded over ``expert_mesh``, which is what ep leaves of ``mesh``. Experts are cut
+    where shards come out equal: there are often fewer of them than shards.
     """
     module = fully_shard(
         layer,
         mesh=mesh,
         mp_policy=mixed_precision(precision),
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=None if expert_mesh is None else shard_placement(layer, expert_mesh),
+        shard_placement_fn=shard_placement(layer, mesh if expert_mesh is None else expert_mesh),
     )
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)

@@ -49,8 +49,8 @@ def _(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
 def grouped_mm_backward(
     gradient: Tensor, inputs: Tensor, weights: Tensor, ends: Tensor, share: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the inputs and of the weights."""
-    of_inputs, of_weights = torch.zeros_like(inputs), torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    """The gradients of the inputs and of the weights, these laid out as the weights are: autograd copies any others."""
+    of_inputs, of_weights = torch.zeros_like(inputs), torch.zeros_like(weights)
     for group, (start, end) in enumerate(_ranges(ends)):
         torch.mm(gradient[start:end], weights[group].T, out=of_inputs[start:end])
         torch.mm(inputs[start:end].T, gradient[start:end], out=of_weights[group])
@@ -59,7 +59,7 @@ def grouped_mm_backward(
 
 @grouped_mm_backward.register_fake
 def _(gradient: Tensor, inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(inputs), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    return torch.empty_like(inputs), torch.empty_like(weights)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:

@@ -7,8 +7,9 @@
 | full      | the layer's input                                    | everything                 |
 
 Selective keeps the results of matrix products, of fused attention, of the reductions (all-reduce, reduce-scatter) of
-tensor parallelism and of the all-to-alls of expert parallelism. What it computes again is bound by memory and not by
-FLOP: norms, activation functions, rotary embedding, casts, copies, sums. Not kept are
+tensor parallelism and of all-to-alls (of tokens to experts, and of sequence for heads in context parallelism). What it
+computes again is bound by memory and not by FLOP: norms, activation functions, rotary embedding, casts, copies, sums.
+Not kept are
 
 - all-gathers of sequence parallelism: a result is tp times as large as what it is made from, and with them selective
   would hold more than none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);

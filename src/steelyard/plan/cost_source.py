@@ -39,6 +39,10 @@ class CostSource(ProfileIdentity):
     rates: CatalogueRates | None = None
     """Absent where times were measured or the rates given, and in plans that were written before it was said."""
 
+    imbalance: float | None = Field(default=None, ge=1)
+    """How many times the mean the rank computes whose experts most tokens take, which is assumed; absent for models
+    without experts, and in plans that were written before they were divided."""
+
     @model_validator(mode="before")
     @classmethod
     def _numbers(cls, data: Any) -> Any:
@@ -54,6 +58,11 @@ class CostSource(ProfileIdentity):
             "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by a measured run"
         )
         if self.is_measured:
-            return f"measured on {self.device} ({self.created}){scaled}"
+            return f"measured on {self.device} ({self.created}){scaled}{self._routing}"
         rates = "" if self.rates is None else f", {self.rates}"
-        return f"traced with torch {self.torch}, transformers {self.transformers}; catalogue rates{rates}{scaled}"
+        how = f"traced with torch {self.torch}, transformers {self.transformers}"
+        return f"{how}; catalogue rates{rates}{scaled}{self._routing}"
+
+    @property
+    def _routing(self) -> str:
+        return "" if self.imbalance is None else f"; imbalance of divided experts assumed: {self.imbalance:g}"

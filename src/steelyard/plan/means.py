@@ -1,8 +1,9 @@
 """What a framework can express of a plan, as data, and what of a given plan goes beyond it.
 
 A framework with ``mixes_layers`` runs every plan. Any other takes one strategy for the whole model: the same levels, sp
-and ZeRO stage on every layer, one remat choice for all blocks, and none for the embedding and the head, which no
-framework recomputes. `steelyard.planning.plan_within` searches the best plan of that form.
+and ZeRO stage on every layer, experts divided alike in all layers that have some, one remat choice for all blocks, and
+none for the embedding and the head, which no framework recomputes. `steelyard.planning.plan_within` searches the best
+plan of that form.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,6 +42,8 @@ class Means:
     """What each variant of these kinds may be; a variant that is not named only its default."""
     variants_beside: Mapping[str, Allowed] = field(default_factory=dict)
     """What takes the place of some of these where a layer uses another kind as well, by the name of that one."""
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """By the name of a kind, why a layer cannot use it, where there is more to say than that it cannot."""
     remats: frozenset[Remat] = frozenset()
     """What may be recomputed of all blocks alike."""
     remats_first_blocks: bool = False
@@ -55,6 +58,9 @@ class Means:
             return None
         kinds = frozenset(strategy.kinds)
         if kinds not in self.kinds:
+            named = [f"{kind.name}, {self.why_not[kind.name]}" for kind in strategy.kinds if kind.name in self.why_not]
+            if named:
+                return named[0]
             return f"{' with '.join(sorted(kind.name for kind in kinds))} in one layer"
         if any(level.kind.divides is Divides.TENSORS for level in strategy.levels[:-1]):
             return "tensor parallelism over ranks that are not neighbours"
@@ -126,8 +132,13 @@ def first_blocks_recomputed(plan: Plan) -> int | None:
 
 
 def _mixed(plan: Plan) -> list[str]:
+    chain = plan.chain()
+    whole = {strategy.without_remat().with_whole_experts() for strategy in plan.strategies}
     bases = [strategy.without_remat() for strategy in plan.strategies]
-    return [f"strategies that differ between layers ({_counted(bases)})"] if len(set(bases)) > 1 else []
+    sparse = [base for layer, base in enumerate(bases) if chain.kind_of(layer).num_experts]
+    if len(whole) == 1 and len(set(sparse)) <= 1:
+        return []
+    return [f"strategies that differ between layers ({_counted(bases)})"]
 
 
 def _recomputed_ends(plan: Plan, chain: ModelChain) -> list[str]:

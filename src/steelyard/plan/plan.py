@@ -131,6 +131,18 @@ class Alternative(PlanPart):
     """Of its fullest device; absent where it was not computed exactly."""
 
 
+class Baseline(PlanPart):
+    """The best plan of a plain kind that one takes without a planner, on the same costs."""
+
+    name: str
+    step_time_s: float | None = None
+    """Absent where none of them fits."""
+    missing_bytes: int | None = None
+    """Bytes per device that the nearest one lacks, where none fits."""
+    setting: str = ""
+    strategies: str = ""
+
+
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
@@ -147,6 +159,8 @@ class Prediction(PlanPart):
     backend: Backend | None = None
     """What the devices communicate with; absent in plans that were written before it was said."""
     alternatives: tuple[Alternative, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
+    """The best plain plans; none where they were not searched."""
 
     @property
     def time_factor(self) -> float:

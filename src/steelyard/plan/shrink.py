@@ -1,13 +1,14 @@
 """A plan at small width: the same stages, schedule and strategies, for a model that any machine trains in a moment.
 
 Of every run of equal layers with one strategy at most two are kept; widths, heads, experts, vocabulary and sequence are
-as small as the plan's tensor-parallel degrees allow, and a microbatch as its data degrees allow. Dropout is off, since
+as small as the plan's degrees allow, and so is a microbatch. Dropout is off, since
 which entries fall out differs between plans. What is kept: the family, what its blocks attend to, tied embeddings,
-stages and their ranks, strategies with their order, schedule, precision.
+stages and their ranks, strategies with their order, schedule, precision. Models with routed experts compute in fp32:
+rounded to bf16, a token may take another expert, which no comparison can tell from a fault.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -35,7 +36,10 @@ def shrunk_plan(plan: Plan) -> Plan:
     chain = plan.chain()
     kept = list(_kept_layers(plan, chain))
     config = shrunk_config(
-        chain, [layer for part in kept for layer in part], _common([each.tensor_degree for each in plan.strategies])
+        chain,
+        [layer for part in kept for layer in part],
+        _common([each.head_degree for each in plan.strategies]),
+        _common([each.expert_degree for each in plan.strategies]),
     )
     small = chain_from_config(config, name=chain.name)
     first, stages = 0, []
@@ -46,14 +50,14 @@ def shrunk_plan(plan: Plan) -> Plan:
     microbatches = min(plan.num_microbatches, 2 * len(plan.stages))
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
-    degree = _common([strategy.tensor_degree for strategy in plan.strategies])
+    degree = _common(2 * each.token_degree * each.tensor_degree for each in plan.strategies)
     return Plan(
         model=PlanModel(name=chain.name, config=config),
         cluster=plan.cluster,
         seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
-        global_batch=microbatches * _common([strategy.sample_degree for strategy in plan.strategies]),
+        global_batch=microbatches * _common(strategy.sample_degree for strategy in plan.strategies),
         num_microbatches=microbatches,
-        precision=plan.precision,
+        precision="fp32" if any(kind.num_experts for kind in chain.kinds) else plan.precision,
         schedule=plan.schedule,
         stages=tuple(stages),
     )
@@ -67,8 +71,11 @@ def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
         yield [layer for _, run in runs for layer in list(run)[:_KEPT_OF_A_RUN]]
 
 
-def shrunk_config(chain: ModelChain, kept: list[int], degree: int) -> dict[str, Any]:
-    """The config of the same family with the kept layers alone, all of whose sizes ``degree`` divides."""
+def shrunk_config(chain: ModelChain, kept: list[int], degree: int, expert_degree: int = 1) -> dict[str, Any]:
+    """The config of the same family with the kept layers alone, all of whose sizes ``degree`` divides.
+
+    What each of so many ranks has of the experts, ``expert_degree`` divides further.
+    """
     config = {key: value for key, value in chain.config.items() if key != "rope_scaling"}
     config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, int | float)}
     config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
@@ -82,7 +89,7 @@ def shrunk_config(chain: ModelChain, kept: list[int], degree: int) -> dict[str, 
     if chain.family.model_type == "swin":
         return config
     config |= _named_sizes(chain, width=width, heads=heads, num_blocks=len(_blocks(chain, kept)))
-    config |= _family_sizes(chain, kept, degree, width)
+    config |= _family_sizes(chain, kept, degree, width, num_divided=degree * expert_degree)
     return config
 
 
@@ -112,7 +119,7 @@ def _named_sizes(chain: ModelChain, *, width: int, heads: int, num_blocks: int) 
     return {key: value for key, value in by_key.items() if key in chain.sizes or key in chain.config}
 
 
-def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int) -> dict[str, Any]:
+def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int, *, num_divided: int) -> dict[str, Any]:
     """The sizes that only some families have, given also where the config leaves them to transformers."""
     found: dict[str, Any] = {}
     sizes = dict(_divided(chain))
@@ -123,7 +130,7 @@ def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int) -
         found["head_dim"] = _HEAD_DIM
     if "experts" in sizes:
         key = _EXPERTS.get(chain.family.model_type, "num_experts")
-        found |= {key: _multiple(_LEAST_EXPERTS, degree), "num_experts_per_tok": 2}
+        found |= {key: _multiple(_LEAST_EXPERTS, num_divided), "num_experts_per_tok": 2}
     if chain.family.model_type == "qwen3_moe":
         dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
         found |= {"mlp_only_layers": [i for i, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
@@ -131,6 +138,7 @@ def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int) -
     if chain.family.model_type == "deepseek_v3":
         dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
         found |= {"first_k_dense_replace": sum(dense), "n_group": 1, "topk_group": 1}
+        found["num_key_value_heads"] = _heads(chain, degree)
         found |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), width)
         found |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM)
     if chain.family.model_type == "t5":
@@ -172,7 +180,7 @@ def _special_tokens(config: Mapping[str, Any], vocabulary: int) -> dict[str, int
     return found
 
 
-def _common(degrees: list[int]) -> int:
+def _common(degrees: Iterable[int]) -> int:
     return math.lcm(*degrees)
 
 

@@ -176,6 +176,12 @@ class Strategy:
         """The strategy with everything kept for the backward pass."""
         return Strategy(levels=self.levels, variants=self.variants)
 
+    def with_whole_experts(self) -> "Strategy":
+        """The strategy of a layer without experts beside it: nothing divided that takes ranks of other levels."""
+        known = variants()
+        own = tuple((key, value) for key, value in self.variants if known[key][0].is_level)
+        return Strategy(levels=self.levels, remat=self.remat, variants=own)
+
     def level(self, kind: Kind) -> Level | None:
         """The level of a kind, None where it is not used."""
         return next((level for level in self.levels if level.kind is kind), None)
@@ -183,6 +189,11 @@ class Strategy:
     def degree(self, kind: Kind) -> int:
         """The degree of a kind's level; 1 where it is not used."""
         return degree_of(tuple(level for level in self.levels if level.kind is kind))
+
+    @property
+    def head_degree(self) -> int:
+        """Ways in which the heads of attention are divided."""
+        return math.prod(kind.head_degree(self) for kind in self.kinds)
 
     @property
     def sequence_degree(self) -> int:
@@ -193,6 +204,16 @@ class Strategy:
     def data_degree(self) -> int:
         """Ranks with different samples or tokens, over which gradients are summed."""
         return degree_of(data_levels(self.levels))
+
+    @property
+    def expert_state_shards(self) -> int:
+        """Ways in which the states of a rank's routed experts are sharded: what expert parallelism leaves of them."""
+        return max(1, self.state_shards // self.expert_degree)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Data ranks that hold the same shard of routed experts."""
+        return self.data_degree // (self.expert_degree * self.expert_state_shards)
 
     @property
     def keeps_gathered(self) -> bool:
@@ -289,7 +310,7 @@ class Strategy:
 @lru_cache(maxsize=65536)
 def _is_aligned(strategy: Strategy) -> bool:
     try:
-        assert strategy.expert_axes is not None
+        _ = strategy.expert_axes  # raises where a level, or the degree of experts, is none of whole axes
     except InvalidPlanError:
         return False
     return True

@@ -12,6 +12,7 @@
 | `calibration` | job and a measured run → the job with all times scaled                       |
 | `devices`  | job → the same on other numbers of devices; the fewest that do                   |
 | `batch`    | job → the global batch that is worth its size                                    |
+| `length`   | jobs of any length → the longest sequences that fit                              |
 | `rivals`   | job and plan → the best plans under restrictions                                 |
 | `within`   | job and plan → the best plan that another framework can run                      |
 | `excluded` | job → what was never searched, and why                                           |
@@ -30,9 +31,11 @@ from steelyard.planning.fallbacks import with_fallbacks
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.insist import pin_error, why_not, why_not_plan
 from steelyard.planning.job import make_job
+from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.price import job_of, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
+from steelyard.planning.rivals import with_baselines
 from steelyard.planning.study import study_plan
 from steelyard.planning.within import FittedPlan, plan_within
 
@@ -41,6 +44,8 @@ __all__ = [
     "BatchTrial",
     "FewestDevices",
     "FittedPlan",
+    "LengthTrial",
+    "LongestSequence",
     "NothingFitsError",
     "Pin",
     "PlanOptions",
@@ -53,6 +58,7 @@ __all__ = [
     "find_trade_offs",
     "grow_batch",
     "job_of",
+    "longest_sequence",
     "make_job",
     "make_problem",
     "parse_pin",
@@ -67,6 +73,7 @@ __all__ = [
     "uniform_plan",
     "why_not",
     "why_not_plan",
+    "with_baselines",
     "with_cost",
     "with_devices",
     "with_fallbacks",

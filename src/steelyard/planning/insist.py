@@ -64,10 +64,11 @@ def pin_error(job: Job, options: PlanOptions) -> UserError:
 
 def _can_be_met(job: Job, options: PlanOptions, pin: Pin) -> bool:
     kinds = [job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)]
+    asking = replace(options, pins=(*options.pins, pin))
     return any(
         pin.allows(strategy) and not _reasons(setting, strategy, kinds)
         for setting in pipeline_settings(job, options)
-        for strategy in stage_strategies(job, setting.devices_per_stage, options)
+        for strategy in stage_strategies(job, setting.devices_per_stage, asking)
     )
 
 
@@ -79,21 +80,29 @@ def _no_setting(job: Job, options: PlanOptions) -> str:
 
 
 def _forbidding(job: Job, options: PlanOptions, pin: Pin) -> tuple[str, ...]:
-    """Why no strategy that has what is asked for may be used: the reasons that stand in the way of most of them."""
+    """Why no strategy that has what is asked for may be used: the reasons that stand in the way of most of them.
+
+    Of strategies that come nearest: those that were offered, with the fewest reasons against them.
+    """
     kinds = dict.fromkeys(job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer))
-    settings = pipeline_settings(job, replace(options, pins=(*options.pins, pin)))
-    stopped: dict[str, set[Strategy]] = {}
+    asking = replace(options, pins=(*options.pins, pin))
+    settings = pipeline_settings(job, asking)
+    against: list[tuple[Strategy, frozenset[str]]] = []
     for setting in settings:
-        for strategy in stage_strategies(job, setting.devices_per_stage, options):
+        for strategy in stage_strategies(job, setting.devices_per_stage, asking):
             if pin.allows(strategy):
-                for reason in _reasons(setting, strategy, kinds):
-                    stopped.setdefault(reason, set()).add(strategy)
-    for size in sorted({setting.devices_per_stage for setting in settings}):
-        for strategy, reason in not_offered(job, size, options):
+                against.append((strategy, frozenset(_reasons(setting, strategy, kinds))))
+    for size in sorted({setting.devices_per_stage for setting in settings}) if not against else ():
+        for strategy, reason in not_offered(job, size, asking):
             if pin.allows(strategy):
-                stopped.setdefault(f"{strategy}: {reason}", set()).add(strategy)
-    if not stopped:
+                against.append((strategy, frozenset({f"{strategy}: {reason}"})))
+    if not against:
         return (f"no strategy of the tree for {job.cluster.num_devices} devices or fewer has it",)
+    fewest = min(len(reasons) for _, reasons in against)
+    stopped: dict[str, set[Strategy]] = {}
+    for strategy, reasons in against:
+        for reason in reasons if len(reasons) == fewest else ():
+            stopped.setdefault(reason, set()).add(strategy)
     return tuple(sorted(stopped, key=lambda reason: -len(stopped[reason]))[:SHOWN_REASONS])
 
 

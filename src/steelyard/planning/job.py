@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.chain import ModelChain
@@ -14,6 +14,9 @@ from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import parse_bytes
+
+MOST_IMBALANCE = 8.0
+"""Beyond it no plan is worth making: the routing is to be mended."""
 
 
 def make_job(
@@ -25,6 +28,7 @@ def make_job(
     precision: Precision,
     memory: str | int | None,
     profile: str | Path | Profile | None,
+    imbalance: float = ASSUMED_IMBALANCE,
 ) -> Job:
     """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given."""
     chain = _chain_of(config)
@@ -36,6 +40,13 @@ def make_job(
             raise UserError(
                 field=field, found=str(value), expected="1 or more", hint=f"give --{field.replace('_', '-')}"
             )
+    if not 1 <= imbalance <= MOST_IMBALANCE:
+        raise UserError(
+            field="imbalance",
+            found=f"{imbalance:g}",
+            expected=f"1 (every rank's experts get as many tokens) to {MOST_IMBALANCE:g}",
+            hint="give --imbalance what training reported, or leave it out",
+        )
     chain.check_seq_len(seq_len)
     if isinstance(profile, str | Path):
         profile = parse_file(Path(profile), Profile, InvalidProfileError, what="profile")
@@ -52,6 +63,7 @@ def make_job(
         global_batch=global_batch,
         precision=precision,
         budget_bytes=machines.device.known_memory_bytes(),
+        imbalance=imbalance,
     )
 
 

@@ -36,7 +36,7 @@ def job_of(
 ) -> Job:
     """The job that a plan is for, on its cluster or another one, with the memory of its devices or another one.
 
-    Times are scaled as they were for the plan's prediction.
+    Times are scaled, and experts as uneven, as they were for the plan's prediction.
     """
     job = make_job(
         plan.chain(),
@@ -47,7 +47,11 @@ def job_of(
         memory=memory,
         profile=profile,
     )
-    return replace(job, time_factor=plan.prediction.time_factor) if plan.prediction else job
+    if plan.prediction is None:
+        return job
+    imbalance = plan.prediction.profile.imbalance
+    job = job if imbalance is None else replace(job, imbalance=imbalance)
+    return replace(job, time_factor=plan.prediction.time_factor)
 
 
 def with_price(plan: Plan, job: Job) -> Plan:

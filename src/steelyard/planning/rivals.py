@@ -5,7 +5,7 @@ The cost tables are built once; a restriction takes pipeline settings away and f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import Rival
 from steelyard.plan.kinds import KINDS, Kind, variants
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Baseline, Plan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import accept
 from steelyard.planning.assemble import describe, summarise
 from steelyard.planning.choose import device_bytes
+from steelyard.planning.plain import PLAIN_KINDS, least_tables, plain_tables
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.units import format_plural
@@ -52,10 +53,10 @@ ANY_PLAN = "any plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restriction:
-    """What a rival may not do, by name, and the cost tables that are left, built when they are asked for."""
+    """What a rival may not do, by name, and how it is searched, when it is asked for."""
 
     name: str
-    tables: Callable[[], Sequence[CostTables]]
+    rival: Callable[[], Rival]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +89,28 @@ class Contest:
 
 
 def find_rivals(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Rival, ...]:
-    """The best plan of all, without each means that the plan uses, of one strategy, and of other pipeline settings."""
-    return tuple(contest.rival(each.name, each.tables()) for each in restrictions(contest, plan, options))
+    """The best plans of all, of the plain kinds, without each means of the plan, and of other pipeline settings."""
+    return tuple(each.rival() for each in restrictions(contest, plan, options))
 
 
 def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Restriction, ...]:
     """What `find_rivals` searches, in that order; nothing is searched yet."""
-    found = [Restriction(name=ANY_PLAN, tables=lambda: contest.tables)]
+    found = [_among(contest, ANY_PLAN, lambda: contest.tables)]
+    found += _plain(contest)
     for name, keeps in means_of(plan).items():
-        found.append(Restriction(name=name, tables=partial(_all_restricted, contest, keeps)))
-    if len(set(plan.strategies)) > 1:
-        found.append(Restriction(name="one strategy everywhere", tables=lambda: uniform_tables(contest.tables)))
+        found.append(_among(contest, name, partial(_all_restricted, contest, keeps)))
     found += _other_pipelines(contest, plan)
     if plan.num_stages > 1:
         found += _other_schedules(contest, plan, options)
     return tuple(found)
+
+
+def _plain(contest: Contest) -> list[Restriction]:
+    floors = cache(lambda: least_tables(contest.job, contest.tables))
+    return [
+        _among(contest, each.name, lambda kind=each: plain_tables(kind, contest.job, contest.tables, floors()))
+        for each in PLAIN_KINDS
+    ]
 
 
 def _all_restricted(contest: Contest, keeps: Keeps) -> list[CostTables]:
@@ -115,25 +123,28 @@ def restricted(tables: CostTables, keeps: Keeps) -> CostTables:
     return replace(tables, legal=tables.legal & kept)
 
 
-def uniform_tables(tables: Sequence[CostTables]) -> list[CostTables]:
-    """A setting for every strategy that all layers may take, with that strategy alone."""
-    return [
-        each.select(strategies=[index])
-        for each in tables
-        for index in np.flatnonzero(each.legal[sorted(set(each.layers))].all(axis=0))
-    ]
+def with_baselines(plan: Plan, job: Job, tables: Sequence[CostTables]) -> Plan:
+    """The plan with the best plan of each plain kind in its prediction, searched among all settings of these tables."""
+    if plan.prediction is None:
+        return plan
+    contest = Contest(job=job, tables=tuple(tables), step_s=plan.prediction.step_time_s)
+    found = tuple(
+        Baseline(**{name: getattr(rival, name) for name in Baseline.model_fields})
+        for rival in (each.rival() for each in _plain(contest))
+    )
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"baselines": found})})
 
 
 def _other_pipelines(contest: Contest, plan: Plan) -> list[Restriction]:
     found = []
     for count in sorted({tables.pipeline.num_stages for tables in contest.tables} - {plan.num_stages}):
         chosen = [tables for tables in contest.tables if tables.pipeline.num_stages == count]
-        found.append(_among(format_plural(count, "stage"), chosen))
+        found.append(_among(contest, format_plural(count, "stage"), partial(list, chosen)))
     counts = {tables.pipeline.num_microbatches for tables in contest.tables}
     for count in (plan.num_microbatches // 2, plan.num_microbatches * 2):
         if count in counts:
             chosen = [tables for tables in contest.tables if tables.pipeline.num_microbatches == count]
-            found.append(_among(format_plural(count, "microbatch", "microbatches"), chosen))
+            found.append(_among(contest, format_plural(count, "microbatch", "microbatches"), partial(list, chosen)))
     return found
 
 
@@ -146,19 +157,23 @@ def _other_schedules(contest: Contest, plan: Plan, options: PlanOptions) -> list
     counts = sorted({tables.pipeline.num_microbatches for tables in here})
     mine = plan.pipeline.schedule
     found = [
-        _among(schedule.name, [tables for tables in here if tables.pipeline.schedule == schedule])
+        _among(contest, schedule.name, partial(_of_schedule, schedule, here))
         for schedule in dict.fromkeys(tables.pipeline.schedule for tables in here)
         if schedule != mine and not schedule.why_not_everywhere
     ]
     for schedule in SCHEDULES.values():
         if schedule != mine and schedule.why_not_everywhere:
             tables = partial(_tables_under, schedule, contest.job, plan.num_stages, counts, options)
-            found.append(Restriction(name=schedule.name, tables=tables))
+            found.append(_among(contest, schedule.name, tables))
     return found
 
 
-def _among(name: str, tables: Sequence[CostTables]) -> Restriction:
-    return Restriction(name=name, tables=lambda: tables)
+def _among(contest: Contest, name: str, tables: Callable[[], Sequence[CostTables]]) -> Restriction:
+    return Restriction(name=name, rival=lambda: contest.rival(name, tables()))
+
+
+def _of_schedule(schedule: Schedule, tables: Sequence[CostTables]) -> list[CostTables]:
+    return [each for each in tables if each.pipeline.schedule == schedule]
 
 
 def _tables_under(

@@ -151,7 +151,7 @@ def _explain(
         if time.process_time() > deadline:
             left_out.append(each.name)
             continue
-        rival = contest.rival(each.name, each.tables())
+        rival = each.rival()
         rivals.append(rival)
         if each.name == ANY_PLAN:
             binds = what_binds(contest, rival)

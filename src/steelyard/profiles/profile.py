@@ -128,10 +128,9 @@ class LayerProfile(ProfilePart):
     """Keys and values that attention reads."""
     attention_bytes: Affine = Affine()
     """Queries, keys, values and results of attention."""
-    routed_bytes: Affine = Affine()
-    """Inputs of all experts that tokens take."""
-    expert_flop: Affine = Affine()
-    """Part of the forward matmuls that routed experts do."""
+    divided_experts: tuple["LayerProfile", "LayerProfile"] | None = None
+    """The layer where ranks divide its routed experts: on a rank that computes as many pairs of a token and an expert
+    as its own tokens have, and on one that computes twice as many. Absent where it has none."""
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
 
@@ -152,10 +151,32 @@ class LayerProfile(ProfilePart):
             )
         return self
 
-    def expert_share(self, samples: float) -> float:
-        """The part of the layer's FLOP that routed experts do."""
-        whole = self.forward.matmul_flop.at(samples) + self.forward.attention_flop.at(samples)
-        return self.expert_flop.at(samples) / whole if whole else 0.0
+    def with_divided_experts(self, imbalance: float) -> "LayerProfile":
+        """The layer where ranks divide its experts, on one that computes ``imbalance`` times its own tokens' pairs.
+
+        What it does and holds lies on the line through what was counted for 1 and for 2: peaks are convex, so between
+        these the line is an upper bound. Collectives are those for 1. Raises
+        `InvalidProfileError` where nothing was counted.
+        """
+        if self.divided_experts is None:
+            raise InvalidProfileError(
+                field=f"layers.{self.kind}.divided_experts",
+                found=f"nothing counted ({self.shape_text})",
+                expected="what a rank does where experts are divided over ranks",
+                hint="trace or profile the model again",
+            )
+        even, twice = self.divided_experts
+        names = ("saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
+        lines = {name: _between(getattr(even, name), getattr(twice, name), imbalance) for name in names}
+        works = {name: _work_between(getattr(even, name), getattr(twice, name), imbalance) for name in _DIRECTIONS}
+        again = tuple(
+            one.model_copy(
+                update={name: _between(getattr(one, name), getattr(other, name), imbalance) for name in names}
+                | {"work": _work_between(one.work, other.work, imbalance)}
+            )
+            for one, other in zip(even.recomputations, twice.recomputations, strict=True)
+        )
+        return even.model_copy(update={**lines, **works, "recomputations": again, "times": self.times})
 
     def recomputation(self, remat: str) -> Recomputation:
         """The layer under a remat choice; raises `InvalidProfileError` where the profile has no entry for it."""
@@ -209,6 +230,22 @@ class LayerProfile(ProfilePart):
             selective_s=_known_at(samples, (low, low.selective_s), (high, high.selective_s)),
             full_s=_known_at(samples, (low, low.full_s), (high, high.full_s)),
         )
+
+
+_DIRECTIONS = ("forward", "backward")
+
+
+def _between(one: Affine, two: Affine, place: float) -> Affine:
+    """At ``place`` on the line that is ``one`` at 1 and ``two`` at 2."""
+    return Affine(
+        constant=one.constant + (place - 1) * (two.constant - one.constant),
+        per_sample=one.per_sample + (place - 1) * (two.per_sample - one.per_sample),
+    )
+
+
+def _work_between(one: Work, two: Work, place: float) -> Work:
+    names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
+    return one.model_copy(update={name: _between(getattr(one, name), getattr(two, name), place) for name in names})
 
 
 def _known_at(

@@ -32,6 +32,9 @@ class RankRecord(RecordPart):
     busy_s: float | None = None
     """Seconds of a step, the median, in which the rank worked and did not wait for another stage; absent in records
     that were written before it was measured."""
+    imbalance: float | None = None
+    """Pairs of tokens and experts on the busiest rank of this one's expert groups over their mean, of its layers and of
+    the timed steps; absent where it holds no divided experts."""
 
 
 class RunRecord(RecordPart):
@@ -54,6 +57,8 @@ class RunRecord(RecordPart):
     predicted_step_s: float | None = None
     predicted_time_factor: float = Field(default=1.0, gt=0)
     """What the prediction had been multiplied by after an earlier run."""
+    predicted_imbalance: float | None = None
+    """What was assumed of how uneven routing is; absent for models without experts."""
     predicted_busy_s: tuple[float, ...] | None = None
     """Per stage the seconds of a step in which it works, as the plan predicted."""
     predicted_peak_bytes: tuple[int, ...] | None = None

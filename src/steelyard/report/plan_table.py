@@ -9,6 +9,8 @@ from steelyard.plan.plan import LayerRun, Plan, Prediction
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
+SAME_SHARE = 5e-4
+"""Step times that differ by less than this share are called the same."""
 MAX_STAGE_COLUMNS = 4
 """More stages than these are shown as rows, with their totals alone."""
 
@@ -39,13 +41,30 @@ def headline(plan: Plan) -> str:
     prediction = plan.prediction
     if prediction is None:
         return text
+    compared = baseline_line(prediction)
     mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
     return (
         f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
         f"{format_bytes(max(stage.total_bytes for stage in prediction.stages))} of "
-        f"{format_bytes(prediction.budget_bytes)} per device"
+        f"{format_bytes(prediction.budget_bytes)} per device" + (f"\n{compared}" if compared else "")
     )
+
+
+def baseline_line(prediction: Prediction) -> str:
+    """What is gained over the best of the plain plans, and what that is; empty where none was searched."""
+    if not prediction.baselines:
+        return ""
+    others = [each for each in prediction.baselines if each.step_time_s is None]
+    fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
+    missing = f"{' and '.join(each.name for each in others)} " + ("does" if len(others) == 1 else "do") + " not fit"
+    if not fitting:
+        return f"{missing}: no plain plan does"
+    step_s, best = min(fitting, key=lambda pair: pair[0])
+    gain = 1 - prediction.step_time_s / step_s
+    words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as fast as"
+    text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
+    return f"{text}; {missing}" if others else text
 
 
 def stage_table(plan: Plan) -> Table:

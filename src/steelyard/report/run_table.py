@@ -23,6 +23,7 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
     )
     for stage in range(plan.num_stages if plan.num_stages > 1 else 0):
         _add_busy_row(table, record, stage, is_last=stage == plan.num_stages - 1)
+    _add_imbalance_row(table, record)
     predicted_bytes = record.predicted_peak_bytes
     for rank in record.ranks:
         expected = None if predicted_bytes is None else predicted_bytes[rank.stage]
@@ -33,6 +34,21 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
             "–" if expected is None else f"{expected / rank.peak_bytes:.2f}",
         )
     return table
+
+
+def _add_imbalance_row(table: Table, record: RunRecord) -> None:
+    """How uneven the routing was where experts are divided, on average over all ranks, beside what was assumed."""
+    measured = [rank.imbalance for rank in record.ranks if rank.imbalance is not None]
+    if not measured:
+        return
+    assumed, mean = record.predicted_imbalance, sum(measured) / len(measured)
+    table.add_row(
+        "imbalance of experts (assumed)",
+        "–" if assumed is None else f"{assumed:.2f}",
+        f"{mean:.2f}",
+        "–" if assumed is None else f"{assumed / mean:.2f}",
+        end_section=True,
+    )
 
 
 def _add_busy_row(table: Table, record: RunRecord, stage: int, *, is_last: bool) -> None:

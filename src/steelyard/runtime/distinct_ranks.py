@@ -1,7 +1,9 @@
 """Which ranks of a plan hold different things, so that one of each kind stands for all.
 
 The ranks of a stage run the same layers on as many samples. They differ only where FSDP cannot divide a parameter's
-first dim evenly: it is cut into chunks of equal size, of which the last ones are smaller or empty.
+first dim evenly: it is cut into chunks of equal size, of which the last ones are smaller or empty. Routed experts are
+cut along a dim that divides evenly, if any does (`steelyard.modules.kinds.ep.even_dim`); over the ranks that divide
+them they are always equal.
 """
 
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ import numpy as np
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, layer_modules
+from steelyard.modules.experts import routed_experts
+from steelyard.modules.kinds.ep import even_dim
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes
 
@@ -27,7 +31,7 @@ class RankGroup:
 def distinct_ranks(plan: Plan) -> tuple[RankGroup, ...]:
     """The groups of equal ranks of a plan, stage by stage."""
     chain = plan.chain()
-    dims = _first_dims(chain)
+    dims = _dims(chain)
     groups = []
     for stage, (first, last) in enumerate(dict.fromkeys(part.ranks for part in plan.stages)):
         layers = [
@@ -43,32 +47,53 @@ def distinct_ranks(plan: Plan) -> tuple[RankGroup, ...]:
     return tuple(groups)
 
 
-def _first_dims(chain: ModelChain) -> dict[int, set[int]]:
-    """The sizes of the parameters' first dims, by kind of layer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dims:
+    """Sizes of a layer's parameters: the first dims, and of those of routed experts all dims."""
+
+    first: set[int]
+    experts: set[tuple[int, ...]]
+
+
+def _dims(chain: ModelChain) -> dict[int, _Dims]:
+    """The sizes of the parameters, by kind of layer."""
     model = build_meta_model(chain)
-    dims: dict[int, set[int]] = {}
+    dims: dict[int, _Dims] = {}
     for layer in range(chain.num_layers):
         if chain.layers[layer] not in dims:
             modules = layer_modules(model, chain, layer).values()
-            dims[chain.layers[layer]] = {p.shape[0] for module in modules for p in module.parameters()}
+            found = [each for module in modules for each in routed_experts(module)]
+            experts = {parameter for each in found for parameter in each.parameters()}
+            others = {p for module in modules for p in module.parameters()} - experts
+            dims[chain.layers[layer]] = _Dims(
+                first={p.shape[0] for p in others}, experts={tuple(p.shape) for p in experts}
+            )
     return dims
 
 
-def _uneven_shares(layers: dict[tuple[int, Strategy], None], dims: dict[int, set[int]], place: int) -> Iterator[int]:
+def _cut_of_experts(shape: tuple[int, ...], strategy: Strategy) -> int | None:
+    """The number of experts that shards cannot have equal parts of, None where they can."""
+    own = shape[0] // (strategy.tensor_degree * strategy.expert_degree)
+    return own if even_dim((own, *shape[1:]), strategy.expert_state_shards) is None else None
+
+
+def _uneven_shares(layers: dict[tuple[int, Strategy], None], dims: dict[int, _Dims], place: int) -> Iterator[int]:
     """Entries of each dim that does not divide evenly which the rank at ``place`` in its stage holds."""
     for kind, strategy in layers:
-        for whole in sorted(dims[kind]):
+        for own in sorted({_cut_of_experts(shape, strategy) for shape in dims[kind].experts} - {None}):
+            chunk = -(-own // strategy.expert_state_shards)
+            yield min(max(own - chunk * _shard_of(strategy, strategy.expert_state_axes[1], place), 0), chunk)
+        for whole in sorted(dims[kind].first):
             for size in sorted(
                 {whole, whole // strategy.tensor_degree if whole % strategy.tensor_degree == 0 else whole}
             ):
                 if size % strategy.state_shards:
                     chunk = -(-size // strategy.state_shards)
-                    yield min(max(size - chunk * _shard_of(strategy, place), 0), chunk)
+                    yield min(max(size - chunk * _shard_of(strategy, strategy.shard_axes, place), 0), chunk)
 
 
-def _shard_of(strategy: Strategy, place: int) -> int:
-    """Which shard of a layer's parameters the rank at ``place`` in its stage holds."""
+def _shard_of(strategy: Strategy, axes: tuple[int, ...], place: int) -> int:
+    """Which shard of parameters that are sharded over ``axes`` the rank at ``place`` in its stage holds."""
     sizes = mesh_axes(strategy.num_devices)
     coordinates = np.unravel_index(place, sizes)
-    axes = strategy.shard_axes
     return int(np.ravel_multi_index([coordinates[axis] for axis in axes], [sizes[axis] for axis in axes]))

@@ -31,6 +31,9 @@ class Step:
     """Seconds in which this rank worked and did not wait for another stage."""
     peak_bytes: int
     """The most bytes that this rank's tensors held, in the step that was measured; 0 before it."""
+    imbalance: float | None = None
+    """Where experts are divided over ranks: the most pairs of tokens and experts that a rank of this one's groups
+    computed over their mean, averaged over the layers of this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class StepMetrics:
     samples_per_s: float
     mfu: float | None
     memory_bytes: int | None
+    imbalance: float | None = None
 
     def line(self, num_steps: int, *, counts_tokens: bool) -> str:
         """The line of progress."""
@@ -54,6 +58,8 @@ class StepMetrics:
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
         parts.append(f"grad norm {self.grad_norm:.3f}")
+        if self.imbalance is not None:
+            parts.append(f"imbalance {self.imbalance:.2f}")
         if self.memory_bytes is not None:
             parts.append(f"memory {format_bytes(self.memory_bytes)}")
         return "  ".join(parts)
@@ -77,6 +83,7 @@ def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:
         samples_per_s=samples_per_s,
         mfu=model_flop_utilisation(plan, step.time_s),
         memory_bytes=step.peak_bytes or None,
+        imbalance=step.imbalance,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from steelyard.modules.kinds.ep import take_imbalance
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.runtime.applied import gather_strategies, observe_layers
@@ -96,11 +97,17 @@ class _Trainer:
                 time_s=time.perf_counter() - started_s,
                 busy_s=self.model.clock.take_s(),
                 peak_bytes=self.peak_bytes,
+                imbalance=self._imbalance(),
             )
             _check_finite(step, result, self._options)
             yield result
             self.persistence.after_step(step + 1)
         self.persistence.end()
+
+    def _imbalance(self) -> float | None:
+        """Of this rank's layers on average; collective over the ranks that divide experts."""
+        found = take_imbalance(self.model.layers)
+        return statistics.fmean(found.values()) if found else None
 
     def _step(self, step: int) -> tuple[Tensor, Tensor]:
         loss = self.model.train_step(self._data.reader(self.persistence.first_sample(step), 1))
@@ -165,10 +172,11 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
                 zip(steps, times_s, strict=True), start=trainer.persistence.num_steps + 1
             )
         ),
-        ranks=_gather_ranks(trainer, statistics.median(step.busy_s for step in steps[num_warmup:])),
+        ranks=_gather_ranks(trainer, steps[num_warmup:]),
         mfu=model_flop_utilisation(plan, median_s),
         predicted_step_s=plan.prediction.step_time_s if plan.prediction else None,
         predicted_time_factor=plan.prediction.time_factor if plan.prediction else 1.0,
+        predicted_imbalance=plan.prediction.profile.imbalance if plan.prediction else None,
         predicted_busy_s=predicted_busy_s(plan),
         predicted_peak_bytes=tuple(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else None,
     )
@@ -181,15 +189,17 @@ def predicted_busy_s(plan: Plan) -> tuple[float, ...] | None:
     return tuple(stage.total_time_s * plan.num_microbatches for stage in plan.prediction.stages)
 
 
-def _gather_ranks(trainer: _Trainer, busy_s: float) -> tuple[RankRecord, ...]:
+def _gather_ranks(trainer: _Trainer, timed: list[Step]) -> tuple[RankRecord, ...]:
     model = trainer.model
+    uneven = [step.imbalance for step in timed if step.imbalance is not None]
     mine = RankRecord(
         rank=dist.get_rank(),
         stage=model.mesh.stage_index,
         peak_bytes=trainer.peak_bytes,
         memory_method=memory_method(model.device),
         num_params=model.num_local_params(),
-        busy_s=busy_s,
+        busy_s=statistics.median(step.busy_s for step in timed),
+        imbalance=statistics.fmean(uneven) if uneven else None,
     )
     ranks: list[RankRecord | None] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

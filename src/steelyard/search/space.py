@@ -19,7 +19,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from steelyard.plan.kinds import KINDS, Kind, Value
+from steelyard.model.chain import LayerKind
+from steelyard.plan.kinds import KINDS, Kind, Value, variants
 from steelyard.plan.kinds.data import degree_of
 from steelyard.plan.kinds.kind import Divides, Level, Levels, Variant
 from steelyard.plan.strategy import Remat, Strategy
@@ -28,6 +29,11 @@ from steelyard.plan.strategy import Remat, Strategy
 def paper_kinds() -> tuple[Kind, ...]:
     """The kinds of Galvatron's decision tree."""
     return tuple(kind for kind in KINDS.values() if kind.is_of_papers)
+
+
+def paper_values() -> dict[str, tuple[Value, ...]]:
+    """The values of variants that Galvatron's decision tree has, where these are not all."""
+    return {key: variant.of_papers for key, (_, variant) in variants().items() if variant.of_papers is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ class SpaceOptions:
     """
 
     kinds: tuple[Kind, ...] = field(default_factory=paper_kinds)
-    variants: Mapping[str, tuple[Value, ...]] = field(default_factory=lambda: {"zero": (3,)})
+    variants: Mapping[str, tuple[Value, ...]] = field(default_factory=paper_values)
     """The values of variants that are offered; all of those that are not named."""
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
     mixes_samples: bool = False
@@ -49,6 +55,8 @@ class SpaceOptions:
     devices_per_node: int | None = None
     aligned_only: bool = True
     seq_len: int = 0
+    layers: tuple[LayerKind, ...] = ()
+    """The kinds of layers that the strategies are for."""
     insists: Callable[[Strategy], bool] = lambda _strategy: False
     """What is offered although its kind finds it not worth a search."""
 
@@ -146,3 +154,4 @@ def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]
     if not options.insists(strategy):
         for kind in strategy.kinds:
             yield kind.not_worth(strategy.levels, options.devices_per_node, options.seq_len)
+            yield kind.not_worth_for(strategy, options.devices_per_node, options.layers)

@@ -59,10 +59,6 @@ class OpCounts:
     """Keys and values that attention kernels read."""
     attention_bytes: float = 0.0
     """Queries, keys, values and results of attention kernels."""
-    expert_flop: float = 0.0
-    """Part of ``matmul_flop`` that grouped matmuls of experts do."""
-    routed_rows: float = 0.0
-    """Most rows that a grouped matmul multiplies: pairs of a token and one of its experts."""
     collectives: dict[CollectiveKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes of the whole tensor of each call."""
 
@@ -82,14 +78,12 @@ class OpCounts:
         self.num_kernels += effect.num_kernels
         self.key_value_bytes += effect.key_value_bytes
         self.attention_bytes += effect.attention_bytes
-        self.expert_flop += effect.expert_flop
-        self.routed_rows = max(self.routed_rows, effect.routed_rows)
         if effect.collective is not None:
             kind, num_bytes = effect.collective
             self.collectives[kind].append(num_bytes)
 
     def beyond(self, other: "OpCounts") -> "OpCounts":
-        """What these totals have more than ``other``, of which they hold everything."""
+        """What these sums have more than ``other``, of which they hold everything; a largest number is no sum."""
         collectives: dict[CollectiveKind, list[float]] = defaultdict(list)
         for kind, calls in self.collectives.items():
             if more := Counter(calls) - Counter(other.collectives.get(kind, ())):
@@ -100,6 +94,8 @@ class OpCounts:
             matmul_bytes=self.matmul_bytes - other.matmul_bytes,
             memory_bytes=self.memory_bytes - other.memory_bytes,
             num_kernels=self.num_kernels - other.num_kernels,
+            key_value_bytes=self.key_value_bytes - other.key_value_bytes,
+            attention_bytes=self.attention_bytes - other.attention_bytes,
             collectives=collectives,
         )
 
@@ -115,8 +111,6 @@ class _Effect:
     num_kernels: int = 0
     key_value_bytes: float = 0.0
     attention_bytes: float = 0.0
-    expert_flop: float = 0.0
-    routed_rows: float = 0.0
     collective: tuple[CollectiveKind, float] | None = None
 
 
@@ -247,9 +241,6 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         )
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
-        if packet is torch.ops.steelyard.grouped_mm:
-            rows = args[0].size(0) * args[3]
-            return _Effect(num_kernels=1, matmul_bytes=moved, matmul_flop=flop, expert_flop=flop, routed_rows=rows)
         return _Effect(num_kernels=1, matmul_bytes=moved, matmul_flop=flop)
     return _Effect(num_kernels=1, memory_bytes=moved)
 

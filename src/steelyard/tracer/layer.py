@@ -25,6 +25,7 @@ from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.build import build_rotary
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds import TWINS, Division
+from steelyard.modules.kinds.ep import exchange_alone
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -40,6 +41,8 @@ from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
+ALONE = "alone"
+"""The axis of this rank alone, in a fake world."""
 STEP_COUNT_BYTES = 4
 """AdamW's count of steps, which it keeps for each parameter."""
 
@@ -51,8 +54,6 @@ class Observation:
     num_params: int
     expert_params: int
     buffer_bytes: int
-    routed_bytes: float
-    """Inputs of all experts that the tokens take."""
     forward: OpCounts
     backward: OpCounts
     saved_bytes: int
@@ -77,7 +78,7 @@ def fake_world(size: int) -> Iterator[DeviceMesh]:
     """A one-axis mesh of ``size`` ranks in this process alone: collectives have shapes and no effect."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        yield init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", ALONE))["ranks"]
     finally:
         dist.destroy_process_group()
 
@@ -95,6 +96,9 @@ class LayerSetting:
     """Of one level at most, over the ranks of ``mesh``."""
     model: PreTrainedModel
     """The whole model on the meta device, made ready by `steelyard.modules.build.prepare_model`; it is not changed."""
+    exchanged: float | None = None
+    """Where experts are divided over ranks, how many times the pairs of its tokens and their experts the rank computes;
+    None where they are whole."""
     seen: Operations = field(default_factory=Operations, repr=False, compare=False)
     """Operations that need not be run again: share one between settings."""
 
@@ -125,6 +129,8 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
         division = Division(model=setting.model, chain=setting.chain, strategy=setting.strategy, mesh=setting.mesh)
         for kind in setting.strategy.kinds:
             TWINS[kind.name].divide(layer, division)
+        if setting.exchanged is not None:
+            exchange_alone(layer, setting.mesh._get_root_mesh()[ALONE], received_share=setting.exchanged)
         if setting.strategy.tensor_degree > 1 and setting.role is LayerRole.HEAD:
             stack.enter_context(loss_parallel())
         yield layer
@@ -164,7 +170,6 @@ def observation(module: nn.Module, plain: "LayerRun", selective: "LayerRun | Non
     return Observation(
         num_params=sum(_local_size(parameter) for parameter in module.parameters()),
         expert_params=sum(_local_size(parameter) for each in routed_experts(module) for parameter in each.parameters()),
-        routed_bytes=plain.forward.routed_rows * plain.token_bytes,
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers())
         + STEP_COUNT_BYTES * sum(1 for _ in module.parameters()),
         forward=plain.forward,
@@ -200,8 +205,6 @@ class LayerRun:
     needed: OpCounts
     backward: OpCounts
     input_bytes: int
-    token_bytes: int
-    """Of the hidden state of one token that enters."""
     label_bytes: int
     output_bytes: int
     saved_bytes: int
@@ -273,7 +276,6 @@ def count_passes(
         needed=needed,
         backward=counter.counts,
         input_bytes=sum(each.nbytes for each in inputs),
-        token_bytes=inputs[0].shape[-1] * inputs[0].element_size(),
         label_bytes=label_bytes,
         output_bytes=output_bytes,
         saved_bytes=live_bytes(counter.log[:num_forward], without=output_ids - input_ids)[-1],

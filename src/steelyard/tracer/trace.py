@@ -11,6 +11,7 @@ import datetime
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -92,8 +93,22 @@ def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, degrees
                         model=model,
                         seen=seen,
                     )
-                    layers.append(layer_profile(kind.name, strategy.shape, observe(setting, SIZES)))
+                    layers.append(_profile(setting, kind))
     return layers
+
+
+def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
+    """What is seen of a layer; of one with experts also where ranks divide them."""
+    shape, served = setting.strategy.shape, _queries_of_a_key(kind)
+
+    def seen(of: LayerSetting) -> LayerProfile:
+        return layer_profile(kind.name, shape, observe(of, SIZES), queries_of_a_key=served)
+
+    layer = seen(setting)
+    if not kind.num_experts:
+        return layer
+    even, twice = (seen(replace(setting, exchanged=share)) for share in (1.0, 2.0))
+    return layer.model_copy(update={"divided_experts": (even, twice)})
 
 
 def _representative(chain: ModelChain, kind: int) -> int:
@@ -125,8 +140,13 @@ def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileI
     )
 
 
-def layer_profile(kind: str, shape: Shape, observations: list[Observation]) -> LayerProfile:
-    """The profile of a kind in a shape from one observation at each of `SIZES` samples."""
+def layer_profile(
+    kind: str, shape: Shape, observations: list[Observation], *, queries_of_a_key: float = 1.0
+) -> LayerProfile:
+    """The profile of a kind in a shape from one observation at each of `SIZES` samples.
+
+    ``queries_of_a_key`` is how many query heads each key-value head serves.
+    """
 
     def line(value: Callable[[Observation], float]) -> Affine:
         low, high = (value(observation) for observation in observations)
@@ -145,14 +165,27 @@ def layer_profile(kind: str, shape: Shape, observations: list[Observation]) -> L
         backward_collectives=_collectives(lambda o: o.backward, observations, line),
         saved_bytes=line(lambda o: o.saved_bytes),
         input_bytes=line(lambda o: o.input_bytes),
-        key_value_bytes=line(lambda o: o.forward.key_value_bytes),
-        attention_bytes=line(lambda o: o.forward.attention_bytes),
-        routed_bytes=line(lambda o: o.routed_bytes),
-        expert_flop=line(lambda o: o.forward.expert_flop),
+        key_value_bytes=line(lambda o: o.forward.key_value_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
+        attention_bytes=line(lambda o: o.forward.attention_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
     )
+
+
+def _queries_of_a_key(kind: LayerKind) -> float:
+    """How many query heads each key-value head serves."""
+    heads = dict(kind.tp_divides)
+    queries = heads.get("attention heads", 1)
+    return queries / heads.get("key-value heads", queries)
+
+
+def _repeated_bytes(counts: OpCounts, queries_of_a_key: float) -> float:
+    """What a kernel with a mask reads of keys and values beyond what the layer makes: once for every query head."""
+    query_bytes = (counts.attention_bytes - counts.key_value_bytes) / 2
+    if counts.key_value_bytes < 2 * query_bytes:
+        return 0.0
+    return counts.key_value_bytes * (1 - 1 / queries_of_a_key)
 
 
 def _recomputation(remat: Remat, observations: list[Observation], line: _Line) -> Recomputation:

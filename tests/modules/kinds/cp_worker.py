@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.head_tail import from_natural, local_tokens, to_natural
 from steelyard.modules.kinds import cp
 from steelyard.modules.kinds.cp import apply_context_parallel
+from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
 from steelyard.modules.replicated import Replicas
 from steelyard.plan.strategy import Remat

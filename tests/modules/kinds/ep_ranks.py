@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +26,7 @@ from steelyard.modules.build import build_meta_model, build_model, build_rotary,
 from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.ep import apply_expert_parallel, divide_data_axis, take_imbalance
+from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import BlockLayer, SideInputBuilder, build_layer
 from steelyard.modules.replicated import Replicas
 from steelyard.modules.updates import local_part

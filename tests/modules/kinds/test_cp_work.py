@@ -1,6 +1,6 @@
 """What a rank does and keeps under cp, counted on fake tensors: equal shares of work, and no gathered keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
@@ -15,7 +15,9 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, build_rotary, prepare_model
 from steelyard.modules.kinds.cp import apply_context_parallel, own_context
 from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
-from steelyard.plan.strategy import Remat
+from steelyard.plan.kinds import CP
+from steelyard.plan.kinds.kind import Load
+from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.tracer.layer import LayerRun, count_passes, make_fake
 from tests.tracer.examples import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, llama
 
@@ -79,13 +81,64 @@ def test_ulysses_communicates_what_a_rank_has_of_queries_keys_values_and_outputs
     assert run.backward.collectives == {"all_to_all": [query, query + KEYS_BYTES / 4]}
 
 
-@pytest.mark.parametrize("remat", [Remat.SELECTIVE, Remat.FULL])
-@pytest.mark.parametrize(("method", "kind"), [("gather", "all_gather"), ("ulysses", "all_to_all")])
+@pytest.mark.parametrize(
+    ("method", "kind", "remat"),
+    [
+        ("gather", "all_gather", Remat.SELECTIVE),
+        ("gather", "all_gather", Remat.FULL),
+        ("ulysses", "all_to_all", Remat.FULL),
+    ],
+)
 def test_a_layer_computed_again_communicates_again_as_in_its_forward_pass(method: str, kind: str, remat: Remat) -> None:
     plain, again = counted(4, method), counted(4, method, remat=remat)
     assert again.forward.collectives == plain.forward.collectives
     more = again.backward.beyond(plain.backward).collectives
-    assert dict(more) == {kind: plain.forward.collectives[kind]}
+    kept = remat is Remat.SELECTIVE and kind == "all_to_all"
+    assert dict(more) == ({} if kept else {kind: plain.forward.collectives[kind]})
+
+
+def test_selective_remat_keeps_what_ulysses_exchanged() -> None:
+    plain, again = counted(4, "ulysses"), counted(4, "ulysses", remat=Remat.SELECTIVE)
+    assert again.backward.collectives == plain.backward.collectives
+
+
+def traffic(text: str) -> dict[str, dict[str, list[float]]]:
+    """For each phase of a microbatch, the bytes of each call by its kind, as the twin in `plan.kinds` says."""
+    strategy = parse_strategy(text)
+    query = SAMPLES * SEQ_LEN * HEADS * HEAD_DIM * BYTES
+    exchanging = ("forward", "backward") + ("recomputation",) * (strategy.remat is Remat.FULL)
+    load = Load(
+        strategy=strategy,
+        parameter_bytes=0.0,
+        gradient_bytes=0.0,
+        traced={},
+        exchanging=exchanging,
+        key_value_bytes=KEYS_BYTES,
+        attention_bytes=(2 * query + KEYS_BYTES) / strategy.degree(CP),
+    )
+    found: dict[str, dict[str, list[float]]] = {}
+    for each in CP.traffic(load):
+        if each.phase != "step":
+            calls = found.setdefault(each.phase, {}).setdefault(each.collective, [])
+            calls += [each.tensor_bytes / each.count] * each.count
+    return found
+
+
+@pytest.mark.parametrize(("method", "written"), [("gather", "cp4"), ("ulysses", "cp4+ulysses")])
+@pytest.mark.parametrize("remat", Remat)
+def test_calls_and_bytes_are_those_that_its_kind_says(method: str, written: str, remat: Remat) -> None:
+    plain, real = counted(4, method), counted(4, method, remat=remat)
+    again = real.backward.beyond(plain.backward).collectives
+    said = traffic(f"{written} remat={remat}")
+    assert summed(said["forward"]) == summed(real.forward.collectives)
+    assert summed(said["backward"]) == summed(plain.backward.collectives)
+    if remat is not Remat.NONE:
+        assert summed(said.get("recomputation", {})) == summed(again)
+
+
+def summed(calls: Mapping[str, list[float]]) -> dict[str, tuple[int, float]]:
+    """Number of calls and bytes of all of them, by kind."""
+    return {kind: (len(each), sum(each)) for kind, each in calls.items()}
 
 
 @pytest.mark.parametrize("remat", Remat)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from steelyard.modules.tensor_parallel import apply_tensor_parallel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
@@ -14,9 +13,10 @@ from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.ep import apply_expert_parallel, divide_data_axis, expert_degree
+from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, build_layer
 from steelyard.modules.updates import local_part
-from steelyard.plan.strategy import Remat
+from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.tracer.layer import LayerRun, LayerSetting, fake_layer, fake_world, run_layer, side_inputs
 from tests.modules.kinds.ep_ranks import CONFIGS, LEAST_GAP, OF_EIGHT, OF_FOUR, RESUMED
 from tests.runtime.processes import run_ranks
@@ -141,7 +141,13 @@ def divided(*, ep: int, tp: int = 1) -> Iterator[tuple[ChainLayer, LayerSetting]
     with fake_world(tp * ep):
         mesh = init_device_mesh("cpu", (ep, tp), mesh_dim_names=("ep", "tp"))
         setting = LayerSetting(
-            chain=CHAIN, layer=SPARSE, seq_len=SEQ_LEN, precision="fp32", mesh=mesh["tp"], sp=False, model=model
+            chain=CHAIN,
+            layer=SPARSE,
+            seq_len=SEQ_LEN,
+            precision="fp32",
+            mesh=mesh["tp"],
+            strategy=parse_strategy(f"tp{tp}" if tp > 1 else "single"),
+            model=model,
         )
         with fake_layer(setting) as layer:
             if ep > 1:

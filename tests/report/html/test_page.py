@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 from rich.console import Console, RenderableType
@@ -19,7 +20,7 @@ from steelyard.report.html.assumptions import _job_facts, _plan_facts
 from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.chart import Chart, Line, chart, staircase
 from steelyard.report.html.markup import VOID
-from steelyard.report.html.palette import MEMORY_COLOURS, TIME_COLOURS, colours, strategy_classes
+from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strategy_classes, time_colours
 from steelyard.report.html.strategies import describe_strategy, layer_text
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
 from steelyard.report.plan_table import plan_view
@@ -174,12 +175,18 @@ def test_the_terms_of_every_stage_add_up_to_the_step(found: ReportContents) -> N
 
 
 def test_no_two_terms_share_a_colour() -> None:
-    for known in (TIME_COLOURS, MEMORY_COLOURS):
+    for known in (time_colours(), MEMORY_COLOURS):
         assert len(set(known.values())) == len(known)
 
 
+def test_every_colour_of_a_term_is_in_the_style() -> None:
+    style = resources.files("steelyard.report.html").joinpath("style.css").read_text(encoding="utf-8")
+    classes = {name for known in (time_colours(), MEMORY_COLOURS) for each in known.values() for name in each.split()}
+    assert {name for name in classes | set(HUES) if f".{name} {{" not in style} == set()
+
+
 def test_a_term_that_is_not_known_gets_a_colour_that_no_other_has() -> None:
-    found = colours(("compute", "expert", "tp"), TIME_COLOURS)
+    found = colours(("compute", "expert", "tp"), time_colours())
     assert len(set(found.values())) == 3
 
 

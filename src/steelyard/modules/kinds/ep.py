@@ -15,8 +15,8 @@ A rank holds E/e experts as parameters of its own: DTensors, sharded by experts 
 of the tokens of the whole group, so they are summed over the other D/e ranks alone (`steelyard.modules.data_parallel`).
 Under tensor parallelism, ep divides the experts of each tp rank over the ranks with the same place in tp.
 
-On fake tensors the routing is unknown: every rank sends as many pairs to each. Not modelled there: ranks that receive
-more, and so take longer and hold more; training counts them (`take_imbalance`).
+On fake tensors the routing is unknown: every rank sends as many pairs to each, and receives as many as it sends or so
+many times them (`ExpertExchange.received_share`). Training counts what they receive (`take_imbalance`).
 
 Source: Lepikhin et al. 2020 (GShard) for the exchange; torchtitan's ``ExpertParallel`` for experts as DTensors.
 
@@ -84,6 +84,15 @@ def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
         experts.compute_pairs = ExpertExchange(mesh)
 
 
+def exchange_alone(layer: ChainLayer, mesh: DeviceMesh, *, received_share: float) -> None:
+    """Has a rank exchange with itself alone, in place, so that its work is counted as of one of several.
+
+    What it computes and holds beside its parameters depends on how many pairs arrive, not on over how many ranks.
+    """
+    for experts in routed_experts(layer):
+        experts.compute_pairs = ExpertExchange(mesh, received_share=received_share)
+
+
 def _check_divides(experts: nn.Module, degree: int) -> None:
     if experts.num_experts % degree:
         whole = getattr(experts, "num_all_experts", experts.num_experts)
@@ -117,8 +126,10 @@ class ExpertExchange:
     Rank r of the group holds the experts from r·E/e on.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, received_share: float = 1.0) -> None:
         self.mesh = mesh
+        self.received_share = received_share
+        """On fake tensors: pairs that arrive for each that is sent."""
         self.num_pairs = 0
         """Pairs that this rank has computed, each as often as its forward pass was run."""
 
@@ -127,7 +138,7 @@ class ExpertExchange:
         group, degree = self.mesh.get_group(), self.mesh.size()
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))  # noqa: N806
         arriving_E = _all_to_all(counts_E, None, None, group)  # noqa: N806
-        sent, received = _splits(counts_E, arriving_E, degree, num_pairs=int(inputs_KH.size(0) * share))
+        sent, received = self._splits(counts_E, arriving_E, num_pairs=int(inputs_KH.size(0) * share))
         self.num_pairs += sum(received)
         arrived_PH = _all_to_all(inputs_KH[: sum(sent)], received, sent, group)  # noqa: N806
         order_P, own_ends = _by_expert(arriving_E.view(degree, -1), num_pairs=sum(received))  # noqa: N806
@@ -135,21 +146,21 @@ class ExpertExchange:
         returned = _all_to_all(computed_PH[inverse(order_P)], sent, received, group)
         return nn.functional.pad(returned, (0, 0, 0, inputs_KH.size(0) - returned.size(0)))
 
+    def _splits(self, counts_E: Tensor, arriving_E: Tensor, *, num_pairs: int) -> tuple[list[int], list[int]]:  # noqa: N803
+        """Pairs for and from each rank; ``num_pairs`` is how many are sent where counts have no value."""
+        degree = self.mesh.size()
+        if isinstance(counts_E, FakeTensor):
+            even = num_pairs // degree
+            return [even] * degree, [int(even * self.received_share)] * degree
+        sent, received = torch.stack([counts_E, arriving_E]).view(2, degree, -1).sum(dim=-1).tolist()
+        return sent, received
+
 
 def _all_to_all(
     rows: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup
 ) -> Tensor:
     """The rows that the ranks of a group send to this one, in their order; equal parts where none are said."""
     return wait_tensor(all_to_all_single(rows, received, sent, group))
-
-
-def _splits(counts_E: Tensor, arriving_E: Tensor, degree: int, *, num_pairs: int) -> tuple[list[int], list[int]]:  # noqa: N803
-    """Pairs to send to and to receive from each rank; ``num_pairs`` is how many are sent where counts have no value."""
-    if isinstance(counts_E, FakeTensor):
-        even = [num_pairs // degree] * degree
-        return even, even
-    sent, received = torch.stack([counts_E, arriving_E]).view(2, degree, -1).sum(dim=-1).tolist()
-    return sent, received
 
 
 def _by_expert(counts: Tensor, *, num_pairs: int) -> tuple[Tensor, Tensor]:
@@ -172,26 +183,32 @@ def divided_parameters(layer: nn.Module) -> set[nn.Parameter]:
     return {parameter for experts in _divided(layer) for parameter in experts.parameters()}
 
 
-def shard_placement(layer: ChainLayer, mesh: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
-    """FSDP's ``shard_placement_fn`` that shards divided experts over ``mesh``, and the rest as FSDP is told to.
+def shard_placement(
+    layer: ChainLayer, mesh: DeviceMesh
+) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None:
+    """FSDP's ``shard_placement_fn`` for a layer whose routed experts are sharded over ``mesh``; None without experts.
 
-    ``mesh`` has one axis, or two where the outer one replicates.
+    ``mesh`` has one axis, or two where the outer one replicates. Only where ep divides the experts is it another than
+    that of the layer's other parameters, which are sharded as FSDP is told to.
     """
-    experts = divided_parameters(layer)
+    experts = {parameter for each in routed_experts(layer) for parameter in each.parameters()}
+    if not experts:
+        return None
+    divided = divided_parameters(layer)
     info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
 
-    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+    def place(parameter: nn.Parameter) -> Shard | ShardPlacementResult | None:
         if parameter not in experts:
             return None
-        return ShardPlacementResult(placement=Shard(_even_dim(parameter, info.shard_mesh_size)), mesh_info=info)
+        placement = Shard(even_dim(local_part(parameter).shape, info.shard_mesh_size) or 0)
+        return ShardPlacementResult(placement=placement, mesh_info=info) if parameter in divided else placement
 
     return place
 
 
-def _even_dim(parameter: nn.Parameter, num_shards: int) -> int:
+def even_dim(shape: Sequence[int], num_shards: int) -> int | None:
     """The first dim that divides evenly: a rank that holds fewer experts than there are shards would pad them."""
-    shape = local_part(parameter).shape
-    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
+    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), None)
 
 
 # what training shows of the routing

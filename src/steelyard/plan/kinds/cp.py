@@ -27,6 +27,7 @@ from steelyard.plan.kinds.kind import (
     Traffic,
     Value,
     Variant,
+    Working,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ METHOD = Variant(
 
 LEAST_TOKENS = 16384
 """Shorter sequences are not worth dividing while there are samples: the search leaves cp out unless a pin asks."""
+
+_KERNEL_RESULTS = 1.25
+"""What selective remat keeps of the kernels of a gathered attention beyond one result, in queries."""
 
 
 def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
@@ -67,10 +71,14 @@ def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
         return f"cp {degree} cuts a sequence into {2 * degree} equal pieces, which {batch.seq_len} tokens do not give"
     if strategy.variant("cp_method") == "ulysses" and kind.role is LayerRole.BLOCK:
         for name, size in kind.tp_divides:
-            if "heads" in name and size % (degree * strategy.tensor_degree):
+            if "heads" in name and size % strategy.head_degree:
                 each = f"{size // strategy.tensor_degree} {name} of a rank"
                 return f"ulysses over cp {degree} does not divide the {each}"
     return None
+
+
+def _head_degree(strategy: "Strategy") -> int:
+    return strategy.degree(CP) if strategy.variant("cp_method") == "ulysses" else 1
 
 
 def _serves(chain: ModelChain) -> str:
@@ -86,14 +94,35 @@ def _traffic(load: Load) -> Iterator[Traffic]:
     if replica_levels(load.strategy.levels)[:1] == (load.strategy.level(CP),):
         yield from summed_once(load)
     if load.strategy.variant("cp_method") == "ulysses":
-        for phase in ("forward", "backward", "recomputation"):
-            yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=4)
+        for phase in load.exchanging:
+            yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=2)
         return
     num_bytes = load.key_value_bytes
-    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=num_bytes, count=2)
-    yield Traffic(phase="backward", collective="all_gather", tensor_bytes=num_bytes, count=2)
-    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=num_bytes, count=2)
-    yield Traffic(phase="recomputation", collective="all_gather", tensor_bytes=num_bytes, count=2)
+    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=num_bytes)
+    yield Traffic(phase="backward", collective="all_gather", tensor_bytes=num_bytes)
+    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=num_bytes)
+    yield Traffic(phase="recomputation", collective="all_gather", tensor_bytes=num_bytes)
+
+
+def _working(load: Load) -> Working:
+    """Gathered keys and values, with what they are sorted from; of ulysses the same tensors on both sides.
+
+    Gathering holds keys and values twice; backward holds them beside their gradients and what one piece of the sequence
+    adds to these. Selective remat keeps what each attention kernel returns: on a CPU two kernels attend with a piece,
+    whose results and sums of exponentials (4 bytes for each row of 8 entries or more) are kept beside the merged ones.
+
+    Ulysses keeps results in both layouts; computed again, they are there before the backward pass. Selective remat
+    keeps what all-to-alls return.
+    """
+    own_keys = load.key_value_bytes / load.strategy.degree(CP)
+    query = (load.attention_bytes - own_keys) / 2
+    remat = str(load.strategy.remat)
+    if load.strategy.variant("cp_method") == "ulysses":
+        saved = {"none": query, "selective": load.attention_bytes}.get(remat, 0.0)
+        exchanged = query + own_keys
+        return Working(saved=saved, forward=2 * exchanged, backward=2 * exchanged)
+    saved = _KERNEL_RESULTS * query if remat == "selective" else 0.0
+    return Working(saved=saved, forward=2 * load.key_value_bytes, backward=3 * load.key_value_bytes)
 
 
 def _words(strategy: "Strategy") -> str:
@@ -107,6 +136,8 @@ CP = Kind(
     states=States.FOLLOWING,
     illegal=_illegal,
     traffic=_traffic,
+    working=_working,
+    head_degree=_head_degree,
     placement=lambda _strategy: Placed.HEAD_TAIL,
     words=_words,
     term="keys and values of context parallelism",

@@ -1,11 +1,12 @@
 """What kinds that divide data have in common: samples must divide, and gradients are summed over the ranks."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerKind
-from steelyard.plan.kinds.kind import Batch, Divides, Levels, Load, States, Traffic
+from steelyard.plan.kinds.kind import Batch, Divides, Levels, Load, Over, States, Traffic
 
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
@@ -23,16 +24,17 @@ def indivisible_samples(_kind: LayerKind, strategy: "Strategy", batch: Batch) ->
 
 def summed_once(load: Load) -> Iterator[Traffic]:
     """The sum of the gradients over all ranks that hold the same states, once a step, of each rank's shard."""
-    shards = load.strategy.state_shards
-    yield Traffic(
-        phase="step",
-        collective="all_reduce",
-        tensor_bytes=load.gradient_bytes / shards,
-        over="replicas",
-        beside_compute=True,
+    shards, expert_shards = load.strategy.state_shards, load.strategy.expert_state_shards
+    ranks: tuple[tuple[Over, float], ...] = (
+        ("replicas", load.gradient_bytes / shards),
+        ("expert replicas", load.expert_gradient_bytes / expert_shards),
     )
+    for over, num_bytes in ranks:
+        if num_bytes:
+            yield Traffic(phase="step", collective="all_reduce", tensor_bytes=num_bytes, over=over, beside_compute=True)
 
 
+@lru_cache(maxsize=4096)
 def replica_levels(levels: Levels) -> Levels:
     """The levels over which a layer's states are the same, outermost first."""
     sharded = any(level.kind.states is States.SHARDED for level in levels)
@@ -43,6 +45,7 @@ def replica_levels(levels: Levels) -> Levels:
     )
 
 
+@lru_cache(maxsize=4096)
 def shard_levels(levels: Levels) -> Levels:
     """The levels over which a layer's states are sharded, outermost first."""
     sharded = any(level.kind.states is States.SHARDED for level in levels)
@@ -53,11 +56,13 @@ def shard_levels(levels: Levels) -> Levels:
     )
 
 
+@lru_cache(maxsize=4096)
 def degree_of(levels: Levels) -> int:
     """The product of the degrees."""
     return prod(level.degree for level in levels)
 
 
+@lru_cache(maxsize=4096)
 def data_levels(levels: Levels) -> Levels:
     """The levels whose ranks work on different samples or tokens, outermost first."""
     return tuple(level for level in levels if level.kind.divides_data)

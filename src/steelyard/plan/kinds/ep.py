@@ -2,8 +2,10 @@
 
 It takes no ranks of its own: its groups are the innermost of those that divide the layer's samples and tokens, and all
 else of the layer is as their levels say. Over the data ranks outside the groups the experts' states are sharded or
-replicated as the levels there say. Two all-to-alls forward and two backward carry the inputs and the results of the
-experts that a rank's tokens take.
+replicated as the levels there say. All-to-alls carry the inputs and the results of the experts that a rank's tokens
+take: forward how many there are, the inputs, and the results back, backward the gradients of both. Full remat exchanges
+all again, selective remat nothing. How even the routing is, is not known before training: times and memory are of the
+rank whose experts most tokens take, for an assumed imbalance.
 
 Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, arXiv 2504.14960).
 """
@@ -73,9 +75,31 @@ def _serves(chain: ModelChain) -> str:
     return "" if any(kind.num_experts for kind in chain.kinds) else "the model has no experts"
 
 
+def _not_worth_for(strategy: "Strategy", devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
+    """Of all degrees those are searched that leave a rank the fewest experts without leaving a node, and 4, 16, … times
+    as many: within a node a larger degree sends hardly more, and each rank gathers less.
+    """
+    degree, tensors = strategy.expert_degree, strategy.tensor_degree
+    if not layers or degree == 1:
+        return ""
+    if tensors > 1 and strategy.levels[-1].kind.divides is not Divides.TENSORS:
+        return "ep is searched with tp on neighbouring ranks"
+    counts = {kind.num_experts // tensors for kind in layers if kind.num_experts}
+    possible = [each for each in _offered(strategy.levels) if any(count % each == 0 for count in counts)]
+    if degree not in possible:
+        return f"ep {degree} does not divide the experts of any layer"
+    inside = max(1, (devices_per_node or strategy.num_devices) // tensors)
+    nearest = max(each for each in possible if each <= inside)
+    wider, rest = divmod(degree, nearest)
+    if rest or wider & (wider - 1) or wider.bit_length() % 2 == 0:
+        return f"ep is searched with groups of {nearest} ranks, as many as a node allows, or of 4, 16, … times as many"
+    return ""
+
+
 def _traffic(load: Load) -> Iterator[Traffic]:
-    for phase in ("forward", "backward", "recomputation"):
-        yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=2 * load.routed_bytes, count=2, over="experts")
+    for phase, collectives in load.exchanged.items():
+        for collective, count, num_bytes in collectives:
+            yield Traffic(phase=phase, collective=collective, tensor_bytes=num_bytes, count=count, over="experts")
 
 
 def _words(strategy: "Strategy") -> str:
@@ -94,5 +118,6 @@ EP = Kind(
     hue="pink",
     variants=(DEGREE,),
     contradiction=_contradiction,
+    not_worth_for=_not_worth_for,
     serves=_serves,
 )

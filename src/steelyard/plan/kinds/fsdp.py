@@ -10,29 +10,26 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from steelyard.plan.kinds.data import indivisible_samples
-from steelyard.plan.kinds.kind import Divides, Kind, Load, Placed, States, Traffic, Variant
+from steelyard.plan.kinds.kind import Divides, Kind, Load, Over, Placed, States, Traffic, Variant
 
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
 
-ZERO = Variant(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3})
+ZERO = Variant(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3}, of_papers=(3,))
 """The ZeRO stage: 2 keeps parameters gathered between forward and backward."""
 
 
 def _traffic(load: Load) -> Iterator[Traffic]:
-    gathered = load.parameter_bytes
-    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=gathered, over="shards", beside_compute=True)
+    yield from _of_states("shards", load.parameter_bytes, load.gradient_bytes, load)
+    if load.expert_parameter_bytes:
+        yield from _of_states("expert shards", load.expert_parameter_bytes, load.expert_gradient_bytes, load)
+
+
+def _of_states(over: Over, gathered: float, reduced: float, load: Load) -> Iterator[Traffic]:
+    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=gathered, over=over, beside_compute=True)
     if not load.strategy.keeps_gathered:
-        yield Traffic(
-            phase="backward", collective="all_gather", tensor_bytes=gathered, over="shards", beside_compute=True
-        )
-    yield Traffic(
-        phase="backward",
-        collective="reduce_scatter",
-        tensor_bytes=load.gradient_bytes,
-        over="shards",
-        beside_compute=True,
-    )
+        yield Traffic(phase="backward", collective="all_gather", tensor_bytes=gathered, over=over, beside_compute=True)
+    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=reduced, over=over, beside_compute=True)
 
 
 def _words(strategy: "Strategy") -> str:

@@ -12,15 +12,17 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 | how is it written, what else may be chosen with it?      | `Kind.name`, `Kind.variants`                  |
 | beside or inside which other kinds may it stand?         | `Kind.contradiction`                          |
 | which layers, batches and sequences can it divide?       | `Kind.illegal`                                |
-| which of its degrees are worth a search, and which not?  | `Kind.not_worth`                              |
+| which of its degrees are worth a search, and which not?  | `Kind.not_worth`, `Kind.not_worth_for`        |
 | what is sent, in which phase of a step?                  | `Kind.traffic`                                |
+| which memory does it need beside the traced layer?       | `Kind.working`                                |
 | where does the hidden state between two layers lie?      | `Kind.placement`                              |
+| over how many ranks does it divide heads of attention?   | `Kind.head_degree`                            |
 | at which degrees must a layer be traced or measured?     | `Kind.shape`                                  |
 | what does it do, in words?                               | `Kind.words`                                  |
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Literal
 
@@ -69,6 +71,9 @@ class Placed(StrEnum):
 
 Phase = Literal["forward", "backward", "recomputation", "step"]
 """Of a microbatch: forward, backward, and what remat repeats. ``step``: once, when all microbatches are done."""
+Over = Literal["level", "shards", "replicas", "experts", "expert shards", "expert replicas"]
+"""The ranks of the kind's level, those that share or repeat the layer's states, those that divide its routed experts,
+and those that share or repeat the states of a rank's experts."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
@@ -84,7 +89,7 @@ class Traffic:
     collective: Collective
     tensor_bytes: float
     count: int = 1
-    over: Literal["level", "shards", "replicas", "experts"] = "level"
+    over: Over = "level"
     beside_compute: bool = False
     """Whether it can run while the layer computes."""
 
@@ -100,12 +105,29 @@ class Load:
     """Of their gradients, as they are reduced."""
     traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
     """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
+    exchanging: tuple[Phase, ...]
+    """The phases in which all-to-alls are made: full remat repeats those of the forward pass, selective none."""
     key_value_bytes: float = 0.0
     """Keys and values of the whole sequences of the rank's samples."""
     attention_bytes: float = 0.0
     """Queries, keys, values and results of the rank's part of the sequences."""
-    routed_bytes: float = 0.0
-    """Inputs of all experts that the rank's tokens take."""
+    expert_parameter_bytes: float = 0.0
+    """Of the routed experts that a rank holds where ranks divide them; they are no part of ``parameter_bytes`` then."""
+    expert_gradient_bytes: float = 0.0
+    exchanged: Mapping[Phase, tuple[tuple[Collective, int, float], ...]] = field(default_factory=dict)
+    """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Bytes on a rank that a kind adds to those of a layer as it was traced, for one microbatch.
+
+    ``saved`` from the forward to the backward pass; ``forward`` and ``backward`` while the layer works there.
+    """
+
+    saved: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +174,8 @@ class Variant:
     pin: Mapping[str, Value]
     offered: Callable[[Levels], tuple[Value, ...]] | None = None
     """The values that levels leave to choose from, where these are not all."""
+    of_papers: tuple[Value, ...] | None = None
+    """The values that the decision tree of Galvatron has, where these are not all."""
 
     def written(self, kind: "Kind", value: Value) -> str:
         """A value in words, ``zero 2`` or ``tp without sp``."""
@@ -174,8 +198,18 @@ def nothing_contradicts(_levels: Levels, _variants: Mapping[str, Value]) -> Cont
     return None
 
 
+def needs_nothing(_load: Load) -> Working:
+    """For kinds whose memory the trace of the layer shows, and those that need none."""
+    return Working()
+
+
 def always_worth(_levels: Levels, _devices_per_node: int | None, _seq_len: int) -> str:
     """For kinds all of whose degrees are searched."""
+    return ""
+
+
+def always_worth_for(_strategy: "Strategy", _devices_per_node: int | None, _layers: tuple[LayerKind, ...]) -> str:
+    """For kinds whose degrees are worth a search whatever the layers."""
     return ""
 
 
@@ -196,15 +230,21 @@ class Kind:
     """What its seconds in a prediction are spent on, in words."""
     hue: str
     """The colour of these seconds in a report, of those in `steelyard.report.html.palette`."""
+    working: Callable[[Load], Working] = needs_nothing
+    """What its collectives keep and need while a layer works."""
     variants: tuple[Variant, ...] = ()
     contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = nothing_contradicts
     not_worth: Callable[[Levels, int | None, int], str] = always_worth
     """Given levels, devices of a node and tokens of a sequence: why such levels are not searched unless a pin asks for
     them; empty where they are."""
+    not_worth_for: Callable[["Strategy", int | None, tuple[LayerKind, ...]], str] = always_worth_for
+    """The same of a strategy, given the kinds of layers that the model has."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
     """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
     shape: Callable[["Strategy"], Mapping[str, int]] = lambda _strategy: {}
     """Degrees, by name, that change the shape of a layer on a rank."""
+    head_degree: Callable[["Strategy"], int] = lambda _strategy: 1
+    """Ways in which it divides the heads of attention."""
     keeps_gathered: Callable[["Strategy"], bool] = lambda _strategy: False
     """Whether shards that were gathered for the forward pass stay so until the backward pass."""
     stays_in_node: bool = False

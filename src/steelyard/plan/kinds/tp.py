@@ -63,6 +63,7 @@ TP = Kind(
     hue="orange",
     variants=(SP,),
     shape=_shape,
+    head_degree=lambda strategy: strategy.tensor_degree,
     stays_in_node=True,
     is_of_papers=True,
 )

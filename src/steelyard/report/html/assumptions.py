@@ -52,6 +52,8 @@ def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
         found.append("Tensor-parallel collectives that run beside compute: they are taken not to.")
     if any(strategy.data_degree > 1 for strategy in plan.strategies):
         found.append("Congestion between groups of one stage that share a link: each has its full rate.")
+    if any(strategy.expert_degree > 1 for strategy in plan.strategies):
+        found.append("Routing that changes from step to step and from layer to layer: one imbalance stands for all.")
     found.append("Scratch space of kernels, beyond the slack that is kept free for the allocator.")
     return tuple(found)
 
@@ -109,6 +111,8 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
         f"{rates.memory:.0%} of the memory's rate, {rates.links.intra:.0%} of the link inside a node and "
         f"{rates.links.inter:.0%} of the one between nodes, fitted to published runs for all devices alike",
     )
+    if any(kind.num_experts for kind in job.chain.kinds):
+        yield "routing", f"{job.imbalance:g} times the mean on the rank whose experts most tokens take: assumed"
     if job.time_factor != 1.0:
         yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from a measured run"
     yield "upper bound", "memory terms are added as if their peaks came together; see each bar for the terms"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from steelyard.plan.kinds import KINDS
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag
-from steelyard.report.html.palette import MEMORY_COLOURS, TIME_COLOURS, colours
+from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 WORDS = {
@@ -23,7 +23,7 @@ WORDS = {
     "context": "process, libraries and communicators",
     "allocator slack": "what the allocator reserves beyond what it gives out",
     "imbalance": "waiting for the rank whose experts most tokens take",
-} | {kind.name: kind.term for kind in KINDS.values()}
+}
 LABEL_SHARES = (0.02, 0.0085)
 """Share of a bar that a name inside it needs, and for each of its letters, at the page's full width."""
 
@@ -46,8 +46,8 @@ def time_section(found: ReportContents) -> Html:
         "time",
         "Where the time goes",
         tag("p", lead),
-        _bars(stages, names, colours(names, TIME_COLOURS), step_s, format_seconds),
-        _legend(names, colours(names, TIME_COLOURS)),
+        _bars(stages, names, colours(names, time_colours()), step_s, format_seconds),
+        _legend(names, colours(names, time_colours())),
         folded("As a table", _table(stages, names, format_seconds, "a step")),
     )
 
@@ -98,7 +98,7 @@ def _names(stages: Sequence[Mapping[str, float]]) -> list[str]:
     """All terms, the usual ones in their usual order, waiting and fixed last."""
     found = dict.fromkeys(name for stage in stages for name in stage)
     last = [name for name in ("waiting", "fixed") if name in found]
-    usual = [name for name in TIME_COLOURS if name in found and name not in last]
+    usual = [name for name in time_colours() if name in found and name not in last]
     return [*usual, *(name for name in found if name not in usual and name not in last), *last]
 
 
@@ -158,7 +158,8 @@ def _legend(names: Sequence[str], colour: Mapping[str, str], budget: str | None 
 
 
 def _words(name: str) -> Html | None:
-    return tag("small", WORDS[name]) if name in WORDS else None
+    words = KINDS[name].term if name in KINDS else WORDS.get(name)
+    return tag("small", words) if words else None
 
 
 def _table(

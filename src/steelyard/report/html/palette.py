@@ -1,7 +1,8 @@
 """Colours by name, for terms and strategies; the values stand in ``style.css``, one for light and one for dark.
 
-The eight hues are those of Okabe and Ito (2008), which people with any common colour blindness can tell apart. Where
-there is more to tell than hues can, a pattern does: stripes for recomputation, hatching for what is no work.
+The hues are those of Okabe and Ito (2008), which people with any common colour blindness can tell apart, with a brown
+darker and a pink lighter than all of them. Where there is more to tell than hues can, a pattern does: stripes for
+recomputation, hatching for what is no work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from steelyard.plan.kinds import KINDS
 from steelyard.plan.strategy import Remat, Strategy
 
-TIME_COLOURS = {
+_TIME_COLOURS = {
     "compute": "blue",
     "remat": "sky",
     "pipeline": "green",
@@ -17,8 +18,8 @@ TIME_COLOURS = {
     "optimizer": "slate",
     "waiting": "idle",
     "fixed": "grey",
-    "imbalance": "yellow",
-} | {kind.name: kind.hue for kind in KINDS.values()}
+    "imbalance": "pink hatched",
+}
 MEMORY_COLOURS = {
     "parameters": "blue",
     "gradients": "sky",
@@ -30,8 +31,13 @@ MEMORY_COLOURS = {
     "context": "grey",
     "allocator slack": "idle",
 }
-HUES = ("blue", "orange", "green", "purple", "sky", "vermilion", "yellow", "slate", "grey")
+HUES = ("blue", "orange", "green", "purple", "sky", "vermilion", "yellow", "slate", "brown", "pink", "grey")
 PATTERNS = {Remat.NONE: "", Remat.SELECTIVE: "striped", Remat.FULL: "crossed"}
+
+
+def time_colours() -> dict[str, str]:
+    """The colour of every term of a step's time, those of the kinds of parallelism last."""
+    return _TIME_COLOURS | {kind.name: kind.hue for kind in KINDS.values()}
 
 
 def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:

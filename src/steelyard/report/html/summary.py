@@ -3,6 +3,7 @@
 from steelyard.plan.plan import Plan
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, join, tag
+from steelyard.report.plan_table import baseline_line
 from steelyard.units import format_bytes, format_count, format_plural, format_seconds
 
 
@@ -34,6 +35,7 @@ def decision(found: ReportContents) -> Html:
             f"Train it {_pipeline(plan)}, {_batch(plan)}, most layers as ",
             tag("b", most_used(plan), class_="whole"),
             f": a step of {tokens} tokens takes {_unbroken(prediction.step_time_s)} and {verdict}.",
+            f" It is {compared}." if (compared := baseline_line(prediction)) else "",
         ]
     )
 

@@ -1,0 +1,84 @@
+"""No module but a kind's own and its twin names it, its variants or their values: everything else asks the registry."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import steelyard
+from steelyard.plan.kinds import KINDS, variants
+
+SOURCE = Path(steelyard.__file__).parent
+HOMES = ("plan/kinds", "modules/kinds")
+STYLES = "says how modules of a family are divided: the style of each under tensor parallelism"
+LANGUAGE = "speaks a framework's own language"
+MAY_NAME = {
+    "cli/demo.py": "compares with every process having the whole model",
+    "cli/options.py": "--max-tp, the short form of a largest degree",
+    "cli/plan.py": "--zero, the short form of a variant",
+    "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
+    "export/deepspeed.py": LANGUAGE,
+    "export/hugging_face.py": LANGUAGE,
+    "export/megatron.py": LANGUAGE,
+    "export/pytorch.py": "says what its script can run",
+    "export/scripts/train_plan.py": "stands alone, without this package",
+    "export/torchtitan.py": LANGUAGE,
+    "export/uniform.py": "has the degrees of one strategy by the names that frameworks give them",
+    "model/decoder.py": STYLES,
+    "model/families/bert.py": STYLES,
+    "model/families/t5.py": STYLES,
+    "model/families/vit.py": STYLES,
+    "modules/context_attention.py": "has the methods of attention over divided tokens, by name",
+    "modules/data_parallel.py": "shards and sums divided experts over other ranks than the rest of a layer",
+    "modules/styles.py": "has the styles, each with and without sequence parallelism",
+    "runtime/applied.py": "reads back from the modules of a model what has made them so",
+}
+"""The modules that may, each with the reason."""
+
+TEXTS = {text.lstrip("+") for _, variant in variants().values() for text in variant.texts.values()} - {""}
+NAMES = {*KINDS, *variants(), *TEXTS}
+VALUES = {name.upper() for name in KINDS}
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """What a module names: texts, attributes, arguments, and imports from the packages of kinds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg | ast.keyword) and node.arg is not None:
+            yield node.arg
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            package, _, home = node.module.rpartition(".")
+            if package.endswith(".kinds"):
+                yield home
+            if node.module.endswith(".kinds"):
+                yield from (alias.name.lower() for alias in node.names if alias.name in VALUES)
+
+
+def named(source: str) -> set[str]:
+    return NAMES & set(names_in(ast.parse(source)))
+
+
+def test_only_modules_with_a_reason_name_a_kind() -> None:
+    paths = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")]
+    outside = [path for path in paths if not path.startswith(HOMES)]
+    found = {path: named((SOURCE / path).read_text(encoding="utf-8")) for path in outside}
+    assert {path for path, names in found.items() if names} == set(MAY_NAME), found
+
+
+def test_all_ways_to_name_a_kind_are_seen() -> None:
+    ways = {
+        'degrees["tp"]': "tp",
+        "view.fsdp": "fsdp",
+        "Strategy.of(levels, zero=2)": "zero",
+        "def style(*, sp): ...": "sp",
+        "from steelyard.plan.kinds import CP": "cp",
+        "from steelyard.modules.kinds.ep import expert_degree": "ep",
+        'text.endswith("ulysses")': "ulysses",
+    }
+    assert {source: named(source) for source in ways} == {source: {name} for source, name in ways.items()}
+
+
+def test_names_that_only_look_alike_are_not_seen() -> None:
+    assert named('"data parallel", mesh.step, "cpu"; from torch.distributed import fsdp') == set()

@@ -1,0 +1,161 @@
+"""Every kind of parallelism answers all questions, is written and read alike, and has a twin that makes layers so."""
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+
+from steelyard.model.read import chain_from_config
+from steelyard.modules.kinds import TWINS
+from steelyard.plan.kinds import KINDS, Kind, kind_named
+from steelyard.plan.kinds.kind import Batch, Load, Placed, Value
+from steelyard.plan.strategy import Remat, Strategy, parse_strategy
+from steelyard.report.html.palette import HUES
+from tests.cost.examples import chain
+from tests.runtime.models import FAMILY_CONFIGS
+
+EXAMPLES = {
+    "dp": ("dp4", "dp2-fsdp2", "dp2-tp2"),
+    "fsdp": ("fsdp4", "fsdp4 zero2", "fsdp2-tp2"),
+    "tp": ("tp4", "tp4+sp", "tp2-dp2"),
+    "cp": ("cp4", "fsdp2-cp2", "cp2-tp2+ulysses"),
+    "ep": ("dp4 ep4", "fsdp4 ep2", "dp2-cp2-tp2 ep2"),
+}
+"""For every kind strategies that use it; a kind without any fails `test_every_kind_has_examples`."""
+SPARSE = chain_from_config(FAMILY_CONFIGS["mixtral"], name="sparse")
+ODD = chain(num_attention_heads=9, num_key_value_heads=9, head_dim=8)
+BATCH = Batch(microbatch_samples=8, seq_len=64)
+
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=str)
+uses = pytest.mark.parametrize(
+    ("kind", "text"), [(kind_named(name), text) for name in EXAMPLES for text in EXAMPLES[name]]
+)
+
+
+def load(strategy: Strategy) -> Load:
+    exchanging = ("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ()))
+    return Load(
+        strategy=strategy,
+        parameter_bytes=2e6,
+        gradient_bytes=4e6,
+        traced={"forward": (("all_reduce", 2, 1e6),), "backward": (("all_gather", 2, 1e6),)},
+        exchanging=exchanging,
+        key_value_bytes=3e5,
+        attention_bytes=5e5,
+        exchanged=dict.fromkeys(exchanging, (("all_to_all", 2, 700000.0),)),
+    )
+
+
+def values(kind: Kind, strategy: Strategy) -> Iterator[tuple[str, Value]]:
+    """The variants of a kind with every value that the levels of a strategy leave to choose from."""
+    for variant in kind.variants:
+        for value in variant.choices(strategy.levels):
+            yield variant.key, value
+
+
+def test_every_kind_has_a_twin_and_every_twin_a_kind() -> None:
+    assert set(TWINS) == set(KINDS)
+
+
+@pytest.mark.parametrize(("package", "shared"), [("plan", {"kind", "data"}), ("modules", {"twin"})])
+def test_every_kind_has_a_file_of_its_name_in_both_packages(package: str, shared: set[str]) -> None:
+    home = importlib.import_module(f"steelyard.{package}.kinds")
+    assert {module.name for module in pkgutil.iter_modules(home.__path__)} == set(KINDS) | shared
+
+
+@kinds
+def test_a_kind_and_its_twin_stand_in_the_files_of_its_name(kind: Kind) -> None:
+    assert getattr(importlib.import_module(f"steelyard.plan.kinds.{kind}"), kind.name.upper()) is kind
+    assert importlib.import_module(f"steelyard.modules.kinds.{kind}").TWIN is TWINS[kind.name]
+
+
+def test_every_kind_has_examples() -> None:
+    assert set(EXAMPLES) == set(KINDS)
+
+
+@kinds
+def test_a_kind_is_found_by_its_name(kind: Kind) -> None:
+    assert kind_named(str(kind)) is kind
+
+
+@uses
+def test_a_strategy_reads_back_from_its_text(kind: Kind, text: str) -> None:
+    strategy = parse_strategy(text)
+    assert kind in strategy.kinds
+    assert str(strategy) == text
+
+
+@uses
+def test_every_value_of_a_variant_reads_back_from_its_text(kind: Kind, text: str) -> None:
+    levels = parse_strategy(text).levels
+    for key, value in values(kind, parse_strategy(text)):
+        strategy = Strategy.of(levels, **{key: value})
+        assert strategy.variant(key) == value
+        assert parse_strategy(str(strategy)) == strategy
+
+
+@kinds
+def test_every_text_of_a_variant_is_written_in_a_pin_too(kind: Kind) -> None:
+    for variant in kind.variants:
+        assert set(variant.pin.values()) == set(variant.texts)
+        assert all(variant.written(kind, value) for value in variant.texts)
+
+
+@uses
+def test_a_kind_says_what_its_ranks_do(kind: Kind, text: str) -> None:
+    assert "ranks" in kind.words(parse_strategy(text))
+
+
+@uses
+def test_a_kind_takes_a_layer_that_it_divides(kind: Kind, text: str) -> None:
+    assert kind.illegal(SPARSE.kinds[1], parse_strategy(text), BATCH) is None
+
+
+@uses
+def test_a_kind_says_why_it_cannot_divide_a_layer(kind: Kind, text: str) -> None:
+    assert kind.illegal(ODD.kinds[1], parse_strategy(text), Batch(microbatch_samples=7, seq_len=63))
+
+
+@uses
+@pytest.mark.parametrize("remat", Remat)
+def test_what_a_kind_sends_has_a_size_and_a_number_of_calls(kind: Kind, text: str, remat: Remat) -> None:
+    found = list(kind.traffic(load(parse_strategy(f"{text} remat={remat}"))))
+    assert all(math.isfinite(each.tensor_bytes) and each.tensor_bytes > 0 and each.count >= 1 for each in found)
+
+
+@uses
+def test_a_kind_that_divides_or_shards_sends_something(kind: Kind, text: str) -> None:
+    assert list(kind.traffic(load(parse_strategy(text))))
+
+
+@uses
+def test_a_kind_says_where_the_hidden_state_lies(kind: Kind, text: str) -> None:
+    assert kind.placement(parse_strategy(text)) in Placed
+
+
+@uses
+def test_degrees_that_change_a_shape_are_those_of_the_strategy(kind: Kind, text: str) -> None:
+    strategy = parse_strategy(text)
+    assert set(kind.shape(strategy).values()) <= {level.degree for level in strategy.levels}
+
+
+@kinds
+def test_every_kind_serves_a_model_with_experts(kind: Kind) -> None:
+    assert kind.serves(SPARSE) == ""
+
+
+@uses
+def test_every_example_is_worth_a_search_for_long_sequences(kind: Kind, text: str) -> None:
+    assert kind.not_worth(parse_strategy(text).levels, None, 10**6) == ""
+
+
+@kinds
+def test_the_seconds_of_a_kind_have_words_and_a_colour(kind: Kind) -> None:
+    assert kind.term
+    assert kind.hue in HUES
+
+
+def test_no_two_kinds_share_words_or_colours() -> None:
+    assert len({kind.term for kind in KINDS.values()}) == len({kind.hue for kind in KINDS.values()}) == len(KINDS)

@@ -1,0 +1,70 @@
+"""The longest sequences: the plan of the longest length that fits, within an eighth, and what binds beyond it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.planning import PlanOptions, length, longest_sequence
+from tests.cost.examples import job
+from tests.runtime.models import FAMILY_CONFIGS
+
+OF = job()
+
+
+def find(monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain) -> length.LongestSequence:
+    """With devices on which ``fitting`` tokens fit, and no more."""
+
+    def plan_job(of: Job, _options: PlanOptions, *, top: int) -> Any:
+        plan = (
+            SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if of.seq_len <= fitting else None
+        )
+        return SimpleNamespace(job=of, plan=plan, miss_text=f"{of.seq_len - fitting} tokens too many, {top} shown")
+
+    monkeypatch.setattr(length, "plan_job", plan_job)
+    return longest_sequence(lambda tokens: replace(OF, seq_len=tokens), chain, PlanOptions(), top=0)
+
+
+@pytest.mark.parametrize("fitting", [1024, 1500, 5000, 8192, 12345, 100_000, 131_072, 1_000_000])
+def test_the_length_found_fits_and_an_eighth_more_does_not(monkeypatch: pytest.MonkeyPatch, fitting: int) -> None:
+    found = find(monkeypatch, fitting)
+    taken = found.result.job.seq_len
+    assert taken % length.STEP_TOKENS == 0
+    assert taken <= fitting < taken + max(length.STEP_TOKENS, taken // 8)
+
+
+@pytest.mark.parametrize("fitting", [5000, 100_000])
+def test_what_binds_is_of_the_shortest_length_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, fitting: int) -> None:
+    found = find(monkeypatch, fitting)
+    short = min(trial.seq_len for trial in found.trials if trial.tokens_per_s is None)
+    assert found.stopped == f"{short} tokens do not fit: {short - fitting} tokens too many, 0 shown"
+
+
+def test_no_length_is_tried_twice_and_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = [trial.seq_len for trial in find(monkeypatch, 1_000_000).trials]
+    assert len(set(tried)) == len(tried) <= 12
+
+
+def test_where_the_shortest_does_not_fit_the_nearest_miss_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(monkeypatch, 100)
+    assert found.result.plan is None
+    assert found.result.job.seq_len == length.STEP_TOKENS
+
+
+def test_a_model_of_learned_positions_ends_at_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 2048}, name="gpt2")
+    found = find(monkeypatch, 10**9, chain)
+    assert found.result.job.seq_len == 2048
+    assert "positions" in found.stopped
+
+
+def test_a_model_of_images_has_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_from_config(FAMILY_CONFIGS["vit"], name="vit")
+    with pytest.raises(UserError) as raised:
+        find(monkeypatch, 10**9, chain)
+    assert raised.value.field == "--seq-len"

@@ -1,0 +1,91 @@
+"""Plain plans are the best of their kind: held against every one of them, priced one by one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
+from steelyard.model.chain import LayerRole
+from steelyard.plan.plan import Plan, StagePlan, fold_runs
+from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.planning import PlanOptions, make_problem, plan_job, with_baselines
+from steelyard.planning.assemble import assemble_plan
+from steelyard.report.plan_table import baseline_line
+from tests.cost.examples import cluster, job
+from tests.schedules.examples import pipeline
+
+SINGLE_STAGE = {"plain DDP": ("dp8",), "plain FSDP": ("fsdp8", "fsdp8 zero2")}
+
+
+def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
+    """Every plan of one stage and one of these strategies, with each remat choice of the blocks."""
+    chain = of.chain
+    for text in texts:
+        strategy = parse_strategy(text)
+        for count in (1, 2, 4, 8):
+            if (of.global_batch // count) % strategy.sample_degree:
+                continue
+            for remat in Remat:
+                layers = tuple(
+                    replace(strategy, remat=remat) if chain.kind_of(layer).role is LayerRole.BLOCK else strategy
+                    for layer in range(chain.num_layers)
+                )
+                stage = StagePlan(ranks=(0, 7), runs=fold_runs(0, layers))
+                yield assemble_plan(of, pipeline(1, count), (stage,))
+
+
+def compared(of: Job) -> Plan:
+    tables = make_problem(of, PlanOptions())
+    found = plan_job(of, PlanOptions(), problem=tables).plan
+    assert found is not None
+    return with_baselines(found, of, tables.settings)
+
+
+def tight(share: float) -> Job:
+    """A job within what plain FSDP takes: at 0 its smallest plan, at 1 its largest."""
+    of = job(cluster(1, 8), global_batch=64)
+    taken = [fullest_bytes(plan, of) for plan in every_plan(of, ("fsdp8",))]
+    return replace(of, budget_bytes=int(min(taken) + share * (max(taken) - min(taken))))
+
+
+def fullest_bytes(plan: Plan, of: Job) -> int:
+    return max(stage.total_bytes for stage in predict(plan, of).stages)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.05, 0.0])
+@pytest.mark.parametrize("name", SINGLE_STAGE)
+def test_a_plain_plan_is_the_fastest_of_its_kind_that_fits(name: str, share: float) -> None:
+    of = tight(share)
+    prediction = compared(of).prediction
+    assert prediction is not None
+    costs = [predict(plan, of) for plan in every_plan(of, SINGLE_STAGE[name])]
+    fastest = min((cost.step_time_s for cost in costs if cost.fits), default=None)
+    (mine,) = (each for each in prediction.baselines if each.name == name)
+    assert mine.step_time_s == pytest.approx(fastest) if fastest else mine.step_time_s is None
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_no_plain_plan_is_faster_than_the_plan(share: float) -> None:
+    prediction = compared(tight(share)).prediction
+    assert prediction is not None
+    times = [each.step_time_s for each in prediction.baselines if each.step_time_s is not None]
+    assert times
+    assert min(times) >= prediction.step_time_s * (1 - 1e-9)
+
+
+def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained() -> None:
+    prediction = compared(tight(0.1)).prediction
+    assert prediction is not None
+    fitting = [each for each in prediction.baselines if each.step_time_s is not None]
+    best = min(fitting, key=lambda each: each.step_time_s)
+    assert best.name in baseline_line(prediction)
+    gain = 1 - prediction.step_time_s / best.step_time_s
+    assert f"{gain:.1%} less time" in baseline_line(prediction) or "as fast as" in baseline_line(prediction)
+
+
+def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
+    prediction = compared(tight(0.0)).prediction
+    assert prediction is not None
+    assert all((each.step_time_s is None) == (each.missing_bytes is not None) for each in prediction.baselines)

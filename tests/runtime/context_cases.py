@@ -1,0 +1,68 @@
+"""Plans with context parallelism, beside and inside every other kind: what four and eight processes compare with one.
+
+Both methods, every remat, each order of levels, layers that differ within a stage and across a cut, an embedding or a
+head with cp or without.
+"""
+
+from typing import Any
+
+from tests.runtime.cases import Case
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+
+def _case(
+    config: str,
+    *stages: str,
+    schedule: str = "1f1b",
+    precision: str = "fp32",
+    num_chunks: int = 1,
+    num_devices: int = 4,
+    **changes: Any,
+) -> Case:
+    """Two steps of two microbatches."""
+    plan = make_plan(
+        FAMILY_CONFIGS[config] | changes,
+        *stages,
+        num_microbatches=2,
+        global_batch=2 * num_devices,
+        seq_len=32,
+        schedule=schedule,
+        precision=precision,
+        num_devices=num_devices,
+        num_chunks=num_chunks,
+    )
+    return Case(plan=plan, num_steps=2)
+
+
+_FEW_KEYS = {"num_key_value_heads": 2}
+
+CASES: dict[str, Case] = {
+    "llama, gather, every remat": _case(
+        "llama", "cp4, cp4 remat=selective, cp4 remat=full, cp4", num_key_value_heads=1
+    ),
+    "llama, ulysses, every remat": _case("llama", "cp4, cp4+ulysses remat=selective, cp4+ulysses remat=full, cp4"),
+    "llama, inside fsdp and dp": _case("llama", "fsdp2-cp2, dp2-cp2, fsdp2-cp2+ulysses zero2, dp2-cp2", **_FEW_KEYS),
+    "llama, outside tp": _case("llama", "cp2-tp2, cp2-tp2+sp remat=selective, cp2-tp2+sp+ulysses, cp2-tp2+sp"),
+    "llama, next to other kinds": _case(
+        "llama", "fsdp4, fsdp2-cp2 remat=full, cp4, tp4+sp, cp2-tp2+sp, cp4", num_hidden_layers=4
+    ),
+    "llama, next to other kinds, from and to cp": _case(
+        "llama", "cp4, dp2-tp2, cp2-tp2, fsdp4, cp4+ulysses, dp4", num_hidden_layers=4
+    ),
+    "llama, tied": _case("llama", "cp4, fsdp2-cp2, dp4, cp2-tp2", tie_word_embeddings=True),
+    "llama, two stages": _case("llama", "cp2, cp2 remat=full", "fsdp2, cp2+ulysses"),
+    "llama, two stages, interleaved": _case(
+        "llama", "cp2, cp2", "fsdp2", "cp2", "tp2, cp2", schedule="interleaved-1f1b", num_chunks=2, num_hidden_layers=4
+    ),
+    "qwen3": _case("qwen3", "fsdp4, cp4, cp2-tp2+sp, cp4", **_FEW_KEYS),
+    "gpt2": _case("gpt2", "cp4, fsdp2-cp2, cp2-tp2, cp4"),
+    "mistral with a sliding window": _case("mistral", "cp4, cp4 remat=full, cp4+ulysses, cp4"),
+    "mistral with a sliding window, two stages": _case("mistral", "cp2, cp2", "tp2+sp, dp2", schedule="gpipe"),
+    "bf16": _case("llama", "fsdp2-cp2, fsdp4, cp2-tp2+sp, dp2-cp2", precision="bf16"),
+    "eight, hybrid sharding": _case(
+        "llama", "dp2-fsdp2-cp2, dp2-fsdp2-cp2 remat=selective, fsdp8, dp2-fsdp2-cp2", num_devices=8
+    ),
+    "eight, two stages": _case("llama", "fsdp2-cp2, cp2-tp2+sp", "cp4 remat=full, dp2-cp2", num_devices=8),
+    "eight, every level": _case("llama", "dp2-cp2-tp2+sp, fsdp2-cp2-tp2, dp2-cp2-tp2, fsdp4-cp2", num_devices=8),
+}
+"""The cases of four processes come first."""

@@ -1,0 +1,47 @@
+"""Models whose experts are divided over ranks train as one process does: four or eight processes against one."""
+
+from typing import Any
+
+import pytest
+
+from steelyard.plan.parity import TOLERANCES
+from tests.runtime.ep_cases import CASES
+from tests.runtime.processes import run_parity
+
+pytestmark = pytest.mark.processes
+
+EXACT = [name for name, case in CASES.items() if case.plan.precision == "fp32"]
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_parity("tests.runtime.ep_cases", tmp_path_factory.mktemp("ep") / "result.json")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_and_gradients_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
+    assert found["gradient_error"] < GRADIENT_TOLERANCE, found["gradient_tensor"]
+    assert found["same_loss_on_all_ranks"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_norms_and_weights_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["norms"] == pytest.approx(found["expected_norms"], rel=LOSS_TOLERANCE)
+    assert found["weight_error"] < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXACT])
+def test_in_bf16_losses_are_near_those_in_fp32(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    loss_tolerance, gradient_tolerance = TOLERANCES["bf16"]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=loss_tolerance)
+    assert found["gradient_error"] < gradient_tolerance, found["gradient_tensor"]
