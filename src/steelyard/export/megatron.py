@@ -24,19 +24,8 @@ _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 MEANS = Means(
     mixes_layers=False,
     kinds=kinds_of(
-        *(
-            "dp",
-            "fsdp",
-            "dp+fsdp",
-            "tp",
-            "dp+tp",
-            "fsdp+tp",
-            "dp+fsdp+tp",
-            "dp+ep",
-            "fsdp+ep",
-            "dp+tp+ep",
-            "fsdp+tp+ep",
-        ),
+        *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
+        *("dp+ep", "fsdp+ep", "dp+tp+ep", "fsdp+tp+ep"),
         *("cp", "dp+cp", "fsdp+cp", "cp+tp", "dp+cp+tp", "fsdp+cp+tp"),
     ),
     variants={
