@@ -6,7 +6,7 @@ tables have the size and shape of real decoders (`tests/problems/`); they are no
 this process: the median of repeated searches, or one search where it takes seconds. Growth of memory is what the
 process grew by.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [small] [large] [deep] [unlike] [first]
+Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [small] [large] [full] [deep] [unlike] [first]
 """
 
 import os
@@ -21,6 +21,8 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from steelyard.cost.tables import CostTables
+from steelyard.plan.kinds import level_kinds
+from steelyard.plan.kinds.cp import LEAST_TOKENS
 from steelyard.search import SearchResult, SpaceOptions, search
 from steelyard.units import format_seconds
 from tests.oracles import grid
@@ -61,6 +63,18 @@ def show(name: str, result: SearchResult, seconds: float) -> None:
     print(f"  {name}: {status}, {format_seconds(seconds)}, peak {peak_mib():.0f} MiB", flush=True)
 
 
+def full_space(seq_len: int) -> SpaceOptions:
+    """All kinds that take ranks of their own and are worth a search at this length, with every variant."""
+    return SpaceOptions(
+        kinds=level_kinds(),
+        variants={},
+        mixes_samples=True,
+        max_degrees={"tp": 8},
+        devices_per_node=8,
+        seq_len=seq_len,
+    )
+
+
 def small() -> None:
     """The size of a published planner's example, beside the textbook program: one of it between two of ours."""
     settings = decoder_settings(
@@ -75,6 +89,35 @@ def small() -> None:
     print(f"32 layers, embedding and head, 8 devices, {len(settings)} settings, up to 50 strategies")
     for budget_gb in BUDGETS_GB:
         _beside_the_grid(settings, budget_gb)
+
+
+def full() -> None:
+    """The two sizes again with all kinds of parallelism: the small one on sequences that are worth dividing, too."""
+    small_size, large_size = (LLAMA3_8B, 8, 64, 8), (LLAMA3_405B, 16384, 2048, 128)
+    for seq_len, (decoder, devices, batch, stages) in (
+        (8192, small_size),
+        (LEAST_TOKENS, small_size),
+        (8192, large_size),
+    ):
+        settings = decoder_settings(
+            decoder,
+            num_devices=devices,
+            global_batch=batch,
+            most_stages=stages,
+            most_microbatches=batch,
+            space=full_space(seq_len),
+        )
+        most = max(len(each.strategies) for each in settings)
+        print(
+            f"{decoder.num_blocks} blocks, {seq_len} tokens, {devices:,} devices, "
+            f"{len(settings)} settings, up to {most} strategies"
+        )
+        for budget_gb in (36, 80):
+            result = search(settings, budget_gb * GB)
+            seconds = statistics.median(
+                cpu_s(lambda some=settings, gb=budget_gb: search(some, gb * GB)) for _ in range(REPEATS)
+            )
+            show(f"{budget_gb} GB", result, seconds)
 
 
 def _beside_the_grid(settings: Sequence[CostTables], budget_gb: int) -> None:
@@ -145,7 +188,7 @@ def first() -> None:
             print(f"  {which}: {format_seconds(cold - warm)} more than a warm search", flush=True)
 
 
-PARTS = {"small": small, "large": large, "deep": deep, "unlike": unlike, "first": first}
+PARTS = {"small": small, "large": large, "full": full, "deep": deep, "unlike": unlike, "first": first}
 
 
 def main() -> None:

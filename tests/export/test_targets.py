@@ -492,3 +492,37 @@ def test_other_frameworks_say_that_they_cannot_divide_experts(name: str) -> None
 def test_deepspeed_says_whose_matter_it_is() -> None:
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
     assert any("a matter of the model's code" in reason for reason in beyond(plan, TARGETS["deepspeed"].means))
+
+
+# hybrid sharding
+
+HYBRID = uniform("dp2-fsdp4", devices=8)
+
+
+def test_hybrid_sharding_is_two_degrees_in_torchtitan() -> None:
+    content = titan(HYBRID)["parallelism"]
+    assert content["data_parallel_replicate_degree"] == 2
+    assert content["data_parallel_shard_degree"] == 4
+
+
+def test_hybrid_sharding_is_two_instances_of_megatrons_optimizer_that_do_not_shard() -> None:
+    script = text_of(HYBRID, "megatron", ".sh")
+    assert "--num-distributed-optimizer-instances 2\n" in script
+    assert "--outer-dp-sharding-strategy no_shard\n" in script
+    assert "--outer-dp-sharding-strategy" not in text_of(FSDP, "megatron", ".sh")
+
+
+def test_hybrid_sharding_is_two_sizes_in_accelerate() -> None:
+    content = yaml.safe_load(text_of(HYBRID, "accelerate", ".yaml"))["parallelism_config"]
+    assert content["parallelism_config_dp_replicate_size"] == 2
+    assert content["parallelism_config_dp_shard_size"] == 4
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "transformers"])
+def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
+    assert "dp with fsdp in one layer" in beyond(HYBRID, TARGETS[name].means)
+
+
+def test_megatron_takes_no_zero_2_inside_replicas() -> None:
+    plan = uniform("dp2-fsdp4", devices=8, zero=2)
+    assert "zero 2 beside dp" in beyond(plan, TARGETS["megatron"].means)

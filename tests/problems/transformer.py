@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from steelyard.cost.tables import CostTables
-from steelyard.plan.kinds import DP
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_strategies
 from tests.schedules.examples import pipeline
@@ -62,7 +61,7 @@ def decoder_tables(
     samples = global_batch / num_microbatches
     shape = (3, len(strategies))
     time_s, static, saved, transient = (np.zeros(shape) for _ in range(4))
-    legal = np.array([[samples % each.data_degree == 0 for each in strategies]] * 3)
+    legal = np.array([[samples % each.sample_degree == 0 for each in strategies]] * 3)
     for kind, params in enumerate(decoder.params):
         for index, each in enumerate(strategies):
             time_s[kind, index], static[kind, index], saved[kind, index], transient[kind, index] = _layer_costs(
@@ -89,7 +88,7 @@ def _layer_costs(
     decoder: Decoder, strategy: Strategy, kind: int, params: float, samples: float, num_microbatches: int
 ) -> tuple[float, float, float, float]:
     """Seconds per microbatch, static, saved and transient bytes of one layer."""
-    tokens = samples / strategy.sample_degree * decoder.seq_len
+    tokens = samples / strategy.data_degree * decoder.seq_len
     flop = 0.0 if kind == 0 else 6 * params / strategy.tensor_degree * tokens
     seconds = flop * (1 + RECOMPUTED[strategy.remat] / 3) / PEAK_FLOP_PER_S
     message = tokens * decoder.hidden * 2
@@ -99,13 +98,17 @@ def _layer_costs(
         seconds += (
             calls * extra * 2 * (strategy.tensor_degree - 1) / strategy.tensor_degree * message / NODE_BYTES_PER_S
         )
+    if strategy.token_degree > 1:
+        seconds += 4 * message * strategy.token_degree / NETWORK_BYTES_PER_S
     weights = 2 * params / strategy.tensor_degree
-    speed = NODE_BYTES_PER_S if strategy.num_devices <= DEVICES_PER_NODE else NETWORK_BYTES_PER_S
-    if strategy.state_shards > 1:
-        exposed = 0.3 if strategy.num_devices <= DEVICES_PER_NODE else 1.0
-        seconds += 3 * weights * (strategy.state_shards - 1) / strategy.state_shards / speed * exposed
-    if strategy.degree(DP) > 1:
-        seconds += 2 * weights * (strategy.degree(DP) - 1) / strategy.degree(DP) / speed / num_microbatches
+    shards, replicas = strategy.state_shards, strategy.replicas
+    if shards > 1:
+        near = strategy.num_devices // replicas <= DEVICES_PER_NODE
+        speed, exposed = (NODE_BYTES_PER_S, 0.3) if near else (NETWORK_BYTES_PER_S, 1.0)
+        seconds += 3 * weights * (shards - 1) / shards / speed * exposed
+    if replicas > 1:
+        speed = NODE_BYTES_PER_S if strategy.num_devices <= DEVICES_PER_NODE else NETWORK_BYTES_PER_S
+        seconds += 2 * weights / shards * (replicas - 1) / replicas / speed / num_microbatches
     static = 8 * weights / strategy.state_shards
     kept = KEPT[strategy.remat] if kind == 1 else 2.0
     split = strategy.tensor_degree if strategy.variant("sp") else (strategy.tensor_degree + 1) / 2
@@ -120,14 +123,15 @@ def _layer_costs(
 
 def _switches(decoder: Decoder, strategies: Sequence[Strategy], samples: float) -> np.ndarray:
     """[3, S, S] seconds: equal layouts switch for nothing, others move the activation and its gradient."""
-    size = len(strategies)
-    once = np.zeros((size, size))
-    for before in range(size):
-        for after in range(size):
-            old, new = strategies[before].layout, strategies[after].layout
+    layouts = list(dict.fromkeys(strategy.layout for strategy in strategies))
+    between = np.zeros((len(layouts), len(layouts)))
+    for before, old in enumerate(layouts):
+        for after, new in enumerate(layouts):
             if old != new:
                 share = max(1 / (old.batch_degree * old.sequence_degree), 1 / (new.batch_degree * new.sequence_degree))
-                once[before, after] = 4 * samples * share * decoder.seq_len * decoder.hidden / NODE_BYTES_PER_S
+                between[before, after] = 4 * samples * share * decoder.seq_len * decoder.hidden / NODE_BYTES_PER_S
+    places = [layouts.index(strategy.layout) for strategy in strategies]
+    once = between[np.ix_(places, places)]
     return np.stack([once] * 3)
 
 

@@ -2,7 +2,8 @@
 
 Names are those of DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``,
 ``runtime/tensor_parallel/config.py``, ``runtime/activation_checkpointing/config.py``). DeepSpeed's pipelines want the
-model written as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model.
+model written as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model. It has no hybrid sharding
+any more: MiCS is removed, and the groups of ZeRO++ hold a second copy of parameters that stay sharded over all ranks.
 """
 
 import json

@@ -18,7 +18,7 @@ from steelyard.units import format_plural
 _REMATS = frozenset({Remat.NONE, Remat.FULL})
 ACCELERATE_MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "fsdp+tp"),
+    kinds=kinds_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     remats=_REMATS,
 )
@@ -86,7 +86,7 @@ def _accelerate(request: Request, view: UniformPlan) -> dict[str, Any]:
             "fsdp_cpu_ram_efficient_loading": True,
         }
         content["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_dp_replicate_size": view.dp,
             "parallelism_config_dp_shard_size": view.fsdp,
             "parallelism_config_tp_size": view.tp,
             "parallelism_config_cp_size": 1,

@@ -2,6 +2,8 @@
 
 Names are those of megatron-core 0.19.2 (``megatron/training/arguments.py`` and the config classes it is made from, and
 ``core/transformer/pipeline_parallel_layer_layout.py`` for the layout: E the embedding, t a block, L the loss, | a cut).
+Hybrid sharding is Megatron-FSDP's with several instances of the distributed optimizer, whose outer ranks do not shard:
+it takes ZeRO-3 inside.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +24,8 @@ _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 MEANS = Means(
     mixes_layers=False,
     kinds=kinds_of(
-        *("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "dp+ep", "fsdp+ep", "dp+tp+ep", "fsdp+tp+ep"),
+        *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
+        *("dp+ep", "fsdp+ep", "dp+tp+ep", "fsdp+tp+ep"),
         *("cp", "dp+cp", "fsdp+cp", "cp+tp", "dp+cp+tp", "fsdp+cp+tp"),
     ),
     variants={
@@ -31,6 +34,7 @@ MEANS = Means(
         "cp_method": frozenset(_COMMUNICATION),
         "ep": frozenset(DEGREE.texts),
     },
+    variants_beside={"dp": {"zero": frozenset({3})}},
     remats=frozenset({Remat.NONE, Remat.FULL}),
     remats_first_blocks=True,
     pipeline="any cuts",
@@ -102,6 +106,8 @@ def _parallel_flags(view: UniformPlan) -> Flags:
             "--no-gradient-accumulation-fusion",
             "--overlap-param-gather",
         ]
+    if view.fsdp > 1 and view.dp > 1:
+        flags += [f"--num-distributed-optimizer-instances {view.dp}", "--outer-dp-sharding-strategy no_shard"]
     if view.cp > 1:
         flags += [f"--context-parallel-size {view.cp}", f"--cp-comm-type {_COMMUNICATION[view.cp_method]}"]
     if view.has_experts:

@@ -17,7 +17,10 @@ from steelyard.schedules import SCHEDULES
 
 MEANS = Means(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp", "fsdp+ep", "fsdp+tp+ep"),
+    kinds=kinds_of(
+        *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
+        *("fsdp+cp", "fsdp+cp+tp", "fsdp+ep", "fsdp+tp+ep"),
+    ),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     remats=frozenset(Remat),
     pipeline="any cuts",

@@ -1,0 +1,107 @@
+"""Hybrid sharding is found where many nodes share a job, and offering it never costs time."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.hardware import parse_cluster
+from steelyard.model.read import load_model
+from steelyard.plan.kinds import DP
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Strategy, parse_strategy
+from steelyard.planning import PlanOptions, make_job, plan_job
+from steelyard.planning.excluded import not_offered
+from steelyard.planning.pins import parse_pin
+from steelyard.planning.problem import Space, stage_strategies
+from steelyard.tracer.trace import trace
+from tests.cost.examples import cluster, job
+
+SEQ_LEN = 4096
+
+
+@pytest.fixture(scope="module")
+def llama() -> Job:
+    """Llama-3-8B on one node of 8."""
+    profile = trace(load_model("llama3-8b"), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2, 4, 8))
+    return make_job(
+        "llama3-8b",
+        "1x8xa100-80gb",
+        global_batch=1024,
+        seq_len=SEQ_LEN,
+        precision="bf16",
+        memory=None,
+        profile=profile,
+    )
+
+
+def planned(of: Job, space: Space = "full") -> Plan:
+    found = plan_job(of, PlanOptions(space=space, num_stages=1)).plan
+    assert found is not None
+    return found
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_time_s
+
+
+def is_hybrid(strategy: Strategy) -> bool:
+    return strategy.degree(DP) > 1 and strategy.state_shards > 1
+
+
+@pytest.mark.slow
+def test_over_a_thousand_gpus_states_are_sharded_in_groups(llama: Job) -> None:
+    """Gathering over 128 nodes in every microbatch costs more than summing shards once."""
+    of = replace(llama, cluster=parse_cluster("128x8xa100-80gb"))
+    found, without = planned(of), planned(of, "paper")
+    assert all(is_hybrid(strategy) for strategy in found.strategies)
+    assert step_s(found) < 0.97 * step_s(without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "share", "batch"), [(1, 1.0, 64), (2, 1.0, 256), (16, 8.0, 1024), (16, 0.2, 1024), (128, 0.2, 4096)]
+)
+def test_the_full_space_is_never_slower_than_the_papers(llama: Job, nodes: int, share: float, batch: int) -> None:
+    """``share`` is of the rate of the links between nodes."""
+    machines = parse_cluster(f"{nodes}x8xa100-80gb")
+    if machines.inter_link is not None:
+        link = replace(machines.inter_link, bytes_per_s=share * machines.inter_link.bytes_per_s)
+        machines = replace(machines, inter_link=link)
+    of = replace(llama, cluster=machines, global_batch=batch)
+    assert step_s(planned(of)) <= step_s(planned(of, "paper")) * (1 + 1e-9)
+
+
+def offered(*pins: str) -> set[str]:
+    """The levels of strategies for a stage of 16 nodes of 8."""
+    of = job(cluster(16, 8), global_batch=1024)
+    texts = tuple(parse_pin(text, option="--pin", num_layers=of.chain.num_layers) for text in pins)
+    return {each.parallel for each in stage_strategies(of, 128, PlanOptions(pins=texts)) if is_hybrid(each)}
+
+
+def test_groups_of_one_node_and_of_four_are_searched_with_tp_inside() -> None:
+    assert offered() == {
+        *("dp16-fsdp8", "dp16-fsdp4-tp2", "dp16-fsdp2-tp4"),
+        *("dp4-fsdp32", "dp4-fsdp16-tp2", "dp4-fsdp8-tp4", "dp4-fsdp4-tp8"),
+    }
+
+
+@pytest.mark.parametrize(("pin", "more"), [("dp=2", "dp2-fsdp64"), ("blocks 0-1: dp8-fsdp16", "dp8-fsdp16")])
+def test_a_pin_offers_other_groups(pin: str, more: str) -> None:
+    assert more not in offered()
+    assert more in offered(pin)
+
+
+def test_what_is_not_searched_says_which_groups_are() -> None:
+    of = job(cluster(16, 8), global_batch=1024)
+    reasons = dict(not_offered(of, 128, PlanOptions()))
+    assert reasons[parse_strategy("dp8-fsdp16")].startswith("hybrid sharding is searched with groups of one node")
+
+
+def test_states_are_not_sharded_outside_replicas() -> None:
+    with pytest.raises(InvalidPlanError, match="dp outside fsdp"):
+        parse_strategy("fsdp2-dp2")
+    with pytest.raises(UserError, match="dp outside fsdp"):
+        parse_pin("fsdp2-dp2", option="--pin", num_layers=6)
