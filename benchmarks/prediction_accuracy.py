@@ -139,7 +139,7 @@ def measure_profile(processes: int, seq_len: int, budget_s: float) -> Profile:
 
     degrees = tuple(degree for degree in (1, 2, 4) if processes % degree == 0)
     chain = load_model(MODEL)
-    traced = cached_trace(chain, seq_len=seq_len, precision="fp32", tp_degrees=degrees)
+    traced = cached_trace(chain, seq_len=seq_len, precision="fp32", degrees=degrees)
     return launch_profiler(chain, traced, num_processes=processes, samples=(1, 2, 4, 8), budget_s=budget_s)
 
 

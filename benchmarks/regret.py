@@ -133,7 +133,7 @@ def plans_of(name: str, profiles: Path | None) -> dict[str, dict[str, Plan]]:
     """For each budget the searched plan, as ``searched``, and the uniform ones that fit."""
     config = config_of(name)
     chain = chain_from_config(config, name=name)
-    traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", tp_degrees=(1, 2, 4))
+    traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2, 4))
     profile = measured_profile(name, chain, traced, profiles)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"

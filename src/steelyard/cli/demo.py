@@ -44,7 +44,7 @@ def demo(
     chain = load_model(MODEL)
 
     console.rule(f"1. Measure {NUM_PROCESSES} processes of this machine", align="left")
-    traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", tp_degrees=(1, 2, NUM_PROCESSES))
+    traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2, NUM_PROCESSES))
     profile = launch_profiler(chain, traced, num_processes=NUM_PROCESSES, samples=(1, 2, 8))
     (folder / "profile.json").write_text(dump_json(profile) + "\n")
     console.print(profile_view(profile))

@@ -41,7 +41,7 @@ def profile(
     chain = load_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = tuple(d for d in range(1, processes + 1) if processes % d == 0)
-    traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), tp_degrees=degrees)
+    traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)
     measured = launch_profiler(
         chain, traced, num_processes=processes, samples=parse_samples(samples), budget_s=budget_s
     )
