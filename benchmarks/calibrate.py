@@ -165,7 +165,7 @@ def _row(case: Case) -> dict[str, object]:
     block = strategies[1]
     stages = sorted({_composition(plan, stage, job) for stage in range(plan.num_stages)}, reverse=True)[:4]
     stages += [(0, 0, 0)] * (4 - len(stages))
-    whole = block.tp if job.execution.transfer == "whole" and not block.sp else 1
+    whole = block.head_degree if job.execution.transfer == "whole" and not block.variant("sp") else 1
     network = job.cluster.inter_link.name if job.cluster.inter_link else ""
     assert case.run.step_time_s is not None, "only measured runs are fitted"
     return {
@@ -178,10 +178,10 @@ def _row(case: Case) -> dict[str, object]:
             name: np.stack([kind[name] for kind in kinds])
             for name in ("work", "launch", "tp", "jitter", "gather", "reduce", "tied", "moved")
         },
-        "is_fsdp": block.fsdp > 1,
+        "is_fsdp": block.state_shards > 1,
         "gathers_again": not block.keeps_gathered,
         "overlaps": job.overlaps,
-        "gathers_once": job.execution.optimizer_shards(block.dp) > 1,
+        "gathers_once": job.execution.optimizer_shards(block.degree(KINDS["dp"])) > 1,
         "stages": np.array(stages, dtype=float),
         "totals": np.bincount(job.chain.layers, minlength=3).astype(float),
         "counts": np.array([plan.num_stages, plan.num_microbatches, plan.num_chunks], dtype=float),
