@@ -39,7 +39,7 @@ from steelyard.cost.compute import ACCUMULATION_BYTES, OPTIMIZER_BYTES, launch_s
 from steelyard.cost.efficiency import Efficiency, LinkEfficiency
 from steelyard.cost.layer import held_up_s, levels_group, num_calls, tied_s
 from steelyard.cost.setting import Job, Setting
-from steelyard.plan.kinds import TP
+from steelyard.plan.kinds import DP, TP
 from steelyard.plan.kinds.data import data_levels
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
@@ -181,7 +181,7 @@ def _row(case: Case) -> dict[str, object]:
         "is_fsdp": block.state_shards > 1,
         "gathers_again": not block.keeps_gathered,
         "overlaps": job.overlaps,
-        "gathers_once": job.execution.optimizer_shards(block.degree(KINDS["dp"])) > 1,
+        "gathers_once": job.execution.optimizer_shards(block.degree(DP)) > 1,
         "stages": np.array(stages, dtype=float),
         "totals": np.bincount(job.chain.layers, minlength=3).astype(float),
         "counts": np.array([plan.num_stages, plan.num_microbatches, plan.num_chunks], dtype=float),
