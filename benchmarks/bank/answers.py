@@ -50,14 +50,14 @@ from steelyard.planning import (
     parse_pin,
     pin_error,
     plan_fewest_devices,
+    plan_for_framework,
     plan_job,
-    plan_within,
     uniform_plan,
     why_not,
     with_fallbacks,
     with_price,
 )
-from steelyard.planning.assemble import assemble_plan
+from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.search import (
     Problem,
@@ -252,7 +252,7 @@ def fitted(job: Callable[[], Job], target: str) -> Record:
     of = job()
     plan = plan_job(of, _options(of)).plan
     assert plan is not None, "frameworks are asked for where something fits"
-    found = plan_within(plan, of, TARGETS[target].means, framework=target)
+    found = plan_for_framework(plan, of, TARGETS[target].capabilities, framework=target)
     return plan_record(found.plan) | {"beyond": list(found.reasons), "slowdown": found.slowdown}
 
 

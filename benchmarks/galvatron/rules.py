@@ -132,7 +132,7 @@ def _coefficient(point: Point, strategy: Strategy, *, is_tp: bool) -> float:
 
 def switch_s(point: Point, before: Strategy, after: Strategy) -> float:
     """Redistribution between two layers of a stage, and the published 0.1 ms that orders sharded before replicated."""
-    if before.layout == after.layout:
+    if before.hidden == after.hidden:
         return ORDERING_S if before.degree(FSDP) > 1 and after.degree(DP) > 1 else 0.0
     if not _is_moved(point, before, after):
         return 0.0

@@ -12,7 +12,7 @@ from steelyard.plan.kinds import CP
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile, Profile
 from steelyard.schedules import PipelineConfig, find_schedule
-from steelyard.tracer.layer import LayerRun
+from steelyard.tracer.layer import CountedLayer
 from steelyard.tracer.trace import trace
 from tests.modules.kinds.test_cp_work import SAMPLES, SEQ_LEN, counted
 from tests.tracer.examples import HEAD_DIM, llama
@@ -54,7 +54,7 @@ def strategy_text(method: str, degree: int, remat: Remat) -> str:
     return f"cp{degree}" + ("+ulysses" if method == "ulysses" else "") + f" remat={remat}"
 
 
-def sent(run: LayerRun, phase: str) -> dict[str, tuple[int, float]]:
+def sent(run: CountedLayer, phase: str) -> dict[str, tuple[int, float]]:
     counts = run.forward if phase == "forward" else run.backward
     return {kind: (len(calls), sum(calls)) for kind, calls in counts.collectives.items()}
 

@@ -16,8 +16,8 @@ from steelyard.cost.build import CUDA_CONTEXT_BYTES
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.plan import Plan, Precision
-from steelyard.runtime.memory import LiveStorages
 from steelyard.runtime.parallel_model import parallelize_plan
+from steelyard.runtime.peak_memory import LiveStorages
 from steelyard.tracer.trace import trace
 from tests.cost.examples import chain, cluster, plan
 from tests.cost.examples import job as made_up_job

@@ -14,7 +14,7 @@ from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan, Precision, StagePlan, fold_runs
-from steelyard.planning.assemble import assemble_plan
+from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import PlanOptions, stage_strategies
 from steelyard.schedules import PipelineConfig
 from steelyard.search.evaluate import evaluate

@@ -65,7 +65,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
 def _layouts(num_devices: int) -> list[str]:
     found = enumerate_strategies(num_devices, SpaceOptions(devices_per_node=num_devices))
     sizes = mesh_axes(num_devices)
-    return list(dict.fromkeys(strategy.layout.placements(sizes) for strategy in found))
+    return list(dict.fromkeys(strategy.hidden.placements(sizes) for strategy in found))
 
 
 def _issued(before: str, after: str, mesh: DeviceMesh) -> list[Call]:

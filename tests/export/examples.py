@@ -103,11 +103,13 @@ def mixed(*, devices: int = 4, **changes: Any) -> Plan:
     return read(content | changes)
 
 
-def exported(plan: Plan, to: str, *, beyond: tuple[str, ...] = (), image: str | None = "an-image") -> Export:
+def exported(plan: Plan, to: str, *, unsupported: tuple[str, ...] = (), image: str | None = "an-image") -> Export:
     target = target_of(to)
-    headline = "the plan" if target.means.mixes_layers else describe_uniform(plan)
+    headline = "the plan" if target.capabilities.mixes_layers else describe_uniform(plan)
     cluster = parse_cluster(plan.cluster)
-    return export_plan(target, Request(plan=plan, headline=headline, beyond=beyond, cluster=cluster, image=image))
+    return export_plan(
+        target, Request(plan=plan, headline=headline, unsupported=unsupported, cluster=cluster, image=image)
+    )
 
 
 def text_of(plan: Plan, to: str, suffix: str) -> str:

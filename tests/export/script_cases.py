@@ -58,7 +58,7 @@ REPLICATED_SHARDS = "dp over fsdp"
 
 def content_of(plan: Plan) -> dict[str, Any]:
     """What the script reads, as exported for a plan."""
-    files = dict(export_plan(target_of("pytorch"), Request(plan=plan, headline="the plan", beyond=())).files)
+    files = dict(export_plan(target_of("pytorch"), Request(plan=plan, headline="the plan", unsupported=())).files)
     return next(json.loads(content) for name, content in files.items() if name.endswith(".json"))
 
 

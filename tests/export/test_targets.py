@@ -17,8 +17,8 @@ import yaml
 from steelyard.errors import UserError
 from steelyard.export import TARGETS
 from steelyard.export.uniform import UniformPlan
+from steelyard.plan.capabilities import unsupported
 from steelyard.plan.file import parse_value
-from steelyard.plan.means import beyond
 from steelyard.plan.plan import InvalidPlanError, Plan
 from steelyard.plan.strategy import parse_strategy
 from tests.export.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
@@ -41,7 +41,7 @@ def known_names(file: str) -> set[str]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_file_opens_with_what_was_and_was_not_carried_over(name: str) -> None:
     plan = mixed() if name == "pytorch" else FSDP
-    export = exported(plan, name, beyond=("something else",))
+    export = exported(plan, name, unsupported=("something else",))
     for file, content in export.files[1:] if export.is_one else export.files:
         lines = comment_lines(file, content)
         assert any(line.startswith("For ") for line in lines[:1])
@@ -57,10 +57,10 @@ def test_the_statement_says_where_nothing_is_lost() -> None:
         name="x",
         software="x 1",
         summary="",
-        means=TARGETS["slurm"].means,
+        capabilities=TARGETS["slurm"].capabilities,
         write=lambda _: Draft(files=(("a.txt", "body\n"),), carried=("all",)),
     )
-    content = export_plan(target, Request(plan=FSDP, headline="h", beyond=())).files[0][1]
+    content = export_plan(target, Request(plan=FSDP, headline="h", unsupported=())).files[0][1]
     assert "Not carried over: nothing of the plan is lost." in content
 
 
@@ -148,12 +148,12 @@ def test_torchtitan_gets_context_parallelism_inside_its_shards() -> None:
 
 @pytest.mark.parametrize("parallel", ["cp8", "fsdp2-cp4+ulysses"])
 def test_torchtitan_refuses_states_that_cp_replicates_and_ulysses(parallel: str) -> None:
-    assert TARGETS["torchtitan"].means.refusal(parse_strategy(parallel)) is not None
+    assert TARGETS["torchtitan"].capabilities.refusal(parse_strategy(parallel)) is not None
 
 
 @pytest.mark.parametrize("target", ["deepspeed", "accelerate", "transformers"])
 def test_what_no_file_makes_a_framework_do_is_refused(target: str) -> None:
-    assert TARGETS[target].means.refusal(parse_strategy("fsdp2-cp4")) == "cp with fsdp in one layer"
+    assert TARGETS[target].capabilities.refusal(parse_strategy("fsdp2-cp4")) == "cp with fsdp in one layer"
 
 
 # Megatron-LM
@@ -467,7 +467,7 @@ def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
 
 def test_torchtitan_divides_experts_of_blocks_that_have_some() -> None:
     plan = divided_experts("deepseek-v3", ep=8, num_layers=61, dense=3)
-    assert beyond(plan, TARGETS["torchtitan"].means) == ()
+    assert unsupported(plan, TARGETS["torchtitan"].capabilities) == ()
     assert titan(plan)["parallelism"]["expert_parallel_degree"] == 8
     assert "expert_parallel_degree=8," in text_of(plan, "torchtitan", ".py")
 
@@ -475,7 +475,7 @@ def test_torchtitan_divides_experts_of_blocks_that_have_some() -> None:
 @pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("dp8", 8, 8)])
 def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
     plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
-    assert beyond(plan, TARGETS["megatron"].means) == ()
+    assert unsupported(plan, TARGETS["megatron"].capabilities) == ()
     text = text_of(plan, "megatron", ".sh")
     assert f"--expert-model-parallel-size {ranks}\n" in text
     assert "--expert-tensor-parallel-size 1\n" in text
@@ -486,12 +486,14 @@ def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: st
 @pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
 def test_other_frameworks_say_that_they_cannot_divide_experts(name: str) -> None:
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
-    assert any("ep" in reason for reason in beyond(plan, TARGETS[name].means))
+    assert any("ep" in reason for reason in unsupported(plan, TARGETS[name].capabilities))
 
 
 def test_deepspeed_says_whose_matter_it_is() -> None:
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
-    assert any("a matter of the model's code" in reason for reason in beyond(plan, TARGETS["deepspeed"].means))
+    assert any(
+        "a matter of the model's code" in reason for reason in unsupported(plan, TARGETS["deepspeed"].capabilities)
+    )
 
 
 # hybrid sharding
@@ -520,9 +522,9 @@ def test_hybrid_sharding_is_two_sizes_in_accelerate() -> None:
 
 @pytest.mark.parametrize("name", ["deepspeed", "transformers"])
 def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
-    assert "dp with fsdp in one layer" in beyond(HYBRID, TARGETS[name].means)
+    assert "dp with fsdp in one layer" in unsupported(HYBRID, TARGETS[name].capabilities)
 
 
 def test_megatron_takes_no_zero_2_inside_replicas() -> None:
     plan = uniform("dp2-fsdp4", devices=8, zero=2)
-    assert "zero 2 beside dp" in beyond(plan, TARGETS["megatron"].means)
+    assert "zero 2 beside dp" in unsupported(plan, TARGETS["megatron"].capabilities)

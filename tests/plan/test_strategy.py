@@ -152,32 +152,32 @@ def test_powers_of_two_are_always_aligned(strategy):
 
 @given(every_strategy)
 def test_a_layout_divides_samples_as_the_strategy_does(strategy):
-    assert strategy.layout.batch_degree == strategy.sample_degree
+    assert strategy.hidden.batch_degree == strategy.sample_degree
 
 
 @given(every_strategy)
 def test_a_layout_divides_the_sequence_only_under_sp(strategy):
-    assert strategy.layout.sequence_degree == (strategy.degree(TP) if strategy.variant("sp") else 1)
+    assert strategy.hidden.sequence_degree == (strategy.degree(TP) if strategy.variant("sp") else 1)
 
 
 @given(every_strategy, st.sampled_from(Remat))
 def test_remat_does_not_change_the_layout(strategy, remat):
     other = replace(strategy, remat=remat)
-    assert other.layout == strategy.layout
+    assert other.hidden == strategy.hidden
 
 
 @given(every_strategy)
 def test_dp_and_fsdp_leave_the_same_layout(strategy):
     swap = {DP: FSDP, FSDP: DP, TP: TP}
     levels = tuple(Level(kind=swap[level.kind], degree=level.degree) for level in strategy.levels)
-    assert Strategy.of(levels=levels, sp=strategy.variant("sp")).layout == strategy.layout
+    assert Strategy.of(levels=levels, sp=strategy.variant("sp")).hidden == strategy.hidden
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("dp2-tp2", "tp2-dp2"), ("tp2", "tp2+sp"), ("dp4", "dp2-tp2"), ("tp4", "dp4")]
 )
 def test_unlike_placements_are_unlike_layouts(one, other):
-    assert parse_strategy(one).layout != parse_strategy(other).layout
+    assert parse_strategy(one).hidden != parse_strategy(other).hidden
 
 
 @pytest.mark.parametrize(

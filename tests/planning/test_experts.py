@@ -9,7 +9,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.planning import PlanOptions, make_job, parse_pin, plan_job
-from steelyard.planning.excluded import not_offered
+from steelyard.planning.not_searched import not_offered
 from steelyard.planning.problem import stage_strategies
 from steelyard.tracer.trace import trace
 from tests.runtime.models import FAMILY_CONFIGS

@@ -12,7 +12,7 @@ from steelyard.plan.kinds import DP
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.planning import PlanOptions, make_job, plan_job
-from steelyard.planning.excluded import not_offered
+from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import Space, stage_strategies
 from steelyard.tracer.trace import trace

@@ -11,7 +11,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import PlanOptions, make_problem, plan_job, with_baselines
-from steelyard.planning.assemble import assemble_plan
+from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.report.plan_table import baseline_line
 from tests.cost.examples import cluster, job
 from tests.schedules.examples import pipeline

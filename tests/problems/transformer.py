@@ -123,14 +123,14 @@ def _layer_costs(
 
 def _switches(decoder: Decoder, strategies: Sequence[Strategy], samples: float) -> np.ndarray:
     """[3, S, S] seconds: equal layouts switch for nothing, others move the activation and its gradient."""
-    layouts = list(dict.fromkeys(strategy.layout for strategy in strategies))
+    layouts = list(dict.fromkeys(strategy.hidden for strategy in strategies))
     between = np.zeros((len(layouts), len(layouts)))
     for before, old in enumerate(layouts):
         for after, new in enumerate(layouts):
             if old != new:
                 share = max(1 / (old.batch_degree * old.sequence_degree), 1 / (new.batch_degree * new.sequence_degree))
                 between[before, after] = 4 * samples * share * decoder.seq_len * decoder.hidden / NODE_BYTES_PER_S
-    places = [layouts.index(strategy.layout) for strategy in strategies]
+    places = [layouts.index(strategy.hidden) for strategy in strategies]
     once = between[np.ix_(places, places)]
     return np.stack([once] * 3)
 

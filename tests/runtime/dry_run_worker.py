@@ -15,8 +15,8 @@ import torch.distributed as dist
 from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
-from steelyard.runtime.memory import LiveStorages
 from steelyard.runtime.parallel_model import parallelize_plan
+from steelyard.runtime.peak_memory import LiveStorages
 from tests.runtime.models import make_plan
 from tests.runtime.worker import fork
 

@@ -11,9 +11,9 @@ from steelyard.errors import UserError
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.assemble import describe
 from steelyard.planning.choose import plan_job
-from steelyard.planning.excluded import excluded_settings
+from steelyard.planning.not_searched import settings_not_searched
+from steelyard.planning.plan_from_search import describe
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
 from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
 from steelyard.search import load_problem, save_problem
@@ -112,7 +112,7 @@ def test_it_is_searched_where_nothing_is_said() -> None:
 
 
 def test_that_it_was_left_out_is_said() -> None:
-    excluded = excluded_settings(job(), PlanOptions(schedules=("1f1b",)))
+    excluded = settings_not_searched(job(), PlanOptions(schedules=("1f1b",)))
     assert (NAME, "left out by --schedule") in {(each.values, each.reason) for each in excluded}
 
 

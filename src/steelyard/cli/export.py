@@ -11,10 +11,10 @@ from steelyard.cli.progress import progress
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, describe_uniform, export_plan, target_of
 from steelyard.hardware import Cluster, parse_cluster
+from steelyard.plan.capabilities import Capabilities, unsupported
 from steelyard.plan.file import read_plan
-from steelyard.plan.means import Means, beyond
 from steelyard.plan.plan import Plan
-from steelyard.planning import FittedPlan, job_of, plan_within
+from steelyard.planning import FittedPlan, job_of, plan_for_framework
 from steelyard.units import format_seconds
 
 SAME = 5e-4
@@ -49,7 +49,7 @@ def export(
     request = Request(
         plan=fitted.plan,
         headline=headline,
-        beyond=fitted.reasons,
+        unsupported=fitted.reasons,
         cluster=_known_cluster(cluster or plan.cluster, required=cluster is not None),
         image=image,
     )
@@ -65,7 +65,7 @@ def export(
 
 def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | None, profile: str | None) -> FittedPlan:
     """The best plan within the target's means; the plan itself, unpriced, where it is within them."""
-    if not beyond(plan, target.means):
+    if not unsupported(plan, target.capabilities):
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None)
     if plan.prediction is not None and plan.prediction.profile.is_measured and profile is None:
         raise UserError(
@@ -76,12 +76,12 @@ def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | No
         )
     budget = plan.prediction.budget_bytes if plan.prediction and memory is None and cluster is None else memory
     job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
-    return plan_within(plan, job, target.means, framework=target.name)
+    return plan_for_framework(plan, job, target.capabilities, framework=target.name)
 
 
 def _headline(fitted: FittedPlan, target: Target) -> str:
     """The exported plan in a line: ``uniform fsdp8 in torchtitan: 1.43 s/step, 6.0 % slower than the plan``."""
-    if target.means.mixes_layers:
+    if target.capabilities.mixes_layers:
         return f"the plan as it is in {target.name}{_predicted(fitted.plan)}"
     what = f"{describe_uniform(fitted.plan)} in {target.name}{_predicted(fitted.plan)}"
     slowdown = fitted.slowdown
@@ -191,7 +191,7 @@ def _print_targets(as_json: bool) -> None:
                     "target": target.name,
                     "software": target.software,
                     "summary": target.summary,
-                    "means": _means_content(target.means),
+                    "capabilities": _capabilities_content(target.capabilities),
                 }
                 for target in TARGETS.values()
             ]
@@ -199,16 +199,25 @@ def _print_targets(as_json: bool) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     for target in TARGETS.values():
-        means = _means_content(target.means)
+        capabilities = _capabilities_content(target.capabilities)
         console.print(f"[bold]{target.name}[/bold]  {target.software}")
-        console.print(f"  strategies: {means['strategies']}; remat: {means['remat']}; pipeline: {means['pipeline']}")
+        console.print(
+            f"  strategies: {capabilities['strategies']}; remat: {capabilities['remat']}; "
+            f"pipeline: {capabilities['pipeline']}"
+        )
         console.print(f"  writes {target.summary}", style="dim")
 
 
-def _means_content(means: Means) -> dict[str, str]:
-    if means.mixes_layers:
+def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:
+    if capabilities.mixes_layers:
         return {"strategies": "one per layer", "remat": "one per layer", "pipeline": "any"}
-    kinds = sorted("+".join(sorted(kind.name for kind in each)) for each in means.kinds if each)
-    remats = [str(remat) for remat in sorted(means.remats)] + ["first n blocks"] * means.remats_first_blocks
-    pipeline = "none" if means.pipeline == "none" else f"{means.pipeline}; " + ", ".join(sorted(means.schedules))
+    kinds = sorted("+".join(sorted(kind.name for kind in each)) for each in capabilities.kinds if each)
+    remats = [str(remat) for remat in sorted(capabilities.remats)] + [
+        "first n blocks"
+    ] * capabilities.remats_first_blocks
+    pipeline = (
+        "none"
+        if capabilities.pipeline == "none"
+        else f"{capabilities.pipeline}; " + ", ".join(sorted(capabilities.schedules))
+    )
     return {"strategies": "one of " + ", ".join(kinds), "remat": ", ".join(remats), "pipeline": pipeline}

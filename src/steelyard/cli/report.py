@@ -12,7 +12,7 @@ from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import job_of, study_plan, with_cost
+from steelyard.planning import job_of, search_for_report, with_cost
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
@@ -55,7 +55,7 @@ def report(
             budget = plan.prediction.budget_bytes if plan.prediction and memory is None and not cluster else memory
             job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
             cost = predict(plan, job)
-            study = study_plan(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
+            study = search_for_report(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
             if plan.prediction is None or cluster or memory or profile:
                 plan = with_cost(plan, job, cost)

@@ -582,7 +582,7 @@ def _replicated_buffer_bytes(strategy: Strategy, setting: Setting) -> int:
 
     Counted with the working set, so that a stage has it once, whichever of its layers lie at a cut.
     """
-    return (strategy.layout.copies - 1) * pipeline_buffer_bytes(setting)
+    return (strategy.hidden.copies - 1) * pipeline_buffer_bytes(setting)
 
 
 def pipeline_buffer_bytes(setting: Setting) -> int:

@@ -134,7 +134,7 @@ def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
 
 def _copies_sent(strategy: Strategy, setting: Setting) -> int:
     """How often a stage's ranks hand over the same part of an activation where a framework sends it whole."""
-    return strategy.layout.copies if setting.job.execution.transfer == "whole" else 1
+    return strategy.hidden.copies if setting.job.execution.transfer == "whole" else 1
 
 
 def _layer_costs(plan: Plan, setting: Setting) -> list[LayerCost]:

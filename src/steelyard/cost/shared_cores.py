@@ -21,7 +21,7 @@ Not modelled: that passes which share a cache slow each other down unequally.
 
 from collections.abc import Iterator, Sequence
 
-from steelyard.cost.wiring import StageRun, Wiring
+from steelyard.cost.simulated_passes import PassTable, StageRun
 
 _NEVER = float("inf")
 _LEAST_SHARE = 1e-12
@@ -30,12 +30,12 @@ _LEAST_SHARE = 1e-12
 
 def play_on_shared_cores(
     runs: Sequence[StageRun],
-    wiring: Wiring,
+    table: PassTable,
     num_microbatches: int,
     speeds: Sequence[float],
 ) -> None:
     """Fills in the times of every run; ``speeds`` has one entry for each number of stages that compute at once."""
-    play = _Play(runs, wiring, num_microbatches)
+    play = _Play(runs, table, num_microbatches)
     while any(play.is_unfinished(stage) for stage in range(len(runs))):
         for stage in play.waiting():
             play.begin_if_ready(stage)
@@ -45,13 +45,13 @@ def play_on_shared_cores(
 class _Play:
     """The state of all stages at one moment, ``now_s``."""
 
-    def __init__(self, runs: Sequence[StageRun], wiring: Wiring, num_microbatches: int) -> None:
+    def __init__(self, runs: Sequence[StageRun], table: PassTable, num_microbatches: int) -> None:
         self.now_s = 0.0
         self._runs = runs
-        self._wiring = wiring
+        self._table = table
         self._count = num_microbatches
-        self._work_s = _with_transfers(wiring)
-        parts = wiring.num_parts
+        self._work_s = _with_transfers(table)
+        parts = table.num_parts
         self._arrival_s = [_NEVER] * (3 * parts * num_microbatches)
         self._arrival_s[:num_microbatches] = [0.0] * num_microbatches
         self._arrival_s[2 * parts * num_microbatches :] = [0.0] * (parts * num_microbatches)
@@ -100,21 +100,21 @@ class _Play:
 
     def _end(self, stage: int) -> None:
         """Ends the pass of a stage and sends its result on its way."""
-        run, wiring = self._runs[stage], self._wiring
+        run, table = self._runs[stage], self._table
         group, microbatch = divmod(run.codes[len(run.ends_s)], self._count)
         run.ends_s.append(self.now_s)
         run.sent_s.append(self.now_s)
-        if wiring.consumer[group] >= 0:
-            self._arrival_s[wiring.consumer[group] * self._count + microbatch] = self.now_s
+        if table.consumer[group] >= 0:
+            self._arrival_s[table.consumer[group] * self._count + microbatch] = self.now_s
         self._free_s[stage] = self.now_s
 
 
-def _with_transfers(wiring: Wiring) -> list[float]:
+def _with_transfers(table: PassTable) -> list[float]:
     """The seconds of each group of passes with those of handing over what it takes and what it makes."""
-    work_s = list(wiring.duration_s)
-    for group, target in enumerate(wiring.consumer):
+    work_s = list(table.duration_s)
+    for group, target in enumerate(table.consumer):
         if target >= 0:
-            handed_s = wiring.transfer_s[group] + wiring.latency_s[group]
+            handed_s = table.transfer_s[group] + table.latency_s[group]
             work_s[group] += handed_s
             work_s[target] += handed_s
     return work_s

@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.shared_cores import play_on_shared_cores
-from steelyard.cost.wiring import StageRun, Wiring
+from steelyard.cost.simulated_passes import PassTable, StageRun
 from steelyard.schedules import Phase, PipelineConfig
 
 Work = Literal["forward", "backward", "sync", "once"]
@@ -107,7 +107,7 @@ class Timeline:
 
     step_time_s: float
     pipeline: PipelineConfig
-    _wiring: Wiring
+    _table: PassTable
     _runs: tuple[StageRun, ...]
     _closing: tuple[tuple[Event, ...], ...]
     """Of every stage, what it does beside or after the passes of its order."""
@@ -158,10 +158,10 @@ class Timeline:
         return events
 
     def _sends(self, stage: int) -> list[Send]:
-        run, wiring, sends = self._runs[stage], self._wiring, []
+        run, table, sends = self._runs[stage], self._table, []
         for code, end in zip(run.codes, run.sent_s, strict=True):
             group = code // self.pipeline.num_microbatches
-            if wiring.transfer_s[group] > 0:
+            if table.transfer_s[group] > 0:
                 kind, chunk, microbatch = self._place(code)
                 sends.append(
                     Send(
@@ -169,8 +169,8 @@ class Timeline:
                         chunk=chunk,
                         kind="activation" if kind == _FORWARD else "gradient",
                         microbatch=microbatch,
-                        receiver=wiring.receiver[group],
-                        start_s=end - wiring.transfer_s[group],
+                        receiver=table.receiver[group],
+                        start_s=end - table.transfer_s[group],
                         end_s=end,
                     )
                 )
@@ -179,7 +179,7 @@ class Timeline:
     def _place(self, code: int) -> tuple[int, int, int]:
         """Kind, chunk and microbatch of a pass."""
         group, microbatch = divmod(code, self.pipeline.num_microbatches)
-        kind, part = divmod(group, self._wiring.num_parts)
+        kind, part = divmod(group, self._table.num_parts)
         return kind, part // self.pipeline.num_stages, microbatch
 
 
@@ -201,7 +201,7 @@ def simulate(
     """
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
-    wiring = _wire(parts, num_stages)
+    table = _pass_table(parts, num_stages)
     runs = []
     for stage in range(num_stages):
         codes = _codes(stage, pipeline)
@@ -209,9 +209,9 @@ def simulate(
             codes = _with_sync(codes, parts, num_microbatches)
         runs.append(StageRun(codes=codes))
     if speeds:
-        play_on_shared_cores(runs, wiring, num_microbatches, speeds)
+        play_on_shared_cores(runs, table, num_microbatches, speeds)
     else:
-        _play(runs, wiring, num_microbatches, overlap_sends=overlap_sends)
+        _play(runs, table, num_microbatches, overlap_sends=overlap_sends)
     closing = tuple(
         tuple(_close(run, stage, parts, num_stages, num_microbatches, overlap_sync=overlap_sync))
         for stage, run in enumerate(runs)
@@ -219,13 +219,13 @@ def simulate(
     return Timeline(
         step_time_s=max(event.end_s for events in closing for event in events),
         pipeline=pipeline,
-        _wiring=wiring,
+        _table=table,
         _runs=tuple(runs),
         _closing=closing,
     )
 
 
-def _wire(parts: Sequence[StageTimes], num_stages: int) -> Wiring:
+def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
     count = len(parts)
     consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * count]
     receiver, transfer_s, latency_s = [], [], []
@@ -236,7 +236,7 @@ def _wire(parts: Sequence[StageTimes], num_stages: int) -> Wiring:
         receiver.append(receiving)
         transfer_s.append(crossed.transfer_s if is_sent else 0.0)
         latency_s.append(crossed.latency_s if is_sent else 0.0)
-    return Wiring(
+    return PassTable(
         num_parts=count,
         duration_s=[getattr(part, name) for name in ("forward_s", "backward_s", "sync_s") for part in parts],
         consumer=consumer,
@@ -275,15 +275,15 @@ def _last_backwards(codes: Sequence[int], num_parts: int, num_microbatches: int)
     return {(code - first) // num_microbatches: index for index, code in enumerate(codes) if first <= code < end}
 
 
-def _play(runs: Sequence[StageRun], wiring: Wiring, num_microbatches: int, *, overlap_sends: bool) -> None:
+def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, overlap_sends: bool) -> None:
     """Fills in the times of every run: each stage goes on until an input is missing, and again when it has arrived."""
-    count, num_stages = wiring.num_parts, len(runs)
+    count, num_stages = table.num_parts, len(runs)
     arrival_s = [_NOT_YET] * (3 * count * num_microbatches)
     arrival_s[:num_microbatches] = [0.0] * num_microbatches
     arrival_s[2 * count * num_microbatches :] = [0.0] * (count * num_microbatches)
     free_s, link_free_s = [0.0] * num_stages, [0.0] * num_stages**2
-    duration_s, consumer, receiver, link = wiring.duration_s, wiring.consumer, wiring.receiver, wiring.link
-    transfer_s, latency_s = wiring.transfer_s, wiring.latency_s
+    duration_s, consumer, receiver, link = table.duration_s, table.consumer, table.receiver, table.link
+    transfer_s, latency_s = table.transfer_s, table.latency_s
     awaited, ready = [-1] * num_stages, list(range(num_stages))
     while ready:
         stage = ready.pop()

@@ -489,7 +489,7 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
         layers=tuple(layers),
         received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
         sent=sent,
-        received_is_saved=before is not None and before.layout == strategies[part.first_layer].layout,
+        received_is_saved=before is not None and before.hidden == strategies[part.first_layer].hidden,
         token_bytes=sum(sample_bytes(chain.kind_of(place), strategies[place], setting) for place in places),
         side_bytes=side_bytes({chain.kind_of(place) for place in places}, setting),
     )

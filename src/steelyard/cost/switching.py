@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.setting import Setting
 from steelyard.plan.kinds.kind import Placed
-from steelyard.plan.strategy import HiddenLayout, Strategy, mesh_axes
+from steelyard.plan.strategy import HiddenPlacement, Strategy, mesh_axes
 from steelyard.profiles.profile import CollectiveKind
 
 Placement = str
@@ -32,7 +32,7 @@ _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 
 def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
     """[S, S] seconds between two strategies' layouts: a microbatch's activation there and its gradient back."""
-    layouts = [strategy.layout for strategy in strategies]
+    layouts = [strategy.hidden for strategy in strategies]
     distinct = list(dict.fromkeys(layouts))
     index = np.array([distinct.index(layout) for layout in layouts])
     costs = np.array([[_switch_s(before, after, setting) for after in distinct] for before in distinct])
@@ -40,7 +40,7 @@ def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[
     return table
 
 
-def _switch_s(before: HiddenLayout, after: HiddenLayout, setting: Setting) -> float:
+def _switch_s(before: HiddenPlacement, after: HiddenPlacement, setting: Setting) -> float:
     sizes = mesh_axes(setting.devices_per_stage)
     there = moves(before.placements(sizes), after.placements(sizes), sizes)
     back = moves(after.placements(sizes), before.placements(sizes), sizes)

@@ -11,7 +11,8 @@
 | `pytorch`      | pytorch: a script of stock calls, copied from `scripts`, and what it reads |
 | `launch`       | torchrun, slurm, kubeflow                                                  |
 
-What a target can express is data (`steelyard.plan.means`); finding the best plan within it is the planner's work.
+What a target can express is data (`steelyard.plan.capabilities`); finding the best plan within it is the planner's
+work.
 """
 
 from steelyard.errors import UserError, nearest

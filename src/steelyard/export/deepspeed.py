@@ -11,10 +11,10 @@ from typing import Any
 
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import UniformPlan
-from steelyard.plan.means import Means, kinds_of
+from steelyard.plan.capabilities import Capabilities, kinds_of
 from steelyard.plan.strategy import Remat
 
-MEANS = Means(
+MEANS = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
@@ -78,6 +78,6 @@ TARGET = Target(
     name="deepspeed",
     software="DeepSpeed 0.19.8",
     summary="ds_config.json: ZeRO stage, AutoTP, batch sizes, activation checkpointing",
-    means=MEANS,
+    capabilities=MEANS,
     write=_write,
 )

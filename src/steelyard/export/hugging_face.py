@@ -11,18 +11,18 @@ import yaml
 
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import UniformPlan
-from steelyard.plan.means import Means, kinds_of
+from steelyard.plan.capabilities import Capabilities, kinds_of
 from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
 
 _REMATS = frozenset({Remat.NONE, Remat.FULL})
-ACCELERATE_MEANS = Means(
+ACCELERATE_MEANS = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     remats=_REMATS,
 )
-TRANSFORMERS_MEANS = Means(
+TRANSFORMERS_MEANS = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
@@ -153,13 +153,13 @@ ACCELERATE = Target(
     name="accelerate",
     software="accelerate 1.15.0",
     summary="accelerate.yaml: FSDP2 or DDP, ParallelismConfig, activation checkpointing",
-    means=ACCELERATE_MEANS,
+    capabilities=ACCELERATE_MEANS,
     write=_write_accelerate,
 )
 TRANSFORMERS = Target(
     name="transformers",
     software="transformers 5.23.0",
     summary="arguments of TrainingArguments, and a DistributedConfig where there is tp",
-    means=TRANSFORMERS_MEANS,
+    capabilities=TRANSFORMERS_MEANS,
     write=_write_transformers,
 )

@@ -13,12 +13,12 @@ import yaml
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.hardware import Cluster
+from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.file import dump_json
-from steelyard.plan.means import Means
 from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
 
-MEANS = Means(mixes_layers=True)
+MEANS = Capabilities(mixes_layers=True)
 """They start steelyard's own runtime, which runs every plan."""
 
 RENDEZVOUS_PORT = 29500
@@ -227,20 +227,20 @@ TORCHRUN = Target(
     name="torchrun",
     software="torchrun of torch 2.13",
     summary="train.sh: starts the plan on each host",
-    means=MEANS,
+    capabilities=MEANS,
     write=_write_torchrun,
 )
 SLURM = Target(
     name="slurm",
     software="Slurm's sbatch",
     summary="train.sbatch: starts the plan on the nodes of a job",
-    means=MEANS,
+    capabilities=MEANS,
     write=_write_slurm,
 )
 KUBEFLOW = Target(
     name="kubeflow",
     software="Kubeflow's training operator v1 (PyTorchJob)",
     summary="pytorchjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
-    means=MEANS,
+    capabilities=MEANS,
     write=_write_kubeflow,
 )

@@ -13,15 +13,15 @@ from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
+from steelyard.plan.capabilities import Capabilities, kinds_of
 from steelyard.plan.kinds.ep import DEGREE
-from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
 _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 """What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence."""
 
-MEANS = Means(
+MEANS = Capabilities(
     mixes_layers=False,
     kinds=kinds_of(
         *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
@@ -244,6 +244,6 @@ TARGET = Target(
     name="megatron",
     software="Megatron-LM (megatron-core 0.19.2)",
     summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
-    means=MEANS,
+    capabilities=MEANS,
     write=_write,
 )

@@ -17,13 +17,13 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.decoder import embed, project, project_capped, run_block
 from steelyard.model.families import FAMILIES
 from steelyard.model.family import Family, LayerKind
-from steelyard.plan.means import Means
+from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
 """What the export copies."""
-MEANS = Means(mixes_layers=True)
+MEANS = Capabilities(mixes_layers=True)
 
 KINDS = frozenset({"dp", "fsdp", "tp"})
 """Kinds of parallelism that the script carries out."""
@@ -132,6 +132,6 @@ TARGET = Target(
     name="pytorch",
     software="torch 2.13 and transformers 5",
     summary="a training script of stock calls that runs the plan, mixes per layer included, without steelyard",
-    means=MEANS,
+    capabilities=MEANS,
     write=_write,
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.hardware import Cluster
-from steelyard.plan.means import Means
+from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan
 
 
@@ -17,7 +17,7 @@ class Request:
     plan: Plan
     headline: str
     """The plan in a line, with what the restriction costs."""
-    beyond: tuple[str, ...]
+    unsupported: tuple[str, ...]
     """What of the plan that was wanted the target cannot express."""
     cluster: Cluster | None = None
     """Absent where the name in the plan is not known here."""
@@ -58,14 +58,14 @@ class Target:
     software: str
     """What reads the files, with the version whose names were used."""
     summary: str
-    means: Means
+    capabilities: Capabilities
     write: Callable[[Request], Draft]
 
 
 def export_plan(target: Target, request: Request) -> Export:
     """The files of a target for a plan within its means; raises `UserError` where the target lacks something else."""
     draft = target.write(request)
-    left_out = (*request.beyond, *draft.left_out)
+    left_out = (*request.unsupported, *draft.left_out)
     lines = statement(target, request, draft.carried, left_out, draft.usage)
     return Export(
         files=(

@@ -10,12 +10,12 @@ from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
+from steelyard.plan.capabilities import Capabilities, kinds_of
 from steelyard.plan.kinds.ep import DEGREE
-from steelyard.plan.means import Means, kinds_of
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
-MEANS = Means(
+MEANS = Capabilities(
     mixes_layers=False,
     kinds=kinds_of(
         *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
@@ -196,6 +196,6 @@ TARGET = Target(
     name="torchtitan",
     software="torchtitan 0.3.0 (.py) and 0.2.2 (.toml)",
     summary="a configuration function and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
-    means=MEANS,
+    capabilities=MEANS,
     write=_write,
 )

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
+from steelyard.plan.capabilities import block_layers, first_blocks_recomputed
 from steelyard.plan.kinds import CP, DP, FSDP, TP
-from steelyard.plan.means import block_layers, first_blocks_recomputed
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import PipelineConfig

@@ -29,7 +29,7 @@ from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, sh
 from steelyard.plan.kinds.kind import Contradiction, Divides, Level, Levels, Placed
 
 __all__ = [
-    "HiddenLayout",
+    "HiddenPlacement",
     "Level",
     "Remat",
     "Strategy",
@@ -78,8 +78,8 @@ class Strategy:
     """Data ranks that hold the same shard."""
     shape: Mapping[str, int] = field(init=False, repr=False, compare=False)
     """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
-    layout: "HiddenLayout" = field(init=False, repr=False, compare=False)
-    """How the layer's input and output activations lie on the stage mesh; equal layouts switch at no cost."""
+    hidden: "HiddenPlacement" = field(init=False, repr=False, compare=False)
+    """How the layer's input and output activations lie on the stage mesh; equal placements switch at no cost."""
 
     def __post_init__(self) -> None:
         self._derive()
@@ -153,7 +153,7 @@ class Strategy:
         shape = {name: degree for kind in self.kinds for name, degree in kind.shape(self).items()}
         object.__setattr__(self, "shape", shape)
         object.__setattr__(
-            self, "layout", HiddenLayout.of((level.kind.placement(self), level.degree) for level in levels)
+            self, "hidden", HiddenPlacement.of((level.kind.placement(self), level.degree) for level in levels)
         )
 
     @property
@@ -198,7 +198,7 @@ class Strategy:
     @property
     def sequence_degree(self) -> int:
         """Ways in which the sequence of the hidden state between layers is divided."""
-        return self.layout.sequence_degree
+        return self.hidden.sequence_degree
 
     @property
     def data_degree(self) -> int:
@@ -317,14 +317,14 @@ def _is_aligned(strategy: Strategy) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HiddenLayout:
+class HiddenPlacement:
     """Placement of the hidden state over a stage, outermost first: how it lies there and over how many ranks."""
 
     axes: tuple[tuple[Placed, int], ...]
 
     @classmethod
-    def of(cls, axes: Iterable[tuple[Placed, int]]) -> "HiddenLayout":
-        """The layout with neighbouring axes of one placement drawn together."""
+    def of(cls, axes: Iterable[tuple[Placed, int]]) -> "HiddenPlacement":
+        """The placement with neighbouring axes of one placement drawn together."""
         merged: list[tuple[Placed, int]] = []
         for placed, degree in axes:
             outside = merged.pop()[1] if merged and merged[-1][0] is placed else 1

@@ -1,25 +1,25 @@
 """From a model, a cluster and a budget to a plan: the planner's parts in their order, one after another.
 
-| module     | from → to                                                                        |
-|------------|----------------------------------------------------------------------------------|
-| `job`      | config, cluster, batch → job, with its profile (traced, or given as measured)    |
-| `problem`  | job and options → cost tables, one for every pipeline setting                    |
-| `choose`   | cost tables → search → the best few re-scored by the simulator → plan            |
-| `assemble` | outcome of a search → plan without prediction                                    |
-| `pins`     | what layers must have, as a user writes it → cost tables that allow nothing else |
-| `insist`   | job and a pin → what it costs, or what forbids it                                |
-| `price`    | plan without prediction → plan with it                                           |
-| `calibration` | job and a measured run → the job with all times scaled                       |
-| `devices`  | job → the same on other numbers of devices; the fewest that do                   |
-| `batch`    | job → the global batch that is worth its size                                    |
-| `length`   | jobs of any length → the longest sequences that fit                              |
-| `rivals`   | job and plan → the best plans under restrictions                                 |
-| `within`   | job and plan → the best plan that another framework can run                      |
-| `excluded` | job → what was never searched, and why                                           |
-| `explain`  | job and plan → what binds, the rivals, what memory is worth                      |
-| `fallbacks` | plan → plans of less memory in it, for where memory runs out                     |
-| `frontier` | job → time against memory, time and money against devices                        |
-| `study`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
+| module             | from → to                                                                        |
+|--------------------|----------------------------------------------------------------------------------|
+| `job`              | config, cluster, batch → job, with its profile (traced, or given as measured)    |
+| `problem`          | job and options → cost tables, one for every pipeline setting                    |
+| `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
+| `plan_from_search` | outcome of a search → plan without prediction                                    |
+| `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
+| `why_not`          | job and a pin → what it costs, or what forbids it                                |
+| `price`            | plan without prediction → plan with it                                           |
+| `calibration`      | job and a measured run → the job with all times scaled                           |
+| `devices`          | job → the same on other numbers of devices; the fewest that do                   |
+| `batch`            | job → the global batch that is worth its size                                    |
+| `length`           | jobs of any length → the longest sequences that fit                              |
+| `rivals`           | job and plan → the best plans under restrictions                                 |
+| `framework_fit`    | job and plan → the best plan that another framework can run                      |
+| `not_searched`     | job → what was never searched, and why                                           |
+| `explain`          | job and plan → what binds, the rivals, what memory is worth                      |
+| `fallbacks`        | plan → plans of less memory in it, for where memory runs out                     |
+| `frontier`         | job → time against memory, time and money against devices                        |
+| `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
 
 from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
@@ -28,16 +28,16 @@ from steelyard.planning.choose import NothingFitsError, PlanningResult, find_pla
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks
+from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.insist import pin_error, why_not, why_not_plan
 from steelyard.planning.job import make_job
 from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.price import job_of, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
+from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
-from steelyard.planning.study import study_plan
-from steelyard.planning.within import FittedPlan, plan_within
+from steelyard.planning.why_not import pin_error, why_not, why_not_plan
 
 __all__ = [
     "BatchGrowth",
@@ -65,11 +65,11 @@ __all__ = [
     "pin_error",
     "pipeline_settings",
     "plan_fewest_devices",
+    "plan_for_framework",
     "plan_job",
-    "plan_within",
     "price_plan",
+    "search_for_report",
     "stage_strategies",
-    "study_plan",
     "uniform_plan",
     "why_not",
     "why_not_plan",

@@ -22,7 +22,7 @@ from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan
-from steelyard.planning.assemble import bare_plan
+from steelyard.planning.plan_from_search import bare_plan
 from steelyard.search import (
     NearestMiss,
     Partition,
@@ -34,7 +34,7 @@ from steelyard.search import (
 )
 from steelyard.search.evaluate import evaluate
 from steelyard.search.layers import NO_LIMIT_BYTES
-from steelyard.search.memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
+from steelyard.search.least_memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
 from steelyard.search.partition import quick_bound_s
 from steelyard.units import format_seconds
 

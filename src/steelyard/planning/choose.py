@@ -14,8 +14,8 @@ from steelyard.hardware import Cluster
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
 from steelyard.planning.acceptance import Acceptance, accept
-from steelyard.planning.assemble import describe, summarise
 from steelyard.planning.job import make_job
+from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
 from steelyard.profiles.profile import Profile
 from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome

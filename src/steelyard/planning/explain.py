@@ -9,7 +9,7 @@ from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.excluded import excluded_settings, excluded_strategies
+from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_problem, stage_strategies
 from steelyard.planning.rivals import ANY_PLAN, Contest, find_rivals
@@ -48,7 +48,7 @@ def explain_plan(
         rivals=tuple(rival for rival in rivals if is_worth_showing(rival)),
         budgets=budgets,
         notes=pricing_notes(plan, priced),
-        excluded=excluded_settings(job, options) if everything else (),
+        excluded=settings_not_searched(job, options) if everything else (),
         verdicts=plan_verdicts(plan, job, options) if everything else (),
     )
 
@@ -61,7 +61,7 @@ def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyV
     def why_illegal(kind: int, strategy: Strategy) -> str | None:
         return illegal_reason(job.chain.kinds[kind], strategy, setting.batch)
 
-    return strategy_verdicts(tables, why_illegal) + excluded_strategies(job, setting.devices_per_stage, options)
+    return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, setting.devices_per_stage, options)
 
 
 def is_worth_showing(rival: Rival) -> bool:

@@ -8,9 +8,9 @@ from steelyard.cost.setting import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.planning.acceptance import walked_bytes
-from steelyard.planning.assemble import bare_plan, describe, summarise
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
+from steelyard.planning.plan_from_search import bare_plan, describe, summarise
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.search import sampled_frontier

@@ -10,8 +10,8 @@ from steelyard.hardware import Cluster
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.assemble import assemble_plan
 from steelyard.planning.job import make_job
+from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.profiles.profile import Profile
 from steelyard.schedules import USUAL, PipelineConfig
 

@@ -18,9 +18,9 @@ from steelyard.plan.kinds import KINDS, Kind, variants
 from steelyard.plan.plan import Baseline, Plan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import accept
-from steelyard.planning.assemble import describe, summarise
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.plain import PLAIN_KINDS, least_tables, plain_tables
+from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.units import format_plural

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from steelyard.modules.seen import SeenOperations, asks_device, look
-from steelyard.runtime.memory import LiveStorages, held_tensor
+from steelyard.modules.fake_op_cache import FakeOpCache, asks_device, look
+from steelyard.runtime.peak_memory import LiveStorages, held_tensor
 
 TERMS = (
     "parameters",
@@ -53,7 +53,7 @@ class AttributedStorages(LiveStorages):
         self._before: Counter[int] = Counter()
         self._events: list[tuple[int, int]] = []
         self._num_events_at_peak = 0
-        self._seen: SeenOperations[None] = SeenOperations()
+        self._seen: FakeOpCache[None] = FakeOpCache()
         super().__init__([])
 
     def begin(self) -> None:

@@ -2,7 +2,7 @@
 
 The code that runs is the one that trains: `steelyard.runtime.parallel_model` over a process group that has ranks but no
 processes, with tensors that have shapes but no memory. So any rank of any plan runs on a laptop. What the tensors hold
-is counted as `steelyard.runtime.memory` counts it in a real process.
+is counted as `steelyard.runtime.peak_memory` counts it in a real process.
 
 Two steps are run. The first ends with the optimizer's states; the second is like every later one. Of many microbatches
 only as many are run as it takes until one is like the next: what lives is then the same but for what each holds from

@@ -87,9 +87,9 @@ class PlanMesh:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
         if not strategy.levels:
             return HiddenPlacement(axes=(Replicate(),))
-        letters = strategy.layout.placements(mesh_axes(strategy.num_devices))
+        letters = strategy.hidden.placements(mesh_axes(strategy.num_devices))
         return HiddenPlacement(
-            axes=tuple(_PLACEMENTS[letter] for letter in letters), head_tail_degree=strategy.layout.head_tail_degree
+            axes=tuple(_PLACEMENTS[letter] for letter in letters), head_tail_degree=strategy.hidden.head_tail_degree
         )
 
     def _run(self, axes: tuple[int, ...]) -> DeviceMesh:

@@ -26,8 +26,8 @@ from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_model
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
-from steelyard.runtime.applied import gather_strategies, observe_layers
 from steelyard.runtime.data.samples import Samples
+from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
 from steelyard.runtime.state import ParameterNames, parameter_names
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from steelyard.modules.kinds.ep import take_imbalance
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
-from steelyard.runtime.applied import gather_strategies, observe_layers
 from steelyard.runtime.data.source import SampleData, open_samples
-from steelyard.runtime.memory import measure_peak, memory_method
 from steelyard.runtime.memory_limit import MemoryLimit
+from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
+from steelyard.runtime.peak_memory import measure_peak, memory_method
 from steelyard.runtime.persistence import Persistence
 from steelyard.runtime.progress import Step, model_flop_utilisation, reported
 

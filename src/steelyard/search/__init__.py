@@ -1,30 +1,31 @@
 """Finds plans: strategy space (decision tree), frontiers, per-layer dynamic program, partition.
 
-| module        | idea                                                                                |
-|---------------|-------------------------------------------------------------------------------------|
-| `space`       | which strategies a layer may take: the decision tree                                |
-| `frontier`    | the algebra of (bytes, seconds) pairs that nothing beats                            |
-| `layers`      | one strategy per layer of a run: the dynamic program on frontiers                   |
-| `memory`      | least memory: what fits, and the nearest miss                                       |
-| `bounds`      | lower bounds of stage times, by prices of memory                                    |
-| `runs`        | which runs of layers a stage may hold, and their exact least times                  |
-| `joining`     | joining runs, stage after stage, into the fastest pipeline                          |
-| `partition`   | cuts and strategies together, provably fastest for one pipeline setting             |
-| `side_inputs` | values that layers read besides the output before them: conditions on their sources |
-| `graph`       | frontiers of layers that form no chain: FT's eliminations                           |
-| `balance`     | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
-| `evaluate`    | time and bytes of a given choice, from the definition                               |
-| `solve`       | the search over all pipeline settings, with reasons and proof                       |
-| `reasons`   | which strategies are illegal or dominated, and by which                       |
-| `tradeoff`    | time against memory, in as many steps as are asked for                              |
-| `problem`     | cost tables as versioned files                                                      |
+| module             | idea                                                                                |
+|--------------------|-------------------------------------------------------------------------------------|
+| `space`            | which strategies a layer may take: the decision tree                                |
+| `frontier`         | the algebra of (bytes, seconds) pairs that nothing beats                            |
+| `layers`           | one strategy per layer of a run: the dynamic program on frontiers                   |
+| `least_memory`     | least memory: what fits, and the nearest miss                                       |
+| `bounds`           | lower bounds of stage times, by prices of memory                                    |
+| `runs`             | which runs of layers a stage may hold, and their exact least times                  |
+| `pipeline_dp`      | joining runs, stage after stage, into the fastest pipeline                          |
+| `partition`        | cuts and strategies together, provably fastest for one pipeline setting             |
+| `side_inputs`      | values that layers read besides the output before them: conditions on their sources |
+| `graph`            | frontiers of layers that form no chain: FT's eliminations                           |
+| `balance`          | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
+| `group_strategies` | equal strategies of a plan next to each other                                       |
+| `evaluate`         | time and bytes of a given choice, from the definition                               |
+| `solve`            | the search over all pipeline settings, with reasons and proof                       |
+| `reasons`          | which strategies are illegal or dominated, and by which                             |
+| `tradeoff`         | time against memory, in as many steps as are asked for                              |
+| `problem`          | cost tables as versioned files                                                      |
 """
 
 from steelyard.search.balance import BalancedResult, Move, Partition, partition_by
 from steelyard.search.evaluate import Solution, StageCost, evaluate
 from steelyard.search.frontier import Frontier, frontier, product, reduce, union
 from steelyard.search.graph import CostGraph, GraphEdge, GraphNode, GraphResult, cost_graph, graph_frontier
-from steelyard.search.memory import NearestMiss, nearest_miss
+from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.partition import SettingResult, partition_exact
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts

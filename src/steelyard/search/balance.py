@@ -27,7 +27,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.schedules import names_of
 from steelyard.search.evaluate import Solution
-from steelyard.search.memory import furthest_boundaries, least_budget, stage_memories
+from steelyard.search.least_memory import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.partition import Prospect, SettingResult, assess, best_for_boundaries
 
 Partition = Literal["exact", "bmw", "even", "memory-balanced"]

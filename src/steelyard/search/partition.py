@@ -30,17 +30,17 @@ import numpy as np
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.joining import Pipeline, join_runs
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
-from steelyard.search.memory import (
+from steelyard.search.least_memory import (
     NearestMiss,
     furthest_boundaries,
     least_memory_strategies,
     nearest_miss,
     stage_memories,
 )
+from steelyard.search.pipeline_dp import Pipeline, join_runs
 from steelyard.search.runs import (
-    Setting,
+    PreparedTables,
     StageRuns,
     filled_boundaries,
     possible_runs,
@@ -95,7 +95,7 @@ class SettingResult:
 class Prospect:
     """A feasible setting before its search: what is known cheaply."""
 
-    setting: Setting
+    setting: PreparedTables
     lower_bound_s: float
     fallback: Solution
     filled: tuple[int, ...]
@@ -163,7 +163,7 @@ def quick_bound_s(tables: CostTables) -> float:
     return (total + (tables.pipeline.num_passes - 1) * worst) * (1 - ROUNDING)
 
 
-def _least_slowest_s(setting: Setting, known_s: float) -> tuple[float, float]:
+def _least_slowest_s(setting: PreparedTables, known_s: float) -> tuple[float, float]:
     """Two times between which the least maximum of the stage bounds lies; bisection below a known one."""
     low, high = setting.fastest_total_s / setting.tables.pipeline.num_stages, known_s
     while high - low > 0.001 * high:
@@ -172,14 +172,14 @@ def _least_slowest_s(setting: Setting, known_s: float) -> tuple[float, float]:
     return low, high
 
 
-def _step_bound_s(setting: Setting, slowest_s: float) -> float:
+def _step_bound_s(setting: PreparedTables, slowest_s: float) -> float:
     """Step time of stages of which one takes at least this long and that together take the least total."""
     total = max(setting.fastest_total_s, slowest_s)
     return (total + (setting.tables.pipeline.num_passes - 1) * slowest_s) * (1 - ROUNDING)
 
 
 def first_plan(
-    setting: Setting, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH, known_s: float = np.inf
+    setting: PreparedTables, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH, known_s: float = np.inf
 ) -> Solution | None:
     """A good plan with these boundaries: stage after stage, few states each, the fastest end taken; None if stuck.
 
@@ -205,7 +205,7 @@ def first_plan(
 
 
 def _search_upwards(
-    setting: Setting,
+    setting: PreparedTables,
     best: Solution,
     lower: float,
     cutoff_s: float,
@@ -243,7 +243,7 @@ def _search_upwards(
 
 
 def improve(
-    setting: Setting,
+    setting: PreparedTables,
     best: Solution,
     lower: float,
     target_s: float,
@@ -274,7 +274,7 @@ def improve(
             solve_further(setting, stage, runs, place, float(limits[stage][place]), deadline)
 
 
-def _plan_of(setting: Setting, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:
+def _plan_of(setting: PreparedTables, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:
     """The plan of a pipeline, with the best that is known of its hopeful runs; None where nothing is."""
     strategies: list[int] = []
     for runs, leg in zip(stages, pipeline.legs, strict=True):
@@ -285,7 +285,7 @@ def _plan_of(setting: Setting, stages: Sequence[StageRuns], pipeline: Pipeline) 
     return evaluate(setting.tables, (0, *(leg.end for leg in pipeline.legs)), strategies)
 
 
-def best_for_boundaries(setting: Setting, boundaries: Sequence[int]) -> Solution | None:
+def best_for_boundaries(setting: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
     """The fastest plan with exactly these boundaries, or None if some stage cannot fit."""
     spans = itertools.pairwise(boundaries)
     for memory, (start, end) in zip(setting.memories, spans, strict=True):

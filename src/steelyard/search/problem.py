@@ -80,7 +80,7 @@ class SwitchCosts(_Part):
     seconds: list[list[Seconds]]
 
 
-class LayerRun(_Part):
+class EqualLayers(_Part):
     """``count`` equal layers in a row."""
 
     kind: str
@@ -102,7 +102,7 @@ class SettingCosts(_Part):
     num_microbatches: Count
     schedule: ScheduleName
     strategies: list[str]
-    layers: list[LayerRun]
+    layers: list[EqualLayers]
     kinds: list[KindCosts]
     switch_s: list[SwitchCosts]
     transfer_s: Seconds
@@ -199,7 +199,7 @@ def _setting_costs(tables: CostTables, samples: int) -> SettingCosts:
         num_microbatches=tables.pipeline.num_microbatches,
         schedule=tables.pipeline.schedule.name,
         strategies=[str(strategy) for strategy in tables.strategies],
-        layers=[LayerRun(kind=tables.kinds[kind], count=len(list(run))) for kind, run in groupby(tables.layers)],
+        layers=[EqualLayers(kind=tables.kinds[kind], count=len(list(run))) for kind, run in groupby(tables.layers)],
         kinds=[
             KindCosts(
                 name=name,
@@ -315,7 +315,7 @@ def _expect_once(names: Iterable[str], place: str, expected: Sequence[str] | Non
 
 _KNOWN_KEYS = {
     name
-    for part in (ProblemFile, SettingCosts, KindCosts, SwitchCosts, LayerRun, SideInputCosts)
+    for part in (ProblemFile, SettingCosts, KindCosts, SwitchCosts, EqualLayers, SideInputCosts)
     for name in part.model_fields
 }
 

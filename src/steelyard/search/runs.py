@@ -9,8 +9,8 @@ t \le \hat T - \underline v - (m-1)\,\underline w \;\text{ otherwise.}$$
 Runs whose bound exceeds their limit are left out. The others are solved, those with least room first, since every
 least time raises the bounds of the others and so leaves them less room. Solving takes the longer the looser its limit,
 and a stage that is not the slowest has much room. So a run is first solved within a limit just above its bound, and
-further only when `joining` asks for it: what is known of a run are its exact times up to a `level`, and that it takes
-longer than that otherwise. Equal runs are solved once.
+further only when `pipeline_dp` asks for it: what is known of a run are its exact times up to a `level`, and that it
+takes longer than that otherwise. Equal runs are solved once.
 
 | symbol           | name                 | unit | meaning                                              |
 |------------------|----------------------|------|------------------------------------------------------|
@@ -29,7 +29,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import StageBounds, stage_bounds
 from steelyard.search.frontier import FloatArray, IntArray
 from steelyard.search.layers import ROUNDING, ChainFrontier, Pruning, chain_frontier, option_table
-from steelyard.search.memory import StageMemory, stage_memories
+from steelyard.search.least_memory import StageMemory, stage_memories
 
 FIRST_STEP = 0.001
 """A run is first solved up to so much above its bound, relatively."""
@@ -64,7 +64,7 @@ class BestRuns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Setting:
+class PreparedTables:
     """One `CostTables` prepared for partitioning; ``solved`` remembers what is known of runs."""
 
     tables: CostTables
@@ -100,7 +100,7 @@ class StageRuns:
     """by index of first layer and of end"""
 
 
-def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | None = None) -> Setting:
+def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | None = None) -> PreparedTables:
     """Options, dominance and bounds of every stage; stages with equal microbatches in flight share theirs."""
     options = option_table(tables)
     costs = {
@@ -115,7 +115,7 @@ def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | N
             shared[key] = stage_bounds(costs[key[0]], tables.layers, room_bytes, transfer_s)
         bounds.append(shared[key])
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
-    return Setting(
+    return PreparedTables(
         tables=tables,
         room_bytes=room_bytes,
         memories=memories or stage_memories(tables),
@@ -124,7 +124,7 @@ def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | N
     )
 
 
-def filled_boundaries(setting: Setting, limit_s: float) -> tuple[int, ...] | None:
+def filled_boundaries(setting: PreparedTables, limit_s: float) -> tuple[int, ...] | None:
     """Boundaries with as many layers on each stage as fit and as the bounds allow within the limit; None if too few."""
     boundaries = [0]
     for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
@@ -137,7 +137,7 @@ def filled_boundaries(setting: Setting, limit_s: float) -> tuple[int, ...] | Non
     return tuple(boundaries) if boundaries[-1] == setting.num_layers else None
 
 
-def possible_runs(setting: Setting, aim_s: float) -> list[StageRuns] | None:
+def possible_runs(setting: PreparedTables, aim_s: float) -> list[StageRuns] | None:
     """For each stage the window of first layers and of ends, with bounds; None if some window is empty."""
     more = setting.tables.pipeline.num_passes - 1
     limit = (aim_s - setting.fastest_total_s) / more if more else aim_s
@@ -157,12 +157,12 @@ def possible_runs(setting: Setting, aim_s: float) -> list[StageRuns] | None:
     return _runs_of(setting, windows)
 
 
-def runs_between(setting: Setting, boundaries: Sequence[int]) -> list[StageRuns]:
+def runs_between(setting: PreparedTables, boundaries: Sequence[int]) -> list[StageRuns]:
     """The one run of each stage that these boundaries leave."""
     return _runs_of(setting, [np.array([place]) for place in boundaries])
 
 
-def _runs_of(setting: Setting, windows: Sequence[IntArray]) -> list[StageRuns]:
+def _runs_of(setting: PreparedTables, windows: Sequence[IntArray]) -> list[StageRuns]:
     stages = []
     for bounds, starts, ends in zip(setting.bounds, windows, windows[1:], strict=False):
         bound_s = bounds.matrix((int(starts[0]), len(starts)), (int(ends[0]), len(ends)))
@@ -179,7 +179,7 @@ def rest_bounds(stages: Sequence[StageRuns]) -> tuple[list[FloatArray], list[Flo
     return totals[::-1], worsts[::-1]
 
 
-def time_limits(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> list[FloatArray]:
+def time_limits(setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> list[FloatArray]:
     """[starts, ends] per stage: the longest time of use; minus infinity where no plan within the aim passes."""
     rest_total, rest_worst = rest_bounds(stages)
     total, worst = np.zeros(1), np.zeros(1)
@@ -195,7 +195,9 @@ def time_limits(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> 
     return limits
 
 
-def solve_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float, deadline: float | None = None) -> None:
+def solve_runs(
+    setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float, deadline: float | None = None
+) -> None:
     """Find the least time of every run that a plan within the aim may hold, those with least room first."""
     while True:
         limits = time_limits(setting, stages, aim_s)
@@ -217,7 +219,7 @@ def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
 
 
 def solve_further(
-    setting: Setting,
+    setting: PreparedTables,
     stage: int,
     runs: StageRuns,
     place: tuple[int, int],
@@ -249,7 +251,12 @@ def solve_further(
 
 
 def best_runs(
-    setting: Setting, stage: int, span: tuple[int, int], level_s: float, step: float, deadline: float | None = None
+    setting: PreparedTables,
+    stage: int,
+    span: tuple[int, int],
+    level_s: float,
+    step: float,
+    deadline: float | None = None,
 ) -> BestRuns:
     """Least times of one run by entry and exit class, as far as they are within the level."""
     tables, bounds = setting.tables, setting.bounds[stage]

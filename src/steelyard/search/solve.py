@@ -19,7 +19,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search.balance import Partition
 from steelyard.search.evaluate import Solution
-from steelyard.search.memory import NearestMiss
+from steelyard.search.least_memory import NearestMiss
 from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
 from steelyard.search.side_inputs import SideProspect, assess, partition_with, settle, sketch
 from steelyard.units import format_bytes, format_seconds

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.memory import nearest_miss
+from steelyard.search.least_memory import nearest_miss
 from steelyard.search.solve import SettingOutcome, search
 
 UNLIMITED_BYTES = 2**62

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from steelyard.errors import InvalidModelError
-from steelyard.modules.seen import Look, SeenOperations, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, Look, asks_device, look
 from steelyard.profiles.profile import CollectiveKind
 
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ class _Effect:
     collective: tuple[CollectiveKind, float] | None = None
 
 
-Operations = SeenOperations[_Effect]
+Operations = FakeOpCache[_Effect]
 """Operations seen by any number of `OpCounter`s."""
 _NOTHING = _Effect()
 
@@ -128,7 +128,7 @@ class OpCounter(TorchDispatchMode):
 
     def __init__(self, seen: Operations | None = None) -> None:
         super().__init__()
-        self._seen = SeenOperations() if seen is None else seen
+        self._seen = FakeOpCache() if seen is None else seen
         self.counts = OpCounts()
         self.log: list[tuple[int, int]] = []
         self._ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

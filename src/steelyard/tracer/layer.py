@@ -157,7 +157,7 @@ def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int, side: 
     return observation(layer, plain, selective)
 
 
-def observation(module: nn.Module, plain: "LayerRun", selective: "LayerRun | None") -> Observation:
+def observation(module: nn.Module, plain: "CountedLayer", selective: "CountedLayer | None") -> Observation:
     """What is seen in a run without remat and one with selective remat, for the layers that may take it."""
     recomputed = {Remat.FULL: _under_full(plain)}
     if selective is not None:
@@ -182,7 +182,7 @@ def observation(module: nn.Module, plain: "LayerRun", selective: "LayerRun | Non
     )
 
 
-def _under_full(plain: "LayerRun") -> Recomputed:
+def _under_full(plain: "CountedLayer") -> Recomputed:
     kept_bytes = plain.input_bytes + plain.label_bytes
     again_bytes = plain.needed_peak_bytes + plain.output_bytes
     return Recomputed(
@@ -194,7 +194,7 @@ def _under_full(plain: "LayerRun") -> Recomputed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRun:
+class CountedLayer:
     """Counts of a forward and a backward pass, and the bytes alive in them (parameters and gradients left out).
 
     ``needed`` is the part of the forward pass that ends with the last tensor saved for backward; ``label_bytes`` are
@@ -222,7 +222,7 @@ def side_inputs(setting: LayerSetting, layer: ChainLayer) -> SideInputs:
     return builder(setting.seq_len, setting.dtype, device)
 
 
-def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> LayerRun:
+def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> CountedLayer:
     """Runs a `fake_layer` once forward and backward, with its `side_inputs`."""
     context, flow = _inputs(setting, samples, side)
     reads_labels = setting.role is LayerRole.HEAD and context.labels_BS is not None
@@ -244,7 +244,7 @@ def count_passes(
     constants: Iterable[Tensor] = (),
     label_bytes: int = 0,
     seen: Operations | None = None,
-) -> LayerRun:
+) -> CountedLayer:
     """Counts one forward pass, which ``call`` runs, and its backward pass; ``constants`` are not counted as memory."""
     for parameter in module.parameters():
         parameter.grad = None
@@ -271,7 +271,7 @@ def count_passes(
         gradients = counter.storage_ids(p.grad for p in module.parameters() if p.grad is not None)
     del outputs, gradients_of_outputs
     history = live_bytes(counter.log, without=gradients)
-    return LayerRun(
+    return CountedLayer(
         forward=forward,
         needed=needed,
         backward=counter.counts,

@@ -18,7 +18,7 @@ from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
 from steelyard.plan.kinds import CP
 from steelyard.plan.kinds.kind import Load
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.tracer.layer import LayerRun, count_passes, make_fake
+from steelyard.tracer.layer import CountedLayer, count_passes, make_fake
 from tests.tracer.examples import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, llama
 
 BLOCK, SAMPLES, SEQ_LEN, BYTES = 1, 2, 128, 4
@@ -40,7 +40,7 @@ def fake_ranks(rank: int, size: int) -> Iterator[DeviceMesh]:
 @cache
 def counted(
     degree: int, method: str = "gather", rank: int = 0, remat: Remat = Remat.NONE, kv_heads: int = KV_HEADS
-) -> LayerRun:
+) -> CountedLayer:
     """One block of a rank, forward and backward."""
     chain: ModelChain = llama(num_key_value_heads=kv_heads)
     model = build_meta_model(chain)

@@ -17,7 +17,7 @@ from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, build_layer
 from steelyard.modules.updates import local_part
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.tracer.layer import LayerRun, LayerSetting, fake_layer, fake_world, run_layer, side_inputs
+from steelyard.tracer.layer import CountedLayer, LayerSetting, fake_layer, fake_world, run_layer, side_inputs
 from tests.modules.kinds.ep_ranks import CONFIGS, LEAST_GAP, OF_EIGHT, OF_FOUR, RESUMED
 from tests.runtime.processes import run_ranks
 
@@ -126,7 +126,7 @@ def test_ranks_without_tokens_or_without_work_compute_as_one_process(four: Found
 # fake tensors
 
 
-def observe(*, ep: int, tp: int = 1, remat: Remat = Remat.NONE) -> LayerRun:
+def observe(*, ep: int, tp: int = 1, remat: Remat = Remat.NONE) -> CountedLayer:
     """One forward and backward pass of a block on fake tensors."""
     with divided(ep=ep, tp=tp) as (layer, setting):
         layer.remat = remat

@@ -12,6 +12,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.kinds import TWINS, Division, Twin
+from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.kinds import DP, FSDP, KINDS, TP
@@ -30,13 +31,12 @@ from steelyard.plan.kinds.kind import (
     Variant,
 )
 from steelyard.plan.legality import illegal_reason
-from steelyard.plan.means import Means
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.excluded import not_offered
 from steelyard.planning.explain import explain_plan
+from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.report.html import ReportContents, report_page
@@ -240,8 +240,8 @@ def test_a_report_says_what_its_ranks_do_and_what_its_seconds_are() -> None:
 
 
 def test_a_framework_that_lacks_it_says_so() -> None:
-    means = Means(mixes_layers=False, kinds=frozenset({frozenset({FSDP})}))
-    assert means.refusal(parse_strategy("rp4")) == "rp in one layer"
+    capabilities = Capabilities(mixes_layers=False, kinds=frozenset({frozenset({FSDP})}))
+    assert capabilities.refusal(parse_strategy("rp4")) == "rp in one layer"
 
 
 # in real layers

@@ -9,9 +9,9 @@ from torch import Tensor
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.runtime.data.files import is_token_file, open_bytes, open_token_file
-from steelyard.runtime.data.halves import HalvesData
 from steelyard.runtime.data.images import ImageData, ImageFolder, ImageShape, SyntheticImages
 from steelyard.runtime.data.masking import MaskedData
+from steelyard.runtime.data.prefix_lm import PrefixLmData
 from steelyard.runtime.data.prepare import (
     SYNTHETIC,
     TextOptions,
@@ -47,7 +47,7 @@ def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_
     length = 2 * seq_len if task is Task.SEQ2SEQ_LM else seq_len
     tokens = open_data(path, text, seq_len=length, vocab_size=chain.vocab_size, seed=seed)
     if task is Task.SEQ2SEQ_LM:
-        return HalvesData(tokens)
+        return PrefixLmData(tokens)
     if task is Task.MASKED_LM:
         hidden = mask_token(Path(path), text)
         return MaskedData(tokens, mask_token=hidden, vocab_size=chain.vocab_size, seed=seed)

@@ -5,7 +5,7 @@ from steelyard.cost.setting import Job
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
-from steelyard.search.tidy import group_equal_strategies
+from steelyard.search.group_strategies import group_equal_strategies
 from steelyard.units import format_plural
 
 

@@ -16,10 +16,10 @@ from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
 from steelyard.plan.plan import Plan
 from steelyard.planning.acceptance import accept, walked_bytes
-from steelyard.planning.assemble import describe
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
+from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
@@ -33,7 +33,7 @@ MAX_POINTS = 16
 BUDGETS = "more and less memory"
 
 
-def study_plan(
+def search_for_report(
     plan: Plan,
     job: Job,
     cost: PlanCost,

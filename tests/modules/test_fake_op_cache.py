@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.modules.build import build_meta_model, prepare_model
-from steelyard.modules.seen import SeenOperations, look
+from steelyard.modules.fake_op_cache import FakeOpCache, look
 from steelyard.plan.strategy import parse_strategy
 from steelyard.tracer.counting import OpCounter, Operations
 from steelyard.tracer.layer import LayerSetting, fake_world, observe
@@ -18,7 +18,7 @@ from tests.runtime.family_chain import chain_of, length_of
 aten = torch.ops.aten
 
 
-class Forgetful(SeenOperations[Any]):
+class Forgetful(FakeOpCache[Any]):
     """Runs every operation."""
 
     def find(self, key: Any) -> None:
@@ -27,7 +27,7 @@ class Forgetful(SeenOperations[Any]):
 
 def answered_twice(func: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, Any, tuple[Any, ...]]:
     """What an operation returns when it is run, when it is answered from memory (None if it is not), and of what."""
-    seen: SeenOperations[str] = SeenOperations()
+    seen: FakeOpCache[str] = FakeOpCache()
     with FakeTensorMode():
         first, second = make(), make()
         looks = look(func, first, {})

@@ -55,7 +55,7 @@ _Result = _Same | _Made | None
 
 
 @dataclass(frozen=True, slots=True)
-class Seen(Generic[Note]):
+class CachedOp(Generic[Note]):
     """What an operation returned, in a form to be made again, and the caller's note of it."""
 
     results: tuple[_Result, ...]
@@ -69,12 +69,12 @@ class Seen(Generic[Note]):
 
 
 @dataclass(slots=True)
-class SeenOperations(Generic[Note]):
+class FakeOpCache(Generic[Note]):
     """The operations seen so far, under any number of fake modes."""
 
-    _found: dict[Hashable, Seen[Note]] = field(default_factory=dict)
+    _found: dict[Hashable, CachedOp[Note]] = field(default_factory=dict)
 
-    def find(self, key: Hashable) -> Seen[Note] | None:
+    def find(self, key: Hashable) -> CachedOp[Note] | None:
         """What the call of this key returned, if there was one."""
         return self._found.get(key)
 
@@ -93,7 +93,7 @@ class SeenOperations(Generic[Note]):
         is_new = [type(result) is _Made and result.view_of is None for result in results]
         storages = {each.untyped_storage()._cdata for each, new in zip(outs, is_new, strict=True) if new}
         if len(storages) == sum(is_new):
-            self._found[key] = Seen(results=results, container=container, note=note)
+            self._found[key] = CachedOp(results=results, container=container, note=note)
 
 
 def asks_device(func: Any, args: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.data.tokens import TokenData
 
 
-class HalvesData:
+class PrefixLmData:
     """Samples of two halves from those of ``tokens``, which holds 2 · ``seq_len`` + 1 tokens a sample."""
 
     def __init__(self, tokens: TokenData) -> None:

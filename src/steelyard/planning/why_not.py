@@ -10,7 +10,7 @@ from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.excluded import not_offered
+from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import Pin
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies

@@ -12,7 +12,7 @@ from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
 
 
-def excluded_settings(job: Job, options: PlanOptions) -> tuple[ExcludedValues, ...]:
+def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValues, ...]:
     """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
     settings = pipeline_settings(job, options)
     devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
@@ -54,7 +54,7 @@ def _why_no_schedule(schedule: Schedule, options: PlanOptions) -> str:
     return schedule.why_not_everywhere or schedule.why_nowhere
 
 
-def excluded_strategies(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
+def strategies_not_searched(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
     """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
     limits = space_options(job, options)
     whole = SpaceOptions(kinds=level_kinds(), devices_per_node=job.cluster.devices_per_node, seq_len=job.seq_len)

@@ -1,4 +1,4 @@
-"""The best plan within a framework's means: the right form, none of that form faster, or a clear miss."""
+"""The best plan within a framework's capabilities: the right form, none of that form faster, or a clear miss."""
 
 from dataclasses import replace
 
@@ -7,17 +7,17 @@ import pytest
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.export import TARGETS
-from steelyard.plan.means import Means, beyond, first_blocks_recomputed, kinds_of
+from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
 from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning import NothingFitsError, PlanOptions, plan_job, plan_within
-from steelyard.planning.assemble import assemble_plan
+from steelyard.planning import NothingFitsError, PlanOptions, plan_for_framework, plan_job
+from steelyard.planning.framework_fit import uniform_tables_of, with_first_blocks_recomputed
+from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.within import uniform_tables_within, with_first_blocks_recomputed
 from tests.cost.examples import SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 
-DP_ONLY = Means(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
+DP_ONLY = Capabilities(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
 
 
 def small_job(**changes: object) -> Job:
@@ -43,28 +43,28 @@ def one_stage(job: Job, *strategies: str, microbatches: int = 1) -> Plan:
 
 
 MIXED = ("dp8", "fsdp8", "fsdp4-tp2")
-UNIFORM_TARGETS = [name for name, target in TARGETS.items() if not target.means.mixes_layers]
+UNIFORM_TARGETS = [name for name, target in TARGETS.items() if not target.capabilities.mixes_layers]
 
 
 @pytest.mark.parametrize("name", UNIFORM_TARGETS)
 def test_what_comes_out_is_within_the_means(name: str) -> None:
     job = small_job()
-    fitted = plan_within(one_stage(job, *MIXED), job, TARGETS[name].means, framework=name)
-    assert beyond(fitted.plan, TARGETS[name].means) == ()
+    fitted = plan_for_framework(one_stage(job, *MIXED), job, TARGETS[name].capabilities, framework=name)
+    assert unsupported(fitted.plan, TARGETS[name].capabilities) == ()
     assert fitted.reasons
 
 
 def test_a_plan_within_the_means_stays_as_it_is() -> None:
     job = small_job()
     plan = one_stage(job, "dp8", "dp8", "dp8")
-    fitted = plan_within(plan, job, DP_ONLY, framework="dp")
+    fitted = plan_for_framework(plan, job, DP_ONLY, framework="dp")
     assert fitted.plan.stages == plan.stages
     assert (fitted.reasons, fitted.slowdown) == ((), 0.0)
 
 
 def test_no_plan_of_one_strategy_is_faster() -> None:
     job = small_job()
-    fitted = plan_within(one_stage(job, *MIXED), job, TARGETS["deepspeed"].means, framework="deepspeed")
+    fitted = plan_for_framework(one_stage(job, *MIXED), job, TARGETS["deepspeed"].capabilities, framework="deepspeed")
     best_s = predict(fitted.plan, job).step_time_s
     for strategy in ("dp8", "fsdp8", "fsdp8 zero2", "dp4-tp2", "fsdp4-tp2", "tp8"):
         for microbatches in (1, 2, 4):
@@ -77,14 +77,14 @@ def test_the_slowdown_is_relative_to_the_wanted_plan() -> None:
     wanted = plan_job(job, PlanOptions()).plan
     assert wanted is not None
     assert wanted.prediction is not None
-    fitted = plan_within(wanted, job, DP_ONLY, framework="dp")
+    fitted = plan_for_framework(wanted, job, DP_ONLY, framework="dp")
     assert fitted.slowdown is not None
     assert fitted.slowdown >= -1e-9
 
 
 def test_embedding_and_head_are_never_recomputed() -> None:
     job = small_job(budget_bytes=1 << 31)
-    for tables in uniform_tables_within(job, TARGETS["torchtitan"].means):
+    for tables in uniform_tables_of(job, TARGETS["torchtitan"].capabilities):
         for kind, legal in zip(job.chain.kinds, tables.legal, strict=True):
             allowed = {tables.strategies[index].remat for index, is_legal in enumerate(legal) if is_legal}
             assert kind.name == "block" or allowed == {Remat.NONE}
@@ -93,13 +93,13 @@ def test_embedding_and_head_are_never_recomputed() -> None:
 def test_what_fits_nowhere_is_a_miss_in_bytes() -> None:
     job = small_job(budget_bytes=1100 * 2**20)
     with pytest.raises(NothingFitsError, match=r"misses .* \(\d+ bytes\)"):
-        plan_within(one_stage(job, *MIXED), job, DP_ONLY, framework="dp")
+        plan_for_framework(one_stage(job, *MIXED), job, DP_ONLY, framework="dp")
 
 
 def test_what_is_legal_nowhere_says_so() -> None:
     job = small_job(global_batch=4)
     with pytest.raises(NothingFitsError, match="legal for every layer"):
-        plan_within(one_stage(job, "dp4-tp2", "tp8", "tp8"), job, DP_ONLY, framework="dp")
+        plan_for_framework(one_stage(job, "dp4-tp2", "tp8", "tp8"), job, DP_ONLY, framework="dp")
 
 
 def first_recomputed(job: Job, count: int) -> Plan:

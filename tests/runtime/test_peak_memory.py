@@ -3,7 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.runtime.memory import LiveStorages
+from steelyard.runtime.peak_memory import LiveStorages
 
 KIB = 1024
 

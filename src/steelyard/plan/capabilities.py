@@ -2,8 +2,8 @@
 
 A framework with ``mixes_layers`` runs every plan. Any other takes one strategy for the whole model: the same levels, sp
 and ZeRO stage on every layer, experts divided alike in all layers that have some, one remat choice for all blocks, and
-none for the embedding and the head, which no framework recomputes. `steelyard.planning.plan_within` searches the best
-plan of that form.
+none for the embedding and the head, which no framework recomputes. `steelyard.planning.plan_for_framework` searches the
+best plan of that form.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ def kinds_of(*names: str) -> frozenset[Kinds]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class Capabilities:
     """What a framework can express. The first field decides: the rest is for frameworks of one strategy."""
 
     mixes_layers: bool
@@ -83,20 +83,22 @@ class Means:
         return next(((name, values) for name, values in found if kind_named(name) in kinds), None)
 
 
-def beyond(plan: Plan, means: Means) -> tuple[str, ...]:
+def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
     """What of a plan a framework of these means cannot express, one reason each; empty where it can run it as it is."""
-    if means.mixes_layers:
+    if capabilities.mixes_layers:
         return ()
     chain = plan.chain()
     reasons = [
         *_mixed(plan),
         *_recomputed_ends(plan, chain),
-        *_mixed_remat(plan, chain, means),
-        *dict.fromkeys(reason for strategy in plan.strategies if (reason := means.refusal(strategy)) is not None),
+        *_mixed_remat(plan, chain, capabilities),
+        *dict.fromkeys(
+            reason for strategy in plan.strategies if (reason := capabilities.refusal(strategy)) is not None
+        ),
     ]
-    if plan.num_stages > 1 and means.pipeline == "none":
+    if plan.num_stages > 1 and capabilities.pipeline == "none":
         reasons.append(f"a pipeline ({plan.num_stages} stages)")
-    elif plan.num_stages > 1 and plan.schedule not in means.schedules:
+    elif plan.num_stages > 1 and plan.schedule not in capabilities.schedules:
         reasons.append(f"the {plan.schedule} schedule")
     return tuple(reasons)
 
@@ -148,11 +150,11 @@ def _recomputed_ends(plan: Plan, chain: ModelChain) -> list[str]:
     return [f"remat of the {' and the '.join(names)}"] if names else []
 
 
-def _mixed_remat(plan: Plan, chain: ModelChain, means: Means) -> list[str]:
+def _mixed_remat(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> list[str]:
     choices = [plan.strategies[layer].remat for layer in block_layers(chain)]
     if len(set(choices)) < 2:
         return []
-    if means.remats_first_blocks and set(choices) == {Remat.NONE, Remat.FULL}:
+    if capabilities.remats_first_blocks and set(choices) == {Remat.NONE, Remat.FULL}:
         if first_blocks_recomputed(plan) is not None:
             return []
         return [f"remat of blocks that are not the first n of every stage ({_counted(choices)})"]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from steelyard.plan.means import Means, beyond, first_blocks_recomputed, kinds_of
+from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
 from steelyard.plan.strategy import Remat, parse_strategy
 from tests.export.examples import mixed, uneven_pipeline, uniform
 
-EVERY = Means(
+EVERY = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
@@ -16,24 +16,24 @@ EVERY = Means(
     pipeline="any cuts",
     schedules=frozenset({"1f1b"}),
 )
-FEW = Means(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE}))
+FEW = Capabilities(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE}))
 
 
 def test_a_framework_that_mixes_layers_runs_every_plan() -> None:
-    assert beyond(mixed(), Means(mixes_layers=True)) == ()
+    assert unsupported(mixed(), Capabilities(mixes_layers=True)) == ()
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_a_plan_of_one_strategy_is_within(remat: str) -> None:
-    assert beyond(uniform("fsdp8", devices=8, remat=remat), EVERY) == ()
+    assert unsupported(uniform("fsdp8", devices=8, remat=remat), EVERY) == ()
 
 
 def test_an_uneven_pipeline_is_within() -> None:
-    assert beyond(uneven_pipeline(), EVERY) == ()
+    assert unsupported(uneven_pipeline(), EVERY) == ()
 
 
 def test_a_mix_is_named_with_its_counts() -> None:
-    reasons = beyond(mixed(), EVERY)
+    reasons = unsupported(mixed(), EVERY)
     assert reasons[0] == "strategies that differ between layers (dp2 ×2, fsdp2 ×2, tp2+sp ×2, fsdp2 zero2 ×1, …)"
 
 
@@ -41,7 +41,7 @@ def test_recomputed_ends_are_beyond() -> None:
     plan = uniform("fsdp8", devices=8)
     run = plan.stages[0].runs[0].model_copy(update={"remat": Remat.FULL})
     stage = plan.stages[0].model_copy(update={"runs": (run, *plan.stages[0].runs[1:])})
-    assert beyond(plan.model_copy(update={"stages": (stage,)}), EVERY) == ("remat of the embedding",)
+    assert unsupported(plan.model_copy(update={"stages": (stage,)}), EVERY) == ("remat of the embedding",)
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_a_single_device_is_always_within() -> None:
 
 
 def test_a_pipeline_is_beyond_a_framework_without() -> None:
-    assert beyond(uneven_pipeline(), FEW)[-1] == "a pipeline (2 stages)"
+    assert unsupported(uneven_pipeline(), FEW)[-1] == "a pipeline (2 stages)"
 
 
 def test_a_schedule_that_is_not_there_is_beyond() -> None:
-    assert beyond(uneven_pipeline(schedule="interleaved-1f1b"), EVERY) == ("the interleaved-1f1b schedule",)
+    assert unsupported(uneven_pipeline(schedule="interleaved-1f1b"), EVERY) == ("the interleaved-1f1b schedule",)
 
 
 def test_the_first_blocks_of_every_stage_may_be_recomputed() -> None:
     plan = uneven_pipeline(first_recomputed=3)
     assert first_blocks_recomputed(plan) == 3
-    assert beyond(plan, EVERY) == ()
+    assert unsupported(plan, EVERY) == ()
 
 
 def test_other_blocks_than_the_first_may_not() -> None:
@@ -92,4 +92,6 @@ def test_other_blocks_than_the_first_may_not() -> None:
     )
     changed = plan.model_copy(update={"stages": (later, plan.stages[1])})
     assert first_blocks_recomputed(changed) is None
-    assert beyond(changed, EVERY) == ("remat of blocks that are not the first n of every stage (none ×29, full ×3)",)
+    assert unsupported(changed, EVERY) == (
+        "remat of blocks that are not the first n of every stage (none ×29, full ×3)",
+    )

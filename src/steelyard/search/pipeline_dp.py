@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.search.frontier import FloatArray, IntArray, reduce_groups
-from steelyard.search.runs import BestRuns, Setting, StageRuns, rest_bounds, time_limits
+from steelyard.search.runs import BestRuns, PreparedTables, StageRuns, rest_bounds, time_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class Pipeline:
         return tuple(stage for stage, leg in enumerate(self.legs) if leg.state < 0)
 
 
-def join_runs(setting: Setting, stages: Sequence[StageRuns], aim_s: float) -> Pipeline | None:
+def join_runs(setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> Pipeline | None:
     """The fastest pipeline with a step time within the aim, hopeful runs included, or None."""
     rest_total, rest_worst = rest_bounds(stages)
     groups = setting.bounds[0].costs.num_groups

@@ -6,8 +6,8 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import PlanStudy
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, plan_job, study_plan
-from steelyard.planning.study import BUDGETS
+from steelyard.planning import PlanOptions, plan_job, search_for_report
+from steelyard.planning.report_search import BUDGETS
 from tests.cost.examples import cluster, job, plan
 
 ENOUGH_S = 600.0
@@ -26,12 +26,12 @@ def searched() -> tuple[Job, Plan, PlanCost]:
 @pytest.fixture(scope="module")
 def study(searched: tuple[Job, Plan, PlanCost]) -> PlanStudy:
     of, best, cost = searched
-    return study_plan(best, of, cost, time_limit_s=ENOUGH_S, everywhere=True)
+    return search_for_report(best, of, cost, time_limit_s=ENOUGH_S, everywhere=True)
 
 
 def test_without_time_nothing_is_searched(searched: tuple[Job, Plan, PlanCost]) -> None:
     of, best, cost = searched
-    found = study_plan(best, of, cost, time_limit_s=0)
+    found = search_for_report(best, of, cost, time_limit_s=0)
     assert not found.points
     assert not found.explanation.rivals
     assert not found.scope
@@ -39,7 +39,7 @@ def test_without_time_nothing_is_searched(searched: tuple[Job, Plan, PlanCost]) 
 
 def test_hardly_any_time_names_what_was_left_out(searched: tuple[Job, Plan, PlanCost]) -> None:
     of, best, cost = searched
-    found = study_plan(best, of, cost, time_limit_s=1e-9)
+    found = search_for_report(best, of, cost, time_limit_s=1e-9)
     assert BUDGETS in found.left_out
     assert not found.explanation.rivals
 
@@ -73,7 +73,7 @@ def test_only_the_pipeline_setting_of_the_plan_is_searched_unless_asked(
     searched: tuple[Job, Plan, PlanCost], study: PlanStudy
 ) -> None:
     of, best, cost = searched
-    own = study_plan(best, of, cost, time_limit_s=ENOUGH_S)
+    own = search_for_report(best, of, cost, time_limit_s=ENOUGH_S)
     assert {(point.num_stages, point.num_microbatches) for point in own.points} == {
         (best.num_stages, best.num_microbatches)
     }
@@ -83,7 +83,7 @@ def test_only_the_pipeline_setting_of_the_plan_is_searched_unless_asked(
 def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_setting() -> None:
     of = job(cluster(1, 4), global_batch=16)
     by_hand = plan(of, ", ".join(["fsdp4 remat=full"] * 6), num_microbatches=4)
-    found = study_plan(by_hand, of, predict(by_hand, of), time_limit_s=ENOUGH_S)
+    found = search_for_report(by_hand, of, predict(by_hand, of), time_limit_s=ENOUGH_S)
     best = found.explanation.rivals[0]
     assert best.name == "any plan"
     assert best.slowdown is not None

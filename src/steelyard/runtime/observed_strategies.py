@@ -49,7 +49,7 @@ def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tu
     Raises `RuntimeError` if the ranks of a stage report different strategies.
     """
     mine = {
-        int(name): str(applied_strategy(layer, shapes[int(name)], seq_len=model.plan.seq_len))
+        int(name): str(observed_strategy(layer, shapes[int(name)], seq_len=model.plan.seq_len))
         for name, layer in model.layers.items()
     }
     reports: list[dict[int, str]] = [{} for _ in range(dist.get_world_size())]
@@ -64,7 +64,7 @@ def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tu
     return tuple(strategies.pop() for _, strategies in sorted(found.items()))
 
 
-def applied_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: int) -> Strategy:
+def observed_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: int) -> Strategy:
     """The strategy that this rank's ``layer`` runs under, given the hidden state [B, s, H] that passed through it."""
     replicated, sharded, reshards = _data_parallelism(layer)
     tensor = _tensor_parallelism(layer, {replicated[0], sharded[0]})

@@ -1,9 +1,9 @@
 """The best plan that a framework of limited means can express, searched on the same costs as any other plan.
 
-Every setting of the pipeline is searched with every strategy that all layers may share (`Means`), cuts free. Where a
-framework recomputes the first n blocks of every stage, the best plans with remat free per block are found first; each
-is then given the least n with which it fits. That last step keeps their cuts, so it is exact for one stage and a good
-answer, not a proven one, for more.
+Every setting of the pipeline is searched with every strategy that all layers may share (`Capabilities`), cuts free.
+Where a framework recomputes the first n blocks of every stage, the best plans with remat free per block are found
+first; each is then given the least n with which it fits. That last step keeps their cuts, so it is exact for one stage
+and a good answer, not a proven one, for more.
 """
 
 from bisect import bisect_left
@@ -14,8 +14,8 @@ from steelyard.cost.build import build_tables
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
+from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
 from steelyard.plan.kinds import variants
-from steelyard.plan.means import Means, beyond, block_layers
 from steelyard.plan.plan import LayerRun, Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import Accepted, accept
@@ -46,19 +46,19 @@ class FittedPlan:
         return self.plan.prediction.step_time_s / self.wanted_step_s - 1
 
 
-def plan_within(plan: Plan, job: Job, means: Means, *, framework: str) -> FittedPlan:
+def plan_for_framework(plan: Plan, job: Job, capabilities: Capabilities, *, framework: str) -> FittedPlan:
     """The fastest plan for the job within the means of a framework that fits; the plan itself where it is within them.
 
     Raises `NothingFitsError` naming the nearest miss where no plan of that form is legal or fits.
     """
     wanted = with_price(plan, job)
     wanted_step_s = _step_s(wanted)
-    reasons = beyond(plan, means)
+    reasons = unsupported(plan, capabilities)
     if not reasons:
         return FittedPlan(plan=wanted, reasons=(), wanted_step_s=wanted_step_s)
-    candidates = _best_plans(job, list(uniform_tables_within(job, means)), framework)
-    if means.remats_first_blocks:
-        relaxed = list(_free_remat_tables(job, means))
+    candidates = _best_plans(job, list(uniform_tables_of(job, capabilities)), framework)
+    if capabilities.remats_first_blocks:
+        relaxed = list(_free_remat_tables(job, capabilities))
         for accepted in _ranked(job, relaxed):
             fitting = with_first_blocks_recomputed(accepted.plan, job)
             candidates += [fitting] if fitting is not None else []
@@ -66,9 +66,9 @@ def plan_within(plan: Plan, job: Job, means: Means, *, framework: str) -> Fitted
     return FittedPlan(plan=min(priced, key=_step_s), reasons=reasons, wanted_step_s=wanted_step_s)
 
 
-def uniform_tables_within(job: Job, means: Means) -> Iterator[CostTables]:
+def uniform_tables_of(job: Job, capabilities: Capabilities) -> Iterator[CostTables]:
     """The cost tables of every setting and every strategy that all layers share, one remat choice for all blocks."""
-    for full in _setting_tables(job, means):
+    for full in _setting_tables(job, capabilities):
         for by_remat in _by_base(full.strategies).values():
             for remat, index in by_remat.items():
                 kept = [by_remat[Remat.NONE]] if remat is Remat.NONE else [by_remat[Remat.NONE], index]
@@ -77,9 +77,9 @@ def uniform_tables_within(job: Job, means: Means) -> Iterator[CostTables]:
                     yield narrowed
 
 
-def _free_remat_tables(job: Job, means: Means) -> Iterator[CostTables]:
+def _free_remat_tables(job: Job, capabilities: Capabilities) -> Iterator[CostTables]:
     """As above, with full remat free for every block."""
-    for full in _setting_tables(job, means):
+    for full in _setting_tables(job, capabilities):
         for by_remat in _by_base(full.strategies).values():
             if Remat.FULL in by_remat:
                 narrowed = _narrowed(full, [by_remat[Remat.NONE], by_remat[Remat.FULL]], job, blocks_at=None)
@@ -87,19 +87,19 @@ def _free_remat_tables(job: Job, means: Means) -> Iterator[CostTables]:
                     yield narrowed
 
 
-def _setting_tables(job: Job, means: Means) -> Iterator[CostTables]:
-    """The cost tables of every setting within the means, with every strategy within them."""
+def _setting_tables(job: Job, capabilities: Capabilities) -> Iterator[CostTables]:
+    """The cost tables of every setting within the capabilities, with every strategy within them."""
     options = PlanOptions(
-        num_stages=1 if means.pipeline == "none" else None,
-        remats=tuple(remat for remat in Remat if remat in means.remats),
+        num_stages=1 if capabilities.pipeline == "none" else None,
+        remats=tuple(remat for remat in Remat if remat in capabilities.remats),
         variants={
-            key: tuple(each for each in v.texts if means.offers(key, each)) for key, (_, v) in variants().items()
+            key: tuple(each for each in v.texts if capabilities.offers(key, each)) for key, (_, v) in variants().items()
         },
     )
     for setting in pipeline_settings(job, options):
-        if setting.pipeline.num_stages == 1 or setting.pipeline.schedule.name in means.schedules:
+        if setting.pipeline.num_stages == 1 or setting.pipeline.schedule.name in capabilities.schedules:
             offered = stage_strategies(job, setting.devices_per_stage, options)
-            kept = tuple(strategy for strategy in offered if means.refusal(strategy) is None)
+            kept = tuple(strategy for strategy in offered if capabilities.refusal(strategy) is None)
             if kept:
                 yield build_tables(setting, kept)
 
