@@ -18,7 +18,7 @@ from steelyard.profiles.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
-TRACER_VERSION = 8
+TRACER_VERSION = 9
 """Raised whenever the tracer counts differently."""
 
 

@@ -229,7 +229,8 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     packet = func._overloadpacket
     if func.is_view or packet in _FREE_OPERATIONS:
         return _NOTHING
-    moved = sum(_touched_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+    touched = out if packet in _FILLING_OPERATIONS else (args[1:] if packet is aten.copy_ else args, kwargs, out)
+    moved = sum(_touched_bytes(leaf) for leaf in tree_leaves(touched) if isinstance(leaf, Tensor))
     if packet in _ATTENTION_CAUSAL_ARGUMENT:
         query, key, value = args[:3]
         return _Effect(
@@ -267,9 +268,13 @@ _FREE_OPERATIONS = {
     aten.empty,
     aten.empty_like,
     aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
     aten.alias,
     aten.lift_fresh,
 }
+_FILLING_OPERATIONS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like}
+"""Operations that are given a tensor for its shape or type alone, and read nothing of it."""
 
 
 def _attention_flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
