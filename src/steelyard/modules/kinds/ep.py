@@ -141,11 +141,13 @@ class ExpertExchange:
         sent, received = self._splits(counts_E, arriving_E, num_pairs=int(inputs_KH.size(0) * share))
         self.num_pairs += sum(received)
         others = inputs_KH.size(0) - sum(sent)  # pairs of other tp ranks' experts
-        arrived_PH = _all_to_all(inputs_KH[: sum(sent)] if others else inputs_KH, received, sent, group)  # noqa: N806
+        rows_PH = _all_to_all(inputs_KH[: sum(sent)] if others else inputs_KH, received, sent, group)  # noqa: N806
         order_P, own_ends = _by_expert(arriving_E.view(degree, -1), num_pairs=sum(received))  # noqa: N806
         back_P = inverse(order_P)  # noqa: N806
-        computed_PH = compute_pairs(experts, Reordered.apply(arrived_PH, order_P, back_P), own_ends, 1.0)  # noqa: N806
-        returned = _all_to_all(Reordered.apply(computed_PH, back_P, order_P), sent, received, group)
+        rows_PH = Reordered.apply(rows_PH, order_P, back_P)  # noqa: N806
+        rows_PH = compute_pairs(experts, rows_PH, own_ends, 1.0)  # noqa: N806
+        rows_PH = Reordered.apply(rows_PH, back_P, order_P)  # noqa: N806
+        returned = _all_to_all(rows_PH, sent, received, group)
         return nn.functional.pad(returned, (0, 0, 0, others)) if others else returned
 
     def _splits(self, counts_E: Tensor, arriving_E: Tensor, *, num_pairs: int) -> tuple[list[int], list[int]]:  # noqa: N803
