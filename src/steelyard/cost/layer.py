@@ -37,7 +37,7 @@ from math import gcd, prod
 
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, measured_samples, optimizer_s, wait_s, work_s
-from steelyard.cost.execution import StateBytes
+from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
@@ -380,26 +380,35 @@ def _once_time(
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
     job, execution, strategy = setting.job, setting.job.execution, sent.strategy
-    replicas = strategy.replicas
-    shards = execution.optimizer_shards(replicas) if replicas > 1 else 1
-    terms = {"optimizer": optimizer_s(_trained(layer, strategy) / shards, job)}
+    terms = {"optimizer": optimizer_s(_stepped(layer, strategy, execution), job)}
     for kind in strategy.kinds:
         reduce_s = gather_s = 0.0
         for each in sent.once(kind):
             group = traffic_group(each, kind, strategy, setting)
+            shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
             if shards == 1:
                 reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
             else:
                 owners = replace(group, size=shards)
-                reduction: CollectiveKind = "reduce_scatter" if shards == replicas else "all_reduce"
+                reduction: CollectiveKind = "reduce_scatter" if shards == group.size else "all_reduce"
                 pieces = execution.shard_pieces
-                new_bytes = held_params(layer, strategy) * job.compute_bytes / strategy.state_shards
+                new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
                 gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
                 reduce_s += pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
         if sent.once(kind):
             terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
             terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
     return terms
+
+
+def _stepped(layer: LayerProfile, strategy: Strategy, execution: Execution) -> float:
+    """Parameters that the optimizer of a rank steps."""
+    if strategy.expert_degree == 1:
+        return _trained(layer, strategy) / execution.optimizer_shards(strategy.replicas)
+    experts = layer.expert_params / (strategy.expert_degree * strategy.expert_state_shards)
+    dense = _trained(layer, strategy) - experts
+    replicas, of_experts = strategy.replicas, strategy.expert_replicas
+    return dense / execution.optimizer_shards(replicas) + experts / execution.optimizer_shards(of_experts)
 
 
 def _trained(layer: LayerProfile, strategy: Strategy) -> float:
@@ -447,7 +456,9 @@ def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job
 def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
     execution = setting.job.execution
     if isinstance(execution.states, StateBytes):
-        return execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree)
+        return execution.states.kept_bytes(
+            layer.num_params, strategy, execution.shard_degree, expert_params=layer.expert_params
+        )
     sharded = sharded_params(layer, strategy)
     static = {
         "parameters": MASTER_BYTES * sharded,
