@@ -1,28 +1,31 @@
-"""Mixtures of experts that others trained, as they divided them, beside what we predict of that and what we find.
+"""Mixtures of experts that others trained, as they divided them, beside what we predict and what we find.
 
-Every public run is priced as one of our runtime's plans: the same devices, lengths, batch, stages and degrees, blocks cut
-evenly. What the other framework does otherwise is said below and not imitated. Tokens per second are of one GPU.
+Every public run is priced as a plan of ours: the same devices, lengths, batch, stages and degrees, blocks cut evenly.
+What the other framework does otherwise is said here and not imitated, but for one row. Tokens per second are of a GPU.
 
-| run                   | source                                                    | what of it is not ours, or not known            |
-|-----------------------|-----------------------------------------------------------|-------------------------------------------------|
-| Qwen3-30B-A3B, B200   | mlc-ai/pith-train, issue 79: fsdp 8 is torchtitan, fsdp 4 | loss in 8 chunks where ours is whole, so that 8 |
-|                       | with ep 4 and 2 stages is PithTrain                       | samples at once are 4 of ours; PithTrain's      |
-|                       |                                                           | batch, schedule and recomputation               |
-| Qwen3-30B-A3B, H100   | mlc-ai/pith-train, pull request 40 (commit 093a9e4)       | DualPipeV (priced as interleaved 1F1B),         |
-|                       |                                                           | recomputation (priced as none)                  |
-| Mixtral-8x22B         | Liu et al. 2025 (arXiv 2504.14960), Table 1               | Megatron's kernels and its optimizer sharded    |
-|                       |                                                           | once a step (priced as ZeRO-2); degrees chosen  |
-|                       |                                                           | here, experts folded into the data ranks        |
-| DeepSeek-V3           | pytorch/torchtitan, commit message of 36a4b6942           | 579 with DeepEP, which sends a token once to a  |
-|                       |                                                           | node; 346 with plain all-to-alls, as ours       |
+- Qwen3-30B-A3B on 8 B200: mlc-ai/pith-train, issue 79. fsdp 8 is torchtitan's, with the loss in 8 chunks: ours is
+  whole, so that its 8 samples at once are 4 of ours. ep 4 in 2 stages is PithTrain's, whose batch, schedule and
+  recomputation are not stated: priced as 16 microbatches of 1F1B without recomputation.
+- Qwen3-30B-A3B on 64 H100: mlc-ai/pith-train, pull request 40 (commit 093a9e4). DualPipeV is priced as interleaved
+  1F1B with as many chunks; recomputation is not stated and priced as none.
+- Mixtral-8x22B on 128 H100: Liu et al. 2025 (arXiv 2504.14960), Table 1, the best of Megatron-Core with experts folded
+  into data ranks. Degrees and batch are chosen here; states are priced as Megatron-Core keeps them.
+- DeepSeek-V3 on 512 H100: pytorch/torchtitan, commit message of 36a4b6942. 346 tokens/s with plain all-to-alls, as ours,
+  579 with DeepEP, which sends a token once to a node and not once to each expert.
 
-Run: python benchmarks/public_moe.py [qwen|mixtral|deepseek] ... (with ``--found`` also the best plan of each job,
-searched, which takes about a minute)
+Imbalance is 1 where routing was forced to be even, or where tokens above an expert's capacity were dropped.
+
+Run: python benchmarks/public_moe.py [--found] [qwen3|mixtral|deepseek] ...
+``--found`` prints the best plan of each job too: a search of some seconds, of DeepSeek-V3 of half a minute.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from published_runs.frameworks import MIXED_18
+
+from steelyard.cost.execution import OURS, Execution
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import load_model
@@ -33,7 +36,7 @@ from steelyard.planning.plan_from_search import assemble_plan, describe, summari
 from steelyard.planning.price import peak_bytes
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.tracer.trace import trace
-from steelyard.units import GB, GIB
+from steelyard.units import GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ class PublicRun:
     num_stages: int = 1
     num_chunks: int = 1
     imbalance: float = ASSUMED_IMBALANCE
+    execution: Execution = OURS
     tokens_per_s: float | None = None
     """Of one GPU; with ``least_tokens_per_s`` the best of several."""
     least_tokens_per_s: float | None = None
@@ -71,6 +75,7 @@ class PublicRun:
             precision="bf16",
             budget_bytes=cluster.device.known_memory_bytes(),
             imbalance=self.imbalance,
+            execution=self.execution,
         )
 
     def plan(self, job: Job) -> Plan:
@@ -81,7 +86,7 @@ class PublicRun:
         chosen = [sparse if job.chain.kind_of(i).num_experts else others for i in range(job.chain.num_layers)]
         cuts = [round(part * len(chosen) / num_parts) for part in range(num_parts + 1)]
         parts = []
-        for part, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for part, (first, end) in enumerate(pairwise(cuts)):
             rank = part % self.num_stages * size
             parts.append(StagePlan(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(chosen[first:end]))))
         pipeline = PipelineConfig(
@@ -137,10 +142,11 @@ RUNS = {
         seq_len=4096,
         global_batch=256,
         num_microbatches=32,
-        sparse="fsdp8-tp2+sp zero2 ep4",
-        others="fsdp8-tp2+sp zero2",
+        sparse="dp8-tp2+sp ep4",
+        others="dp8-tp2+sp",
         num_stages=8,
         imbalance=1.0,
+        execution=Execution(states=replace(MIXED_18, zero=1)),
         mfu=0.493,
     ),
     "deepseek": PublicRun(
@@ -160,7 +166,6 @@ RUNS = {
         memory_gb=60.18,
     ),
 }
-"""Imbalance 1 where routing was forced to be even, or tokens above the mean were dropped."""
 
 
 def predicted(run: PublicRun) -> Prediction:
@@ -172,9 +177,7 @@ def predicted(run: PublicRun) -> Prediction:
 
 def show(run: PublicRun) -> None:
     """A line: predicted against published."""
-    plan = run.plan(run.job())
-    found = plan.prediction
-    assert found is not None, "the plan is priced"
+    found = predicted(run)
     if run.mfu is not None and found.mfu is not None:
         speed = f"{found.mfu:6.1%} MFU, public {run.mfu:.1%}, ratio {found.mfu / run.mfu:.2f}"
     else:
@@ -183,7 +186,8 @@ def show(run: PublicRun) -> None:
         public = f"{run.tokens_per_s:,.0f}" if least == run.tokens_per_s else f"{least:,.0f} to {run.tokens_per_s:,.0f}"
         speed = f"{found.tokens_per_s_per_device:6,.0f} tok/s, public {public}"
         speed += f", ratio {found.tokens_per_s_per_device / least:.2f}"
-    memory = f"{peak_bytes(plan) / GB:5.1f} GB" + (f", public {run.memory_gb:.1f}" if run.memory_gb else "")
+    fullest = max(stage.total_bytes for stage in found.stages)
+    memory = f"{fullest / GB:5.1f} GB" + (f", public {run.memory_gb:.1f}" if run.memory_gb else "")
     print(f"{run.name:62s} {speed}; {memory}")
 
 
@@ -205,7 +209,7 @@ def show_found(run: PublicRun) -> None:
     found = plan.prediction
     mfu = f"{found.mfu:.1%} MFU" if found.mfu is not None else ""
     print(f"  found for {run.model} on {run.cluster}: {found.tokens_per_s_per_device:,.0f} tok/s, {mfu}, ", end="")
-    print(f"{peak_bytes(plan) / GIB:.1f} GiB: {describe(plan.pipeline)}; {summarise(plan)}; {found.certificate}")
+    print(f"{peak_bytes(plan) / GB:.1f} GB: {describe(plan.pipeline)}; {summarise(plan)}; {found.certificate}")
 
 
 def main() -> None:

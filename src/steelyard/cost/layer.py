@@ -144,9 +144,7 @@ def layer_profile(
 
     Where ranks divide its experts, of the one that most tokens take, ``imbalance`` times the mean (None: the job's).
     """
-    layer = setting.job.layer(
-        kind.name, strategy.shape, expert_degree=strategy.expert_degree, imbalance=imbalance
-    )
+    layer = setting.job.layer(kind.name, strategy.shape, expert_degree=strategy.expert_degree, imbalance=imbalance)
     if layer is None:
         degrees = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items()) or "one rank"
         raise InvalidProfileError(

@@ -62,8 +62,9 @@ class Job:
         key = kind, frozenset(shape.items()), expert_degree, uneven
         if key not in self._layers:
             found = self.profile.layer(kind, shape)
-            divides = found is not None and expert_degree > 1
-            self._layers[key] = found.with_divided_experts(expert_degree, uneven) if divides else found
+            if found is not None and expert_degree > 1:
+                found = found.with_divided_experts(expert_degree, uneven)
+            self._layers[key] = found
         return self._layers[key]
 
     def cost_source(self) -> CostSource:

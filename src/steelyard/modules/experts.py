@@ -135,12 +135,14 @@ class Reordered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        """The rows, reordered."""
         ctx.save_for_backward(back)
         return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the rows, in their first order."""
         return gradient.index_select(0, *ctx.saved_tensors), None, None
 
 

@@ -56,7 +56,6 @@ class Work(ProfilePart):
     memory_bytes: Affine
     num_kernels: int
 
-
     def with_experts_over(self, degree: int) -> "Work":
         """The same where a rank reads the weights of one in ``degree`` of the experts alone."""
         left = self.expert_weight_bytes / degree

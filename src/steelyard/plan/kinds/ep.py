@@ -4,8 +4,8 @@ It takes no ranks of its own: its groups are the innermost of those that divide 
 else of the layer is as their levels say. Over the data ranks outside the groups the experts' states are sharded or
 replicated as the levels there say. All-to-alls carry the inputs and the results of the experts that a rank's tokens
 take: forward how many there are, which the host reads before it sends on, the inputs, and the results back, backward
-the gradients of both. Full remat exchanges all again, selective remat nothing. How even the routing is, is not known before training: times and memory are of the
-rank whose experts most tokens take, for an assumed imbalance.
+the gradients of both. Full remat exchanges all again, selective remat nothing. How even the routing is, is not known
+before training: times and memory are of the rank whose experts most tokens take, for an assumed imbalance.
 
 Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, arXiv 2504.14960).
 """
