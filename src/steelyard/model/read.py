@@ -13,6 +13,7 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.families import family_of
 from steelyard.model.family import Sizes
+from steelyard.model.split import ModelSplit, family_of_split
 
 
 @cache
@@ -51,11 +52,14 @@ def load_model(name_or_path: str | Path) -> ModelChain:
     return chain_from_config(config, name=name or "model")
 
 
-def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
-    """The chain of a Hugging Face config; raises `InvalidModelError` naming the key that is missing or wrong."""
+def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:
+    """The chain of a Hugging Face config, of a family that is known or split as ``split`` says.
+
+    Raises `InvalidModelError` naming the key that is missing or wrong.
+    """
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
-    family = family_of(str(config.get("model_type", "")))
+    family = family_of_split(split) if split else family_of(str(config.get("model_type", "")))
     sizes = Sizes(config)
     layout = family.layout(sizes)
     return ModelChain(
@@ -65,6 +69,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
         config_hash=config_hash(config),
         sizes=sizes.read,
         layout=layout,
+        split=split,
     )
 
 
