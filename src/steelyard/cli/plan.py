@@ -23,7 +23,6 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.model.chain import ModelChain
-from steelyard.model.read import load_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
@@ -48,6 +47,7 @@ from steelyard.planning import (
 from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import Partition, Problem, save_problem
+from steelyard.tracer.cache import load_any_model
 from steelyard.units import format_bytes, format_count, format_plural
 
 Objective = Literal["time", "devices"]
@@ -170,7 +170,7 @@ def plan(
             imbalance=imbalance,
             calibrate_by=calibrate_by,
         )
-        chain = load_model(model)
+        chain = load_any_model(model)
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         if length is None:

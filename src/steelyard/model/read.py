@@ -28,10 +28,16 @@ def load_model(name_or_path: str | Path) -> ModelChain:
 
     Raises `InvalidModelError` if there is no such model, or the config is not of a known family or lacks a size.
     """
+    name, config = load_config(name_or_path)
+    return chain_from_config(config, name=name)
+
+
+def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
+    """The name and the config of a packaged model, or of the config at a path; raises `InvalidModelError`."""
     text = str(name_or_path)
     if text in model_names():
         source = resources.files("steelyard.model") / "configs" / f"{text}.json"
-        return chain_from_config(json.loads(source.read_text()), name=text)
+        return text, json.loads(source.read_text())
     path = Path(text)
     if os.path.isdir(path):
         path = path / "config.json"
@@ -49,7 +55,7 @@ def load_model(name_or_path: str | Path) -> ModelChain:
             field="model", found=f"{path}: {error}", expected="a JSON file", hint="check that the file is complete"
         ) from error
     name = path.parent.name if path.name == "config.json" else path.stem
-    return chain_from_config(config, name=name or "model")
+    return name or "model", config
 
 
 def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:

@@ -60,6 +60,8 @@ class ModelSplit(_Part):
     layers: tuple[int, ...]
     """For each layer of the chain, embedding and head included, the number of its kind."""
     call: BlockCall
+    head_sees_shape: bool = False
+    """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
     hidden_size: Count
     vocab_size: Count
     max_seq_len: Count

@@ -55,14 +55,16 @@ class HeadPiece:
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         self._last = _Give(split.call)
+        self._sees_shape = split.head_sees_shape
         stubs: list[nn.Module] = [_Pass(split.call) for _ in range(split.num_blocks - 1)]
         self._shell = Shell(model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=False)
 
     def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
-        """The model's own forward pass from there on; what comes before is given one token."""
+        """The model's own forward pass from there on; what comes before is given one token where it may be."""
         self._last.hidden = hidden
+        shape = hidden.shape[:2] if self._sees_shape else (1, 1)
         try:
-            outputs = self._shell(torch.zeros((1, 1), dtype=torch.long, device=hidden.device), hidden.dtype)
+            outputs = self._shell(torch.zeros(shape, dtype=torch.long, device=hidden.device), hidden.dtype)
         finally:
             self._last.hidden = None
         return outputs.logits

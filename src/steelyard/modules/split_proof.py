@@ -5,7 +5,8 @@ unlike length, so that control flow that depends on values or lengths shows.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,37 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
-from steelyard.modules.build import build_from_config, materialize_module, prepare_model
+from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
+from steelyard.modules.splitting import find_split
 from steelyard.plan.strategy import Remat
 
 _LENGTHS = (16, 24)
 _SAMPLES = 2
 TOLERANCE = 1e-4
 """Largest difference of a logit or gradient, as a share of the largest entry of its tensor."""
+
+
+def split_model(model_type: str, config: Mapping[str, Any]) -> ModelSplit:
+    """How the model of a config.json splits, proved at small width; raises `InvalidModelError` where it does not."""
+    full = read_hub_config(model_type, config)
+    small = read_hub_config(model_type, small_config({**full.to_dict(), **config}))
+    split, at_small = find_split(full), find_split(small)
+    if (split.embedding, split.blocks, split.head, split.layers) != (
+        at_small.embedding,
+        at_small.blocks,
+        at_small.head,
+        at_small.layers,
+    ):
+        raise _not_exact(split, "at small width, where it is proved, it splits otherwise")
+    try:
+        prove_split(small, at_small)
+    except InvalidModelError:
+        at_small = at_small.model_copy(update={"head_sees_shape": True})
+        prove_split(small, at_small)
+    return split.model_copy(update={"head_sees_shape": at_small.head_sees_shape})
 
 
 def prove_split(config: PreTrainedConfig, split: ModelSplit) -> float:
@@ -37,7 +60,7 @@ def prove_split(config: PreTrainedConfig, split: ModelSplit) -> float:
         ids = torch.randint(min(256, split.vocab_size), (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
         expected = list(_results(whole, whole(input_ids=ids).logits, ids))
         try:
-            logits = _run_pieces(parts, chain, ids)
+            logits = _run_pieces(parts, chain, ids).view_as(expected[0][1])
         except Exception as error:
             raise _not_exact(split, f"its pieces fail ({type(error).__name__}: {error})") from error
         worst = max(worst, *_differences(expected, list(_results(parts, logits, ids)), chain))

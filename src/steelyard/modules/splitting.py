@@ -52,9 +52,10 @@ class Recording:
     logits: Tensor
 
 
-def find_split(config: PreTrainedConfig, *, fused_attention: bool) -> ModelSplit:
+def find_split(config: PreTrainedConfig) -> ModelSplit:
     """How the model of a config splits; raises `InvalidModelError` naming what stands in the way."""
     task = task_of(config)
+    fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
     seen = _record(model, config)
     call = _block_call(seen, config)
@@ -111,6 +112,13 @@ def task_of(config: PreTrainedConfig) -> Task:
     if not tasks:
         raise _refused(config, "no class of transformers for causal or masked language modelling")
     return tasks[0]
+
+
+def _has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
+    """Whether attention may run in one kernel, through the registry of transformers."""
+    classes = _mapping(task)[type(config)]
+    model = classes[0] if isinstance(classes, tuple) else classes
+    return bool(model._supports_sdpa and model._supports_attention_backend)
 
 
 def _mapping(task: Task) -> Any:

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
-from steelyard.model.read import load_model
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.processes.group import process_group
 from steelyard.processes.rank import run_rank
 from steelyard.profiler.measure import measure
 from steelyard.profiles.profile import Profile
+from steelyard.tracer.cache import load_any_model
 
 _TIMEOUT_S = 300.0
 _BAR_WIDTH = 30
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_and_write(options: argparse.Namespace) -> None:
-    chain = load_model(options.model)
+    chain = load_any_model(options.model)
     trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
     with process_group(_TIMEOUT_S):
         profile = measure(
