@@ -23,6 +23,7 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.model.chain import ModelChain
+from steelyard.modules.any_model import load_any_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
@@ -47,7 +48,6 @@ from steelyard.planning import (
 from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import Partition, Problem, save_problem
-from steelyard.tracer.cache import load_any_model
 from steelyard.units import format_bytes, format_count, format_plural
 
 Objective = Literal["time", "devices"]

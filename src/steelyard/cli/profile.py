@@ -34,8 +34,9 @@ def profile(
     """Measure what layers and collectives take on this machine."""
     from rich.console import Console
 
+    from steelyard.modules.any_model import load_any_model
     from steelyard.profiler.launch import launch_profiler
-    from steelyard.tracer.cache import cached_trace, load_any_model
+    from steelyard.tracer.cache import cached_trace
 
     chain = load_any_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")

@@ -1,10 +1,10 @@
-"""A config at small width: the same model type, blocks and switches, with sizes that any machine computes in a moment."""
+"""A config at small width: the same model type, blocks and switches, with sizes that any machine computes quickly."""
 
 from collections.abc import Mapping
 from typing import Any
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
-_WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size")
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size")
 _HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads")
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "linear_num_key_heads", "n_head_kv")
 _HEAD_DIM_KEYS = (
@@ -32,7 +32,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     heads = _HEADS * degree
     width = heads * _HEAD_DIM
     sizes = {
-        **dict.fromkeys(_WIDTH_KEYS, width),
+        **dict.fromkeys(WIDTH_KEYS, width),
         **dict.fromkeys(_HEAD_KEYS, heads),
         **dict.fromkeys(_HEAD_DIM_KEYS, _HEAD_DIM),
         **dict.fromkeys(_FFN_KEYS, 2 * width),

@@ -7,11 +7,12 @@ own forward pass with holes, and blocks are called as the model calls them (`ste
 """
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.small import WIDTH_KEYS
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
@@ -76,6 +77,21 @@ class ModelSplit(_Part):
     def num_blocks(self) -> int:
         """Blocks of the chain."""
         return len(self.layers) - 2
+
+    def resized(self, config: Mapping[str, Any], divisor: int) -> "ModelSplit":
+        """The same split at the sizes of another config, all of which ``divisor`` divides."""
+        width = next(config[key] for key in WIDTH_KEYS if key in config)
+        kinds = tuple(
+            kind.model_copy(
+                update={
+                    "tp_divides": tuple((name, divisor) for name, _ in kind.tp_divides),
+                    "num_experts": divisor if kind.num_experts else 0,
+                }
+            )
+            for kind in self.kinds
+        )
+        sizes = {"hidden_size": width, "vocab_size": config["vocab_size"], "kinds": kinds}
+        return self.model_copy(update=sizes)
 
     def layout(self) -> Layout:
         """The chain of layers."""

@@ -144,6 +144,15 @@ def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, 
     _initialize(model, module, seed=seed, layer=0)
 
 
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Gives one module without parameters its buffers on ``device``, as the model makes them from its config."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    model._init_weights(module)
+
+
 def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
     """Fills a module with first weights that depend on the seed and the layer alone; parts before the whole."""
     with torch.random.fork_rng(devices=[]):
@@ -167,6 +176,10 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
     model = build_meta_model(chain)
     for layer in range(chain.num_layers):
         materialize_layer(model, chain, layer, seed=seed, device=torch.device(device))
+    if chain.split:
+        for module in model.modules():
+            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+                fill_buffers(model, module, torch.device(device))
     rotary = build_rotary(model, chain, torch.device(device))
     if rotary is not None:
         parent, _, name = str(chain.family.rotary).rpartition(".")

@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.split import BlockCall, ModelSplit
+from steelyard.modules.build import fill_buffers
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -143,7 +144,9 @@ class Shell:
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Any:
         """The model's outputs; holes pass on blanks of ``dtype``."""
         if self._device != ids.device:
-            self._fill_buffers(ids.device)
+            for module in self._filled:
+                fill_buffers(self._whole.model, module, ids.device)
+            self._device = ids.device
         for hole in self._holes:
             hole.dtype = dtype
         with one_sequence_each():
@@ -171,16 +174,6 @@ class Shell:
                 if value is config:
                     found.__dict__[name] = self._config
         return found
-
-    def _fill_buffers(self, device: torch.device) -> None:
-        """Gives what has buffers and no parameters its buffers, as the model makes them from its config."""
-        with torch.no_grad():
-            for module in self._filled:
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = torch.empty_like(buffer, device=device)
-                self._whole.model._init_weights(module)
-        self._device = device
 
 
 def one_sequence_each() -> AbstractContextManager[Any]:

@@ -50,7 +50,7 @@ def split_model(model_type: str, config: Mapping[str, Any]) -> ModelSplit:
 
 
 def prove_split(config: PreTrainedConfig, split: ModelSplit) -> float:
-    """The largest difference found; raises `InvalidModelError` where it is above `TOLERANCE` or a piece does not run."""
+    """The largest difference found; raises `InvalidModelError` where it is above `TOLERANCE` or a piece fails."""
     chain = chain_from_config(config.to_dict(), name=split.model_type, split=split)
     whole = _small_model(config, split)
     parts = copy.deepcopy(whole)

@@ -8,10 +8,11 @@ from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.chain import ModelChain
+from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
-from steelyard.tracer.cache import cached_trace, chain_of_any, load_any_model
+from steelyard.tracer.cache import cached_trace
 from steelyard.units import parse_bytes
 
 MOST_IMBALANCE = 8.0

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
+from steelyard.modules.any_model import load_any_model
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.processes.group import process_group
 from steelyard.processes.rank import run_rank
 from steelyard.profiler.measure import measure
 from steelyard.profiles.profile import Profile
-from steelyard.tracer.cache import load_any_model
 
 _TIMEOUT_S = 300.0
 _BAR_WIDTH = 30
