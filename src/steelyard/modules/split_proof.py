@@ -1,17 +1,19 @@
 """Proves that a split is exact: the pieces of a small model, run one after another, give what the whole model gives.
 
 Both have the same random weights in fp32. Compared are the logits and the gradient of every parameter, on two inputs of
-unlike length, so that control flow that depends on values or lengths shows.
+unlike length, so that control flow that depends on values or lengths shows. How layers divide under tensor parallelism
+is proved likewise (`steelyard.modules.split_tp`).
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
@@ -20,7 +22,8 @@ from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
-from steelyard.modules.splitting import find_split
+from steelyard.modules.split_tp import ThreadedProof, difference, divided_kinds, divided_sizes
+from steelyard.modules.splitting import Found, find_split
 from steelyard.plan.strategy import Remat
 
 _LENGTHS = (16, 24)
@@ -32,52 +35,66 @@ TOLERANCE = 1e-4
 def split_model(model_type: str, config: Mapping[str, Any]) -> ModelSplit:
     """How the model of a config.json splits, proved at small width; raises `InvalidModelError` where it does not."""
     full = read_hub_config(model_type, config)
-    small = read_hub_config(model_type, small_config({**full.to_dict(), **config}))
-    split, at_small = find_split(full), find_split(small)
-    if (split.embedding, split.blocks, split.head, split.layers) != (
-        at_small.embedding,
-        at_small.blocks,
-        at_small.head,
-        at_small.layers,
-    ):
-        raise _not_exact(split, "at small width, where it is proved, it splits otherwise")
-    try:
-        prove_split(small, at_small)
-    except InvalidModelError:
-        at_small = at_small.model_copy(update={"head_sees_shape": True})
-        prove_split(small, at_small)
-    return split.model_copy(update={"head_sees_shape": at_small.head_sees_shape})
+    found, small = find_split(full), find_split(read_hub_config(model_type, small_config(full.to_dict())))
+    if _parts(found.split) != _parts(small.split):
+        raise _not_exact(found.split, "at small width, where it is proved, it splits otherwise")
+    proofs = _proofs(small)
+    if proofs is None:
+        small = replace(small, split=small.split.model_copy(update={"head_sees_shape": True}))
+        proofs = _proofs(small, last_try=True)
+    assert proofs is not None
+    divided = divided_kinds(small.model, small.split, small.keywords, proofs)
+    kinds = tuple(
+        kind.model_copy(
+            update={
+                "styles": proved.styles,
+                "no_tp": proved.no_tp,
+                "no_sp": proved.no_sp,
+                "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
+            }
+        )
+        for number, (kind, proved) in enumerate(zip(found.split.kinds, divided, strict=True))
+    )
+    return found.split.model_copy(update={"head_sees_shape": small.split.head_sees_shape, "kinds": kinds})
 
 
-def prove_split(config: PreTrainedConfig, split: ModelSplit) -> float:
-    """The largest difference found; raises `InvalidModelError` where it is above `TOLERANCE` or a piece fails."""
-    chain = chain_from_config(config.to_dict(), name=split.model_type, split=split)
-    whole = _small_model(config, split)
+def _parts(split: ModelSplit) -> tuple[object, ...]:
+    return split.embedding, split.blocks, split.head, split.layers, split.call
+
+
+def _proofs(found: Found, *, last_try: bool = False) -> ThreadedProof | None:
+    """The proof of the split by one process, which is where those of tensor parallelism begin; None where it fails."""
+    split = found.split
+    chain = chain_from_config(found.model.config.to_dict(), name=split.model_type, split=split)
+    whole = build_from_config(found.model.config, split.task, fused_attention=split.fused_attention).eval()
+    materialize_module(whole, whole, seed=1, device=torch.device("cpu"))
+    whole.tie_weights()
     parts = copy.deepcopy(whole)
     prepare_model(parts, chain)
-    worst = 0.0
     for length in _LENGTHS:
-        ids = torch.randint(min(256, split.vocab_size), (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
-        expected = list(_results(whole, whole(input_ids=ids).logits, ids))
+        ids = torch.randint(split.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
+        expected = _results(whole, whole(input_ids=ids).logits, ids)
         try:
-            logits = _run_pieces(parts, chain, ids).view_as(expected[0][1])
+            logits = _run_pieces(parts, chain, ids, range(chain.num_layers)).view_as(expected["logits"])
+            wrong = difference(expected, _results(parts, logits, ids), chain, TOLERANCE)
         except Exception as error:
-            raise _not_exact(split, f"its pieces fail ({type(error).__name__}: {error})") from error
-        worst = max(worst, *_differences(expected, list(_results(parts, logits, ids)), chain))
-    if worst > TOLERANCE:
-        raise _not_exact(split, f"its pieces differ from the whole by {worst:.1e} of the largest entry")
-    return worst
+            wrong = f"they raise {type(error).__name__} ({(str(error).splitlines() or [''])[0][:160]})"
+        if wrong and last_try:
+            raise _not_exact(split, f"its pieces are not the whole: {wrong}")
+        if wrong:
+            return None
+    few = sorted({place for kind in range(len(chain.kinds)) for place in _first_two(chain, kind)})
+    short = _results(parts, _run_pieces(parts, chain, ids, few), ids)
+    parts.zero_grad()
+    return ThreadedProof(model=parts, chain=chain, numbers=few, ids=ids, expected=short, tolerance=TOLERANCE)
 
 
-def _small_model(config: PreTrainedConfig, split: ModelSplit) -> PreTrainedModel:
-    model = build_from_config(config, split.task, fused_attention=split.fused_attention).eval()
-    materialize_module(model, model, seed=1, device=torch.device("cpu"))
-    model.tie_weights()
-    return model
+def _first_two(chain: ModelChain, kind: int) -> list[int]:
+    return [place for place, each in enumerate(chain.layers) if each == kind][:2]
 
 
-def _run_pieces(model: PreTrainedModel, chain: ModelChain, ids: Tensor) -> Tensor:
-    layers = [build_layer(model, chain, number, Remat.NONE) for number in range(chain.num_layers)]
+def _run_pieces(model: PreTrainedModel, chain: ModelChain, ids: Tensor, numbers: Iterable[int]) -> Tensor:
+    layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
     side = side_inputs_of(layers, model, chain, torch.device("cpu"))(ids.shape[1], torch.float32, ids.device)
     context = LayerContext(side=side, config=model.config)
     flow: Tensor = ids
@@ -86,27 +103,12 @@ def _run_pieces(model: PreTrainedModel, chain: ModelChain, ids: Tensor) -> Tenso
     return flow
 
 
-def _results(model: nn.Module, logits: Tensor, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _results(model: nn.Module, logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
     """The logits, and the gradient of every parameter by its path."""
     model.zero_grad()
     functional.cross_entropy(logits.flatten(0, -2).float(), ids.flatten()).backward()
-    yield "logits", logits.detach()
-    for path, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            yield path, parameter.grad.clone()
-
-
-def _differences(
-    expected: list[tuple[str, Tensor]], found: list[tuple[str, Tensor]], chain: ModelChain
-) -> Iterator[float]:
-    sums = dict(found)
-    for copies in chain.split.shared if chain.split else ():
-        (_, first), *others = copies
-        sums[first] = sum((sums.pop(path) for _, path in others), start=sums[first])
-    yield 0.0
-    for path, tensor in expected:
-        scale = tensor.abs().max().clamp(min=1e-12)
-        yield float((tensor - sums[path]).abs().max() / scale) if path in sums else float("inf")
+    gradients = {path: each.grad.clone() for path, each in model.named_parameters() if each.grad is not None}
+    return {"logits": logits.detach(), **gradients}
 
 
 def _not_exact(split: ModelSplit, found: str) -> InvalidModelError:

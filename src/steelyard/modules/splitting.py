@@ -50,14 +50,32 @@ class Recording:
     blocks: str
     calls: Sequence[_Call]
     logits: Tensor
+    keywords: Mapping[str, str | None]
+    """Of every module called with a tensor, the name by which it is given its first; None where by place."""
 
 
-def find_split(config: PreTrainedConfig) -> ModelSplit:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A split, the model on the meta device that it was found in, and how the model's modules are called."""
+
+    split: ModelSplit
+    model: PreTrainedModel
+    keywords: Mapping[str, str | None]
+
+
+def find_split(config: PreTrainedConfig) -> Found:
     """How the model of a config splits; raises `InvalidModelError` naming what stands in the way."""
     task = task_of(config)
     fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
     seen = _record(model, config)
+    split = _split_of(model, seen, config, task, fused_attention=fused_attention)
+    return Found(split=split, model=model, keywords=seen.keywords)
+
+
+def _split_of(
+    model: PreTrainedModel, seen: Recording, config: PreTrainedConfig, task: Task, *, fused_attention: bool
+) -> ModelSplit:
     call = _block_call(seen, config)
     embedding, head = _ends(model, seen, config)
     keys = [_key(model, seen, call, block, config) for block in range(len(seen.calls))]
@@ -133,8 +151,13 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
     calls: dict[str, list[tuple[int, _Call]]] = {path: [] for path in lists}
     place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
 
-    def before(module: nn.Module, _places: Any, _names: Any) -> None:
+    keywords: dict[str, str | None] = {}
+
+    def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
         called.append(paths[module])
+        by_place = any(isinstance(each, Tensor) for each in places)
+        first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
+        keywords[paths[module]] = first
 
     def after(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], outputs: Any) -> None:
         path, place = place_of[module]
@@ -155,7 +178,13 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
             handle.remove()
     for path, blocks in lists.items():
         if [place for place, _ in calls[path]] == list(range(len(blocks))):
-            return Recording(called=called, blocks=path, calls=[call for _, call in calls[path]], logits=outputs.logits)
+            return Recording(
+                called=called,
+                blocks=path,
+                calls=[call for _, call in calls[path]],
+                logits=outputs.logits,
+                keywords=keywords,
+            )
     raise _refused(config, "no list of modules that are called once each, one after another")
 
 
