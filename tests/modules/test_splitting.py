@@ -69,7 +69,13 @@ def test_sizes_that_a_degree_must_divide_are_found() -> None:
 
 @pytest.mark.slow
 def test_why_a_kind_cannot_be_divided_is_kept() -> None:
-    assert "raises" in split_of("phi3").kinds[1].no_tp
+    assert "raises" in split_of("gpt_oss").kinds[1].no_tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "glm4"])
+def test_matrices_whose_results_are_gathered_are_divided(model_type: str) -> None:
+    assert split_of(model_type).kinds[1].no_tp == ""
 
 
 @pytest.mark.slow
