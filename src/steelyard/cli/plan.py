@@ -23,7 +23,7 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.model.chain import ModelChain
-from steelyard.model.read import load_model
+from steelyard.modules.any_model import load_any_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
@@ -170,7 +170,7 @@ def plan(
             imbalance=imbalance,
             calibrate_by=calibrate_by,
         )
-        chain = load_model(model)
+        chain = load_any_model(model)
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         if length is None:

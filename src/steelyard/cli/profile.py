@@ -8,7 +8,6 @@ import typer
 from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json
 from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
-from steelyard.model.read import load_model
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
@@ -35,10 +34,11 @@ def profile(
     """Measure what layers and collectives take on this machine."""
     from rich.console import Console
 
+    from steelyard.modules.any_model import load_any_model
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
-    chain = load_model(model)
+    chain = load_any_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = tuple(d for d in range(1, processes + 1) if processes % d == 0)
     traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)

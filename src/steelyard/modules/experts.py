@@ -105,9 +105,22 @@ def compute_pairs(experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: 
 
     Expert e ends before row ``ends_E[e]``; ``share`` as in `grouped_mm`.
     """
-    gate_up, down = local_part(experts.gate_up_proj), local_part(experts.down_proj)
-    gate_KF, up_KF = _product(inputs_KH, gate_up.transpose(1, 2), ends_E, share).chunk(2, dim=-1)  # noqa: N806
-    return _product(experts.act_fn(gate_KF) * up_KF, down.transpose(1, 2), ends_E, share)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    wide_KF = _multiply(experts, first, inputs_KH, ends_E, share)  # noqa: N806
+    active_KF = experts._apply_gate(wide_KF) if experts.has_gate else experts.act_fn(wide_KF)  # noqa: N806
+    return _multiply(experts, "down_proj", active_KF, ends_E, share)
+
+
+def _multiply(experts: nn.Module, name: str, inputs_KA: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
+    """Rows times the matrices of their experts, with their biases where there are some; [K, A] to [K, B]."""
+    weights = local_part(getattr(experts, name))
+    product = _product(inputs_KA, weights if experts.is_transposed else weights.transpose(1, 2), ends_E, share)
+    if not experts.has_bias:
+        return product
+    rows = torch.arange(len(inputs_KA), device=inputs_KA.device)
+    group = torch.searchsorted(ends_E, rows, right=True).clamp(max=len(ends_E) - 1)
+    bias_KB = local_part(getattr(experts, f"{name}_bias"))[group]  # noqa: N806
+    return product + bias_KB.masked_fill((rows >= ends_E[-1]).unsqueeze(-1), 0.0)
 
 
 def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
