@@ -123,6 +123,25 @@ def test_a_full_disk_is_a_clear_message_and_leaves_the_checkpoint_before_it(
     assert newest_step(options) == "step-00000002"
 
 
+def test_a_checkpoint_that_the_disk_has_changed_is_passed_over_and_the_run_goes_on_as_if_it_had_not_been(
+    train: Train, options: TrainOptions, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(one_stage(), options)
+    expected = losses(options)
+    assert options.checkpoint_dir is not None
+    damaged = options.checkpoint_dir / f"step-{NUM_STEPS:08d}" / "__1_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    capfd.readouterr()
+    train(one_stage(), replace(options, resume="latest"))
+    assert losses(options) == expected
+    assert [line for line in capfd.readouterr().out.splitlines() if not line.startswith("step")] == [
+        f"passed over a damaged checkpoint: {damaged} with other content than was written",
+        f"resumed after step {NUM_STEPS - 2} from {options.checkpoint_dir}/step-{NUM_STEPS - 2:08d}",
+    ]
+
+
 def test_data_that_shrinks_is_a_clear_message_and_leaves_the_checkpoint_before_it(
     train: Train, options: TrainOptions, tmp_path: Path
 ) -> None:

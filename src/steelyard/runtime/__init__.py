@@ -17,6 +17,7 @@
 | `persistence`         | how a run begins and what it leaves behind: resume, weights, checkpoints        |
 | `state`               | parameters and optimizer states under names that no plan changes                |
 | `checkpoint`          | writes checkpoints beside the training, reads them under any plan               |
+| `checkpoint_reader`   | reads checkpoints that anyone may have written: no code of theirs runs          |
 | `checkpoint_folder`   | which checkpoints are complete, and which may go                  (no torch)    |
 | `weights`             | Hugging Face folders, read straight into shards and written                     |
 | `stored_weights`      | where parameters lie in files whose tensors have other names or are in pieces   |

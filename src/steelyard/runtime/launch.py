@@ -19,6 +19,7 @@ from steelyard.runtime.checkpoint_folder import (
     LATEST,
     check_model,
     find_checkpoint,
+    lock_folder,
     newest_intact,
     read_info,
 )
@@ -48,6 +49,8 @@ def launch(
     plan = read_plan(plan_path)
     prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
     check_tensorboard(options)
+    if options.checkpoint_dir is not None:
+        lock_folder(options.checkpoint_dir).close()
     if options.resume is not None and options.resume != AUTO:
         found, _ = find_checkpoint(options.resume, options.checkpoint_dir)
         check_model(read_info(found), found, plan)

@@ -6,9 +6,10 @@ that torchrun has started again goes on from the newest checkpoint of ``--checkp
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -16,8 +17,16 @@ from torch.optim import Optimizer
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
 from steelyard.processes.failure import previous_failures, restart_count
 from steelyard.processes.start import LOST_PEER
-from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank
-from steelyard.runtime.checkpoint_folder import AUTO, CheckpointInfo, find_checkpoint, newest_intact, plan_hash
+from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank, whole_checkpoint
+from steelyard.runtime.checkpoint_folder import (
+    AUTO,
+    LATEST,
+    CheckpointInfo,
+    find_checkpoint,
+    lock_folder,
+    newest_intact,
+    plan_hash,
+)
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
@@ -38,6 +47,7 @@ class Persistence:
         self._state = RunState(model, optimizers)
         self._data_samples = data_samples
         self._checkpointer: Checkpointer | None = None
+        self._lock: TextIO | None = None
         self.num_steps = 0
         """Steps that were trained before this run."""
         self.num_samples = 0
@@ -49,7 +59,8 @@ class Persistence:
         restarts = _most_restarts()
         if restarts:
             _say(f"started again ({restarts}): {_why_restarted()}")
-        resumed = on_first_rank(lambda: _checkpoint_to_resume(options, is_restart=restarts > 0))
+        on_first_rank(self._lock_folder)
+        resumed, known = whole_checkpoint(lambda known: _checkpoint_to_resume(options, known, is_restart=restarts > 0))
         if options.export_hf is not None:
             check_export(options.export_hf)
         if resumed is not None:
@@ -68,8 +79,14 @@ class Persistence:
                 options.checkpoint_dir,
                 keep_last=options.keep_last,
                 resumed=resumed[0] if resumed else None,
+                known=known,
                 timeout_s=options.timeout_s,
             )
+
+    def _lock_folder(self) -> None:
+        """Until this process ends, whatever way it does."""
+        if self._options.checkpoint_dir is not None:
+            self._lock = lock_folder(self._options.checkpoint_dir)
 
     def first_sample(self, step: int) -> int:
         """The first sample of a step (from 0): a resumed run goes on after the samples that were read."""
@@ -149,16 +166,18 @@ def _most_restarts() -> int:
     return max(counts)
 
 
-def _checkpoint_to_resume(options: TrainOptions, *, is_restart: bool) -> tuple[Path, list[str]] | None:
+def _checkpoint_to_resume(
+    options: TrainOptions, known: Mapping[Path, str], *, is_restart: bool
+) -> tuple[Path, list[str]] | None:
     """The checkpoint to go on from, with what to say about it; None to start anew."""
-    if options.checkpoint_dir is not None and (is_restart or options.resume == AUTO):
-        newest, faults = newest_intact(options.checkpoint_dir)
-        if newest is not None:
-            return newest, _notices(faults)
-    if options.resume is None or (options.resume == AUTO and options.checkpoint_dir is not None):
+    resume = options.resume
+    if options.checkpoint_dir is not None and (is_restart or resume == AUTO):
+        newest, faults = newest_intact(options.checkpoint_dir, known)
+        resume = LATEST if newest is not None or faults else None if resume == AUTO else resume
+    if resume is None:
         return None
-    path, faults = find_checkpoint(options.resume, options.checkpoint_dir)
-    return path, _notices(faults)
+    path, faults = find_checkpoint(resume, options.checkpoint_dir, known)
+    return path, [f"passed over a damaged checkpoint: {fault}" for fault in faults]
 
 
 def _keep_lines(metrics: Path | None, num_steps: int) -> None:
@@ -182,10 +201,6 @@ def _why_restarted() -> str:
         return "a process was lost"
     first = failures[0]
     return f"rank {first.rank} failed with {first.kind}: {first.message.splitlines()[0]}"
-
-
-def _notices(faults: list[str]) -> list[str]:
-    return [f"passed over a damaged checkpoint: {fault}" for fault in faults]
 
 
 def _say(*lines: str) -> None:
