@@ -23,6 +23,7 @@
 | `stored_weights`      | where parameters lie in files whose tensors have other names or are in pieces   |
 | `memory_limit`        | how a run ends when memory runs out                                             |
 | `peak_memory`         | the peak of what a process's tensors hold                                       |
+| `outputs`             | what a run writes beside its checkpoints is tried before it begins (no torch)  |
 | `options`             | options of a run and their command-line form                         (no torch) |
 | `launch`              | starts a training run on this host                                   (no torch) |
 | `process`             | one process of a training run: arguments, checks, the run                       |

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
+from steelyard.output import say, write_file
 from steelyard.processes.failure import previous_failures, restart_count
 from steelyard.processes.start import LOST_PEER
 from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank, whole_checkpoint
@@ -30,7 +31,7 @@ from steelyard.runtime.checkpoint_folder import (
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
-from steelyard.runtime.weights import check_export, export_weights, load_weights
+from steelyard.runtime.weights import export_weights, load_weights
 
 
 class Persistence:
@@ -61,8 +62,6 @@ class Persistence:
             _say(f"started again ({restarts}): {_why_restarted()}")
         on_first_rank(self._lock_folder)
         resumed, known = whole_checkpoint(lambda known: _checkpoint_to_resume(options, known, is_restart=restarts > 0))
-        if options.export_hf is not None:
-            check_export(options.export_hf)
         if resumed is not None:
             path, notices = resumed
             info = load_checkpoint(path, self._state, self._model.plan, self._model.device)
@@ -182,9 +181,9 @@ def _checkpoint_to_resume(
 
 def _keep_lines(metrics: Path | None, num_steps: int) -> None:
     """Drops from a file of metrics the steps that will be trained again."""
-    if metrics is not None and metrics.exists():
+    if metrics is not None and metrics.is_file():
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        metrics.write_text("".join(line for line in lines if _step_of(line) <= num_steps), encoding="utf-8")
+        write_file(metrics, "".join(line for line in lines if _step_of(line) <= num_steps), "--metrics")
 
 
 def _step_of(line: str) -> float:
@@ -206,4 +205,4 @@ def _why_restarted() -> str:
 def _say(*lines: str) -> None:
     if dist.get_rank() == 0:
         for line in lines:
-            print(line, flush=True)
+            say(line + "\n")

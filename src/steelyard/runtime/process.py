@@ -1,6 +1,7 @@
 """The life of one process of a training run: arguments, checks, the run."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from steelyard.processes.rank import run_rank
 from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions, add_train_options
-from steelyard.runtime.progress import check_tensorboard
+from steelyard.runtime.outputs import check_outputs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +26,8 @@ def _train(namespace: argparse.Namespace) -> None:
     check_world_size(plan, world_size())
     if local_rank() == 0:
         prepare_data(Path(namespace.data), options.text, reads_text=plan.chain().family.task.reads_text)
-    check_tensorboard(options)
+    if os.environ["RANK"] == "0":
+        check_outputs(options)
     from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for
 
     with process_group(options.timeout_s):
