@@ -10,7 +10,7 @@ from steelyard.processes.group import local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
 from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.options import TrainOptions, add_train_options
+from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
 from steelyard.runtime.outputs import check_outputs
 
 
@@ -39,6 +39,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
     )
     parser.add_argument("plan", help="the plan file")
-    parser.add_argument("--data", required=True, help="text file, folder of text files, or .npy or .bin token ids")
+    parser.add_argument("--data", required=True, help=DATA_HELP)
     add_train_options(parser)
     return parser
