@@ -1,4 +1,7 @@
-"""Two trainings at once on one host, each ended by a signal to the command: a message, no process, no file is left."""
+"""Two trainings at once on one host, each ended by a signal to the command: a message, no process, no file is left.
+
+Nobody reads what they print.
+"""
 
 import os
 import signal
@@ -51,10 +54,13 @@ class Training:
             [sys.executable, "-c", COMMAND, *words],
             cwd=folder,
             env=environment,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.stdout = None
         self.said = ""
 
     def num_steps(self) -> int:

@@ -72,7 +72,7 @@ class Checkpointer:
         part = part_path(self._folder, info.step)
         tensors = state.tensors() | random_states(device)
         writer = dcp.FileSystemWriter(part)
-        writer.fs = files = _SummedFiles()
+        writer.fs = files = SummedFiles()
         try:
             written = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
         except (CheckpointException, OSError) as error:
@@ -103,7 +103,7 @@ class Checkpointer:
             raise _not_written(error, part_path(self._folder, info.step)) from error
 
 
-class _SummedFiles(FileSystem):
+class SummedFiles(FileSystem):
     """Files whose CRC-32 is taken of what is written, so that it tells what the disk makes of it later."""
 
     def __init__(self) -> None:
