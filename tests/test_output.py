@@ -102,6 +102,20 @@ def test_a_file_keeps_its_mode_and_stays_behind_its_link() -> None:
     assert (Path("file").read_text(), stat.S_IMODE(Path("file").stat().st_mode)) == ("after", 0o640)
 
 
+def test_a_link_that_leads_nowhere_yet_is_written_through() -> None:
+    Path("link").symlink_to("new")
+    check_file(Path("link"), "-o")
+    write_file(Path("link"), "text", "-o")
+    assert Path("new").read_text() == "text"
+
+
+def test_a_link_to_itself_gives_way_to_the_file() -> None:
+    Path("loop").symlink_to("loop")
+    check_file(Path("loop"), "-o")
+    write_file(Path("loop"), "text", "-o")
+    assert Path("loop").read_text() == "text"
+
+
 def test_a_new_file_has_the_mode_of_any_other() -> None:
     write_file(Path("new"), "text", "-o")
     Path("other").touch()

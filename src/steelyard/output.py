@@ -33,13 +33,13 @@ def check_file(path: Path, option: str, *, makes_folder: bool = False) -> None:
     With ``makes_folder`` its folder will be made where there is none.
     """
     with explained(path, option):
-        if _is_there(path):
+        if _is_there(path) and path.exists():
             if path.is_dir():
                 raise _error(errno.EISDIR)
             if not os.access(path, os.W_OK):
                 raise _error(errno.EACCES)
         if not _is_stream(path):
-            (_try_folder if makes_folder else _try_block)(path.resolve().parent)
+            (_try_folder if makes_folder else _try_block)(_target(path).parent)
 
 
 def check_folder(path: Path, option: str) -> None:
@@ -69,11 +69,11 @@ def write_files(files: Mapping[Path, str], option: str) -> None:
                 if _is_stream(path):
                     path.write_text(text, encoding="utf-8")
                     continue
-                parts[path] = path.resolve().with_name(_part_name())
+                parts[path] = _target(path).with_name(_part_name())
                 _write_part(parts[path], text, like=path)
         for path, part in parts.items():
             with explained(path, option):
-                part.replace(path.resolve())
+                part.replace(_target(path))
     finally:
         for part in parts.values():
             with suppress(OSError):
@@ -128,6 +128,11 @@ def _try_block(folder: Path) -> None:
     finally:
         with suppress(OSError):
             part.unlink()
+
+
+def _target(path: Path) -> Path:
+    """What a link leads to, be it there or not."""
+    return Path(os.path.realpath(path))
 
 
 def _part_name() -> str:

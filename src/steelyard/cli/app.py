@@ -28,7 +28,7 @@ from steelyard.errors import UserError
 from steelyard.output import escape_unprintable, say
 from steelyard.processes.start import RankFailedError
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_ENDING = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__]
 
 app = typer.Typer(
     name="steelyard",

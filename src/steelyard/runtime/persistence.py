@@ -114,12 +114,14 @@ class Persistence:
             raise
 
     def end(self) -> None:
-        """Waits for the last checkpoint and exports the weights."""
+        """Waits for the last checkpoint, exports the weights and leaves the folder of checkpoints to others."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._options.export_hf is not None:
             export_weights(self._options.export_hf, self._state, self._model.plan)
             _say(f"weights for transformers are in {self._options.export_hf}")
+        if self._lock is not None:
+            self._lock.close()
 
     def _info(self, num_steps: int) -> CheckpointInfo:
         plan, chain = self._model.plan, self._model.chain
