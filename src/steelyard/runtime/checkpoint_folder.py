@@ -323,7 +323,8 @@ def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, 
     part = part_path(folder, info.step)
     files = {file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.name != INFO_FILE}
     with (part / INFO_FILE).open("w", encoding="utf-8") as file:
-        content: dict[str, Any] = {"files": files, "checksums": {name: checksums[name] for name in files}}
+        known = {name: checksums[name] for name in files if name in checksums}  # not of what a file system adds
+        content: dict[str, Any] = {"files": files, "checksums": known}
         file.write(info.model_copy(update=content).model_dump_json(indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
