@@ -18,6 +18,7 @@ from steelyard.cli.options import (
     ProfileOption,
     most_tp,
     print_json,
+    tried,
 )
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
@@ -77,7 +78,9 @@ def plan(
             metavar="INTEGER|max",
         ),
     ],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")
+    ] = None,
     memory: Memory = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
@@ -135,7 +138,7 @@ def plan(
         ),
     ] = FALLBACKS,
     problem: Annotated[
-        Path | None, typer.Option("--save-problem", help="Write the cost tables for `steelyard solve`.")
+        Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
 from steelyard.modules.any_model import load_any_model
+from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.processes.group import process_group
 from steelyard.processes.rank import run_rank
@@ -53,7 +54,7 @@ def _measure_and_write(options: argparse.Namespace) -> None:
         )
         if dist.get_rank() == 0:
             _show("done\n", 1.0)
-            options.output.write_text(dump_json(profile) + "\n")
+            write_file(options.output, dump_json(profile) + "\n", "--output")
 
 
 def progress_bar(done: float) -> str:
