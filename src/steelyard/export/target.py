@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard.cost.execution import OURS, Execution
 from steelyard.hardware import Cluster
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan
@@ -19,6 +20,10 @@ class Request:
     """The plan in a line, with what the restriction costs."""
     unsupported: tuple[str, ...]
     """What of the plan that was wanted the target cannot express."""
+    kept: tuple[str, ...] = ()
+    """What the user asked for before the search and gets."""
+    given_up: tuple[str, ...] = ()
+    """What the user asked for and does not get, each with the reason."""
     cluster: Cluster | None = None
     """Absent where the name in the plan is not known here."""
     image: str | None = None
@@ -60,19 +65,22 @@ class Target:
     summary: str
     capabilities: Capabilities
     write: Callable[[Request], Draft]
+    execution: Execution = OURS
+    """How it carries a plan out: what an export is priced by."""
 
 
 def export_plan(target: Target, request: Request) -> Export:
     """The files of a target for a plan within its means; raises `UserError` where the target lacks something else."""
     draft = target.write(request)
+    carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     left_out = (*request.unsupported, *draft.left_out)
-    lines = statement(target, request, draft.carried, left_out, draft.usage)
+    lines = statement(target, request, carried, left_out, draft.usage)
     return Export(
         files=(
             *((draft.script,) if draft.script else ()),
             *((name, _opened(name, content, lines)) for name, content in draft.files),
         ),
-        carried=draft.carried,
+        carried=carried,
         left_out=left_out,
         is_one=draft.script is not None,
     )
@@ -88,6 +96,8 @@ def statement(
     plan = request.plan
     lines = (
         f"For {target.software}, written by steelyard export.",
+        *(("Asked for and given up:",) if request.given_up else ()),
+        *(f"  {line}" for line in request.given_up),
         f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
         f"{plan.precision}, {plan.num_devices} devices.",
         request.headline,
