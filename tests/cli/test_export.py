@@ -123,8 +123,8 @@ def test_another_file_name_is_refused(run: Run, folder: Path, tmp_path: Path) ->
 
 
 def test_an_unknown_target_names_the_nearest(run: Run, folder: Path) -> None:
-    error = user_error(run("export", folder / "uniform.json", "--to", "megatrom"))
-    assert error.hint == "did you mean megatron?"
+    error = user_error(run("export", folder / "uniform.json", "--to", "deepsped"))
+    assert error.hint == "did you mean deepspeed?"
 
 
 def test_a_plan_is_needed(run: Run) -> None:

@@ -16,9 +16,10 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, hub_config
+from steelyard.runtime.export_folder import check_export
 from steelyard.runtime.state import ParameterNames, parameter_names, saved_tensors
 from steelyard.runtime.stored_weights import stored_parameters
-from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, check_export, load_weights
+from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, load_weights
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
 
 SOME = "model.layers.0.mlp.up_proj.weight"

@@ -83,9 +83,7 @@ def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | No
         )
     budget = plan.prediction.budget_bytes if plan.prediction and memory is None and cluster is None else memory
     job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
-    return plan_for_framework(
-        plan, job, target.capabilities, framework=target.name, execution=target.execution
-    )
+    return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
 
 
 def _headline(fitted: FittedPlan, target: Target) -> str:
@@ -168,6 +166,8 @@ def _print_statement(
     for line in fitted.given_up:
         console.print(f"given up: {line}", style="bold", markup=False)
     console.print(headline, markup=False)
+    if fitted.kept:
+        console.print(f"  asked for and kept: {', '.join(fitted.kept)}", style="dim", markup=False)
     for line in exported.left_out:
         console.print(f"  not carried over: {line}", style="dim", markup=False)
     for file in written:

@@ -35,14 +35,21 @@ class StateBytes:
         """Ranks over which a tied matrix is divided where stages exchange its gradients."""
         return strategy.tensor_degree
 
-    def kept_bytes(self, num_params: int, strategy: Strategy, shard_degree: int | None) -> dict[str, int]:
-        """Bytes of a layer's states on one rank."""
-        replicas = strategy.replicas
+    def kept_bytes(
+        self, num_params: int, strategy: Strategy, shard_degree: int | None, *, expert_params: int = 0
+    ) -> dict[str, int]:
+        """Bytes of a layer's states on one rank; ``expert_params`` of the parameters are of routed experts."""
+        replicas, divided = strategy.replicas, strategy.expert_degree
         shards = strategy.state_shards if strategy.state_shards > 1 else min(shard_degree or replicas, replicas)
         parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
         first_sharded = {"parameters": 3, "gradients": 2, "optimizer": 1}
+
+        def ranks(name: str, least: int) -> int:
+            return max(least, shards if self.zero >= first_sharded[name] else 1)
+
+        dense = num_params - expert_params
         return {
-            name: -(-num_params * each // (shards if self.zero >= first_sharded[name] else 1))
+            name: -(-dense * each // ranks(name, 1)) - (-expert_params * each // ranks(name, divided))
             for name, each in parts.items()
         }
 

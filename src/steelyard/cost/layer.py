@@ -375,10 +375,10 @@ def _once_time(
             if shards == 1:
                 reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
             else:
-                owners = replace(group, size=shards)
+                owners = replace(group, size=min(shards, group.size))
                 reduction: CollectiveKind = "reduce_scatter" if shards == replicas else "all_reduce"
                 pieces = execution.shard_pieces
-                new_bytes = held_params(layer, strategy) * job.compute_bytes / strategy.state_shards
+                new_bytes = each.tensor_bytes / execution.reduce_bytes * job.compute_bytes
                 gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
                 reduce_s += pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
         if sent.once(kind):
@@ -432,7 +432,9 @@ def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job
 def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
     execution = setting.job.execution
     if isinstance(execution.states, StateBytes):
-        return execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree)
+        return execution.states.kept_bytes(
+            layer.num_params, strategy, execution.shard_degree, expert_params=layer.expert_params
+        )
     sharded = sharded_params(layer, strategy)
     static = {
         "parameters": MASTER_BYTES * sharded,

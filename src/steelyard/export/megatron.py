@@ -10,7 +10,6 @@ it takes ZeRO-3 inside.
 """
 
 import shlex
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -219,7 +218,10 @@ def _model_flags(chain: ModelChain, view: UniformPlan) -> Flags:
         f"--max-position-embeddings {max(chain.max_seq_len, view.seq_len)}",
         "--position-embedding-type rope",
         f"--rotary-base {_rotary(config, 'rope_theta', 10000):.0f}",
-        *(f"--{name.replace('_', '-')} {float(config.get(name) or 0):g}" for name in ("attention_dropout", "hidden_dropout")),
+        *(
+            f"--{name.replace('_', '-')} {float(config.get(name) or 0):g}"
+            for name in ("attention_dropout", "hidden_dropout")
+        ),
     ]
     if kv_heads != heads:
         flags += ["--group-query-attention", f"--num-query-groups {kv_heads}"]

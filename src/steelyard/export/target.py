@@ -10,6 +10,9 @@ from steelyard.hardware import Cluster
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan
 
+RENDEZVOUS_PORT = 29500
+"""Where the processes of several hosts meet, on the first of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -28,6 +31,17 @@ class Request:
     """Absent where the name in the plan is not known here."""
     image: str | None = None
     """Container image for targets that start containers."""
+
+    @property
+    def torchrun(self) -> str:
+        """How the processes of each host are started, in words of a shell; names in capitals are to be filled in."""
+        if self.cluster is not None and self.cluster.num_nodes == 1:
+            return f"torchrun --standalone --nproc-per-node {self.cluster.devices_per_node}"
+        nodes, devices = (
+            (self.cluster.num_nodes, self.cluster.devices_per_node) if self.cluster else ("HOSTS", "DEVICES")
+        )
+        meeting = f"--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:{RENDEZVOUS_PORT}"
+        return f"torchrun --nnodes {nodes} --nproc-per-node {devices} {meeting}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +125,17 @@ def statement(
     return tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
 
 
+_ENCODING = "# -*- coding: utf-8 -*-\n"
+
+
 def _opened(name: str, content: str, lines: Sequence[str]) -> str:
     """The content behind the statement as a comment: behind a first line that starts a script, as a key in JSON."""
     if name.endswith(".json"):
         opened: dict[str, Any] = {"_comment": list(lines), **json.loads(content)}
         return json.dumps(opened, indent=2, ensure_ascii=False) + "\n"
     comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    if name.endswith(".py"):
+        comment = _ENCODING + comment  # or a name in the first two lines could choose another one
     if content.startswith("#!"):
         first, rest = content.split("\n", 1)
         return f"{first}\n{comment}\n{rest}"

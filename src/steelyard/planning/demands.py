@@ -42,7 +42,9 @@ def demands_of(asked: Asked | None, *, num_layers: int) -> tuple[Demand, ...]:
     for name in _SAID:
         value = getattr(asked, name)
         if isinstance(value, dict):
-            found += [Demand(text=_option(name, key, each), field=name, value={key: each}) for key, each in value.items()]
+            found += [
+                Demand(text=_option(name, key, each), field=name, value={key: each}) for key, each in value.items()
+            ]
         elif value is not None:
             found.append(Demand(text=_option(name, name, value), field=name, value=value))
     return tuple(found)

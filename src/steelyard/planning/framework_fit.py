@@ -223,7 +223,9 @@ def _narrowed(
     legal = np.zeros_like(chosen.legal)
     for row, kind in enumerate(job.chain.kinds):
         mine = allowed[kind.role is LayerRole.BLOCK, kind.num_experts > 0]
-        asked = [pin for pin in pins if any(pin.covers(layer) for layer, each in enumerate(job.chain.layers) if each == row)]
+        asked = [
+            pin for pin in pins if any(pin.covers(layer) for layer, each in enumerate(job.chain.layers) if each == row)
+        ]
         for column, place in enumerate(kept):
             is_met = place in mine and all(_meets(full.strategies[place], kind, pin) for pin in asked)
             legal[row, column] = is_met and chosen.legal[row, column]

@@ -23,6 +23,7 @@ from steelyard.runtime.checkpoint_folder import (
     read_info,
 )
 from steelyard.runtime.data.prepare import prepare_data
+from steelyard.runtime.export_folder import check_export
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.progress import check_tensorboard
 from steelyard.units import format_bytes, format_seconds
@@ -46,6 +47,8 @@ def launch(
     the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
     """
     plan = read_plan(plan_path)
+    if options.export_hf is not None:
+        check_export(options.export_hf)
     prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
     check_tensorboard(options)
     if options.resume is not None and options.resume != AUTO:

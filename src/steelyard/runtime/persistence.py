@@ -18,10 +18,11 @@ from steelyard.processes.failure import previous_failures, restart_count
 from steelyard.processes.start import LOST_PEER
 from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank
 from steelyard.runtime.checkpoint_folder import AUTO, CheckpointInfo, find_checkpoint, newest_intact, plan_hash
+from steelyard.runtime.export_folder import check_export, tokenizer_files
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
-from steelyard.runtime.weights import check_export, export_weights, load_weights
+from steelyard.runtime.weights import export_weights, load_weights
 
 
 class Persistence:
@@ -38,6 +39,8 @@ class Persistence:
         self._state = RunState(model, optimizers)
         self._data_samples = data_samples
         self._checkpointer: Checkpointer | None = None
+        self._tokenizer: dict[str, bytes] = {}
+        """What the exported weights get, as it was when the run began."""
         self.num_steps = 0
         """Steps that were trained before this run."""
         self.num_samples = 0
@@ -52,6 +55,7 @@ class Persistence:
         resumed = on_first_rank(lambda: _checkpoint_to_resume(options, is_restart=restarts > 0))
         if options.export_hf is not None:
             check_export(options.export_hf)
+            self._tokenizer = tokenizer_files(options.tokenizer)
         if resumed is not None:
             path, notices = resumed
             info = load_checkpoint(path, self._state, self._model.plan, self._model.device)
@@ -102,7 +106,7 @@ class Persistence:
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._options.export_hf is not None:
-            export_weights(self._options.export_hf, self._state, self._model.plan)
+            export_weights(self._options.export_hf, self._state, self._model.plan, tokenizer=self._tokenizer)
             _say(f"weights for transformers are in {self._options.export_hf}")
 
     def _info(self, num_steps: int) -> CheckpointInfo:

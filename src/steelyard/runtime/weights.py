@@ -110,11 +110,18 @@ def check_weights(path: Path, chain: ModelChain) -> None:
     _tensor_files(path)
 
 
-def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int = FILE_BYTES) -> None:
+def export_weights(
+    path: Path,
+    state: RunState,
+    plan: Plan,
+    *,
+    tokenizer: Mapping[str, bytes],
+    file_bytes: int = FILE_BYTES,
+) -> None:
     """Writes the weights and the config for `transformers`, in the precision that the plan computes in.
 
-    A collective call. The folder gets its name when all is written. Raises `InvalidCheckpointError` if it cannot be
-    written.
+    With the files of the ``tokenizer`` by name. A collective call. The folder gets its name when all is written.
+    Raises `InvalidCheckpointError` if it cannot be written.
     """
     part = path.with_name(f".{path.name}.part")
     dtype = activation_dtype(plan.precision)
@@ -129,6 +136,8 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int =
         if dist.get_rank() == 0:
             _name_files(part, [entry for files in found for entry in files])
             _write_config(part, plan.chain(), dtype)
+            for name, content in tokenizer.items():
+                (part / name).write_bytes(content)
             part.rename(path)
         dist.barrier()
     except (OSError, SafetensorError) as error:
@@ -138,17 +147,6 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int =
             expected="a new folder on a disk with room",
             hint="make room and export again from the last checkpoint (--resume)",
         ) from error
-
-
-def check_export(path: Path) -> None:
-    """Raises `InvalidCheckpointError` if there is something at ``path``; called before a run that takes days."""
-    if path.exists():
-        raise InvalidCheckpointError(
-            field="--export-hf",
-            found=f"{path}, which exists",
-            expected="the path of a new folder",
-            hint="give another path, or move that one away",
-        )
 
 
 def _chain_at(path: Path) -> ModelChain:
