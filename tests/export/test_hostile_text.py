@@ -20,7 +20,7 @@ from steelyard.report.trace_events import trace_events
 from tests.export.examples import divided_experts, exported, mixed, uniform
 
 HOSTILE = (
-    "coding: utf-7 a'b\"c'''\n$(touch made)`touch made`\r\n#SBATCH --x\n"
+    "coding: utf-7 +AAo-open('made')+AAo- a'b\"c'''\n$(touch made)`touch made`\r\n#SBATCH --x\n"
     "\"\"\"; open('made','w') #\\ <script>alert(1)</script> ${X} %s {0} \u202e"
 )
 SAFE = set("abcdefghijklmnopqrstuvwxyz0123456789_.-")
@@ -34,7 +34,7 @@ def with_text(plan: Plan, text: str) -> Plan:
 
 
 def files_of(plan: Plan, target: str, text: str, *given_up: str) -> tuple[tuple[str, str], ...]:
-    """What is exported of the plan with this text wherever a text may stand; in a second line, if nothing is given up."""
+    """What is exported of the plan with this text wherever one may stand: in a second line, if nothing is given up."""
     request = Request(
         plan=with_text(plan, text),
         headline=text,
