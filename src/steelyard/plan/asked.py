@@ -22,6 +22,9 @@ def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
     return AfterValidator(check)
 
 
+Variants = Annotated[dict[str, tuple[Value, ...]], _keys_among(variants)]
+
+
 class Asked(PlanPart):
     """The user's decisions; what the search was free to choose is absent."""
 
@@ -31,7 +34,7 @@ class Asked(PlanPart):
     num_microbatches: int | None = Field(default=None, ge=1)
     schedules: tuple[ScheduleName, ...] | None = None
     remats: tuple[Remat, ...] | None = None
-    variants: Annotated[dict[str, tuple[Value, ...]], _keys_among(variants)] | None = None
+    variants: Variants | None = None
     """By the key of a variant of a kind, the values that may be used."""
     max_degrees: Annotated[dict[str, int], _keys_among(lambda: KINDS)] | None = None
     """By the name of a kind."""

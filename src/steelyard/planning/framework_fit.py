@@ -27,7 +27,7 @@ from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
 from steelyard.plan.kinds import variants
 from steelyard.plan.plan import LayerRun, Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.acceptance import Accepted, accept
+from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import NothingFitsError, device_bytes
 from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.pins import Pin
@@ -138,18 +138,23 @@ def _best_under(means: _Means, demands: tuple[Demand, ...]) -> Kept:
 
 def _is_expressible(means: _Means, demand: Demand) -> bool:
     """Whether the framework can run anything, whatever it takes, that has what is asked for."""
-    return any(True for _ in uniform_tables_of(means.job, means.capabilities, (demand,)))
+    tables = uniform_tables_of(means.job, means.capabilities, (demand,))
+    free = _free_remat_tables(means.job, means.capabilities, (demand,))
+    return any(True for _ in tables) or any(True for _ in free)
 
 
 def _best_plans(means: _Means, demands: Sequence[Demand]) -> list[Plan]:
-    """The best plans under all these demands, priced."""
-    job, capabilities = means.job, means.capabilities
-    candidates = _best_uniform(job, list(uniform_tables_of(job, capabilities, demands)), means.framework)
-    if capabilities.remats_first_blocks:
-        pins = _options(capabilities, demands).pins
-        for accepted in _ranked(job, list(_free_remat_tables(job, capabilities, demands))):
-            fitting = with_first_blocks_recomputed(accepted.plan, job, pins)
-            candidates += [fitting] if fitting is not None else []
+    """The best plans under all these demands, priced; raises `NothingFitsError` where there is none."""
+    job, pins = means.job, _options(means.capabilities, demands).pins
+    tables = list(uniform_tables_of(job, means.capabilities, demands))
+    found = accept(job, tables, num_alternatives=NUM_RESCORED - 1) if tables else None
+    candidates = [accepted.plan for accepted in found.ranked[:NUM_RESCORED]] if found else []
+    free = list(_free_remat_tables(job, means.capabilities, demands))
+    for accepted in accept(job, free, num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED] if free else ():
+        fitting = with_first_blocks_recomputed(accepted.plan, job, pins)
+        candidates += [fitting] if fitting is not None else []
+    if not candidates:
+        raise _nothing(means, found)
     return [with_price(candidate, job) for candidate in candidates]
 
 
@@ -163,7 +168,12 @@ def uniform_tables_of(job: Job, capabilities: Capabilities, demands: Sequence[De
 
 
 def _free_remat_tables(job: Job, capabilities: Capabilities, demands: Sequence[Demand]) -> Iterator[CostTables]:
-    """As above, with full remat free for every block; pins of remat are for the plan that comes of it."""
+    """As above, with full remat free for every block; pins of remat are for the plan that comes of it.
+
+    None for a framework that has one remat choice for all blocks.
+    """
+    if not capabilities.remats_first_blocks:
+        return
     options = _options(capabilities, demands)
     pins = tuple(pin.without("remat") for pin in options.pins)
     for full in _setting_tables(job, capabilities, options):
@@ -241,38 +251,25 @@ def _meets(strategy: Strategy, kind: LayerKind, pin: Pin) -> bool:
     return pin.allows(strategy)
 
 
-def _ranked(job: Job, tables: list[CostTables]) -> tuple[Accepted, ...]:
-    if not tables:
-        return ()
-    return accept(job, tables, num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED]
-
-
-def _best_uniform(job: Job, tables: list[CostTables], framework: str) -> list[Plan]:
-    """The best plans of one strategy; raises `NothingFitsError` where there is none."""
-    if not tables:
-        raise _nothing(framework, "that is legal for every layer and this batch", "change the batch or the devices")
-    found = accept(job, tables, num_alternatives=NUM_RESCORED - 1)
-    if not found.ranked:
-        miss = found.search.nearest_miss
-        missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else 0
-        raise _nothing(
-            framework,
-            f"that fits into {format_bytes(job.budget_bytes)} per device: the nearest one misses "
-            f"{format_bytes(missing)} ({missing} bytes)",
-            "export for a target that mixes strategies (pytorch, torchrun), or plan with less memory per device",
-        )
-    return [accepted.plan for accepted in found.ranked[:NUM_RESCORED]]
-
-
 def _step_s(plan: Plan) -> float:
     assert plan.prediction is not None, "just priced"
     return plan.prediction.step_time_s
 
 
-def _nothing(framework: str, expected: str, hint: str) -> NothingFitsError:
+def _nothing(means: _Means, found: Acceptance | None) -> NothingFitsError:
+    """That no plan is legal, or by how much the nearest one misses."""
+    expected, hint = "that is legal for every layer and this batch", "change the batch or the devices"
+    miss = found.search.nearest_miss if found else None
+    if miss is not None:
+        missing = device_bytes(means.job, miss.needed_bytes) - means.job.budget_bytes
+        expected = (
+            f"that fits into {format_bytes(means.job.budget_bytes)} per device: the nearest one misses "
+            f"{format_bytes(missing)} ({missing} bytes)"
+        )
+        hint = "export for a target that mixes strategies (pytorch, torchrun), or plan with less memory per device"
     return NothingFitsError(
         field="--to",
-        found=f"{framework}, which runs one strategy for all layers",
+        found=f"{means.framework}, which runs one strategy for all layers",
         expected=f"a plan of one strategy {expected}",
         hint=hint,
     )
