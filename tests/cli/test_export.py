@@ -123,8 +123,8 @@ def test_another_file_name_is_refused(run: Run, folder: Path, tmp_path: Path) ->
 
 
 def test_an_unknown_target_names_the_nearest(run: Run, folder: Path) -> None:
-    error = user_error(run("export", folder / "uniform.json", "--to", "megatrom"))
-    assert error.hint == "did you mean megatron?"
+    error = user_error(run("export", folder / "uniform.json", "--to", "deepsped"))
+    assert error.hint == "did you mean deepspeed?"
 
 
 def test_a_plan_is_needed(run: Run) -> None:
@@ -166,3 +166,33 @@ def test_what_runs_any_plan_needs_no_search(run: Run, folder: Path, target: str)
     result = run("export", folder / "pipeline.json", "--to", target)
     assert result.exit_code == 0, result.output
     assert f"the plan as it is in {target}" in result.stderr
+
+
+def test_what_the_user_asked_of_a_plan_is_kept_by_an_export(run: Run, tmp_path: Path) -> None:
+    job = ("llama-demo", "--cluster", "1x4xa100-80gb", "--seq-len", 256, "--global-batch", 16)
+    run("plan", *job, "--stages", 2, "--pin", "blocks 0-3: tp=2", "-o", tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["asked"] == {"pins": ["blocks 0-3: tp=2"], "num_stages": 2}
+    result = run("export", tmp_path / "plan.json", "--to", "megatron", "-o", tmp_path / "megatron.sh")
+    assert "asked for and kept: --pin 'blocks 0-3: tp=2', --stages 2" in result.output
+    flags = (tmp_path / "megatron.sh").read_text()
+    assert "--tensor-model-parallel-size 2\n" in flags
+    assert "--pipeline-model-parallel-size 2\n" in flags
+    assert "#   asked for and kept: --pin 'blocks 0-3: tp=2', --stages 2\n" in flags
+
+
+def test_what_is_given_up_is_said_first(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = json.loads((folder / "mixed.json").read_text()) | {"asked": {"num_stages": 2, "num_microbatches": 2}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    result = run("export", tmp_path / "plan.json", "--to", "transformers", "-o", tmp_path / "out.py")
+    why = "nothing that transformers can run of this model, batch and number of devices has it"
+    assert result.output.splitlines()[0] == f"given up: --stages 2: {why}"
+    assert f"# Asked for and given up:\n#   --stages 2: {why}\n" in (tmp_path / "out.py").read_text()
+    content = json.loads(run("export", tmp_path / "plan.json", "--to", "transformers", "--json").output)
+    assert (content["given_up"], content["kept"]) == ([f"--stages 2: {why}"], ["--microbatches 2"])
+
+
+def test_what_runs_any_plan_keeps_all_that_was_asked(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = json.loads((folder / "mixed.json").read_text()) | {"asked": {"num_microbatches": 1}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    result = run("export", tmp_path / "plan.json", "--to", "torchrun")
+    assert "asked for and kept: --microbatches 1" in result.stdout

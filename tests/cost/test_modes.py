@@ -118,3 +118,9 @@ def test_each_zero_stage_divides_one_part_more(zero: int, divided: tuple[str, ..
     kept = replace(OWN, zero=zero).kept_bytes(80, parse_strategy("dp8"), None)
     whole = {"parameters": 160, "gradients": 320, "optimizer": 960}
     assert kept == {name: num_bytes // (8 if name in divided else 1) for name, num_bytes in whole.items()}
+
+
+def test_divided_experts_share_no_optimizer_state_beyond_their_replicas() -> None:
+    own = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
+    kept = own.kept_bytes(80 + 160, parse_strategy("dp8 ep4"), None, expert_params=160)
+    assert kept == {"parameters": 2 * (80 + 40), "gradients": 4 * (80 + 40), "optimizer": 12 * (10 + 20)}

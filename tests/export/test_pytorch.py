@@ -112,6 +112,58 @@ def test_the_script_refuses_a_kind_of_parallelism_that_it_does_not_know(tmp_path
         script_cases.script().Plan(tmp_path / "plan.json")
 
 
+# what is read
+
+
+def open_both(path: Path, *, vocab_size: int) -> tuple[list[int], list[int]]:
+    """The token ids of a file as the script and as the runtime read them."""
+    from steelyard.runtime.data.files import is_token_file, open_bytes, open_token_file
+
+    read = open_token_file(path, vocab_size=vocab_size) if is_token_file(path) else open_bytes(path)
+    return script_cases.script().open_tokens(path, vocab_size).tolist(), read.read(0, read.num_tokens).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [200, 1 << 16, (1 << 16) + 1])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("a.npy", "<i8"),
+        ("a.npy", ">u2"),
+        ("a.uint8.bin", "u1"),
+        ("a.uint16.bin", "<u2"),
+        ("a.uint32.bin", "<u4"),
+        ("a.bin", "<u4"),
+        ("a.BIN", "u1"),
+        ("a.txt", "u1"),
+    ],
+)
+def test_the_script_reads_token_files_as_train_does(tmp_path: Path, name: str, dtype: str, vocab_size: int) -> None:
+    tokens = np.arange(64, dtype=dtype)
+    np.save(tmp_path / name, tokens) if name.endswith(".npy") else tokens.tofile(tmp_path / name)
+    ours, theirs = open_both(tmp_path / name, vocab_size=vocab_size)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"text": "to be"}', "holds documents"),
+        ("a.uint32.bin", b"12345", "multiple"),
+        ("a.npy", b"no array", "pickle"),
+        ("a.txt", b"short", "expected a row of at least 33 token ids"),
+        ("gone.bin", None, "No such file"),
+    ],
+)
+def test_data_that_the_script_cannot_read_is_named(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(content_of(mixed())))
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    module = script_cases.script()
+    with pytest.raises(SystemExit, match=said) as raised:
+        module.Data(module.Plan(tmp_path / "plan.json"), tmp_path / name, 0)
+    assert name in str(raised.value)
+
+
 # what is trained
 
 

@@ -1,6 +1,7 @@
 """The files of each target: what stands in them, and that the target's own library reads them where it is installed."""
 
 import ast
+import itertools
 import json
 import re
 import subprocess
@@ -17,9 +18,10 @@ import yaml
 from steelyard.errors import UserError
 from steelyard.export import TARGETS
 from steelyard.export.uniform import UniformPlan
+from steelyard.model.read import load_model
 from steelyard.plan.capabilities import unsupported
 from steelyard.plan.file import parse_value
-from steelyard.plan.plan import InvalidPlanError, Plan
+from steelyard.plan.plan import InvalidPlanError, Plan, PlanModel
 from steelyard.plan.strategy import parse_strategy
 from tests.export.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
 
@@ -31,7 +33,8 @@ FSDP = uniform("fsdp8", devices=8, remat="full")
 def comment_lines(name: str, content: str) -> list[str]:
     if name.endswith(".json"):
         return json.loads(content)["_comment"]
-    return [line.removeprefix("#").removeprefix(" ") for line in content.splitlines() if re.match("#($| )", line)]
+    lines = [line for line in content.splitlines() if re.match("#($| )", line) and "-*-" not in line]
+    return [line.removeprefix("#").removeprefix(" ") for line in lines]
 
 
 def known_names(file: str) -> set[str]:
@@ -46,7 +49,7 @@ def test_every_file_opens_with_what_was_and_was_not_carried_over(name: str) -> N
         lines = comment_lines(file, content)
         assert any(line.startswith("For ") for line in lines[:1])
         assert lines.index("Carried over:") < lines.index("Not carried over:") < lines.index("  something else")
-        first = content.splitlines()[1 if content.startswith("#!") else 0]
+        first = content.splitlines()[1 if content.startswith(("#!", "# -*-")) else 0]
         assert first.startswith(("#", "{"))
 
 
@@ -124,6 +127,43 @@ def test_names_for_torchtitan_are_those_of_its_versions() -> None:
     assert used <= known_names("torchtitan-0.2.2.txt")
 
 
+def main_settings(plan: Plan) -> dict[str, Any]:
+    """What the function for torchtitan's main sets, by section and key."""
+    tree = ast.parse(text_of(plan, "torchtitan", "_main.py"))
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.keywords)
+    found = {f"parallelism.{keyword.arg}": ast.literal_eval(keyword.value) for keyword in call.keywords}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("config.training."):
+            found[ast.unparse(node.targets[0]).removeprefix("config.")] = ast.literal_eval(node.value)
+    return found
+
+
+@pytest.mark.parametrize("plan", [uneven_pipeline(), uniform("fsdp2-cp2-tp2", devices=8, sp=True)])
+def test_names_for_torchtitans_main_are_those_of_its_files(plan: Plan) -> None:
+    assert set(main_settings(plan)) <= known_names("torchtitan-main.txt")
+
+
+def test_torchtitans_main_counts_tokens_and_microbatches() -> None:
+    found = main_settings(uneven_pipeline())
+    assert found["training.num_tokens_per_microbatch_per_dp_rank"] == 4 * 4096
+    assert found["training.num_tokens_per_train_step"] == 64 * 4096
+    assert found["parallelism.num_pp_microbatches"] == 8
+    assert len(found["parallelism.pipeline_parallel_module_fqns_per_model_part"]) == 2
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "transformers", "pytorch"])
+def test_the_launch_on_several_hosts_says_how_many_and_where_they_meet(target: str) -> None:
+    plan = uniform("fsdp16", devices=16, cluster="2x8xa100-80gb")
+    text = "\n".join(content for _, content in exported(plan, target).files)
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" in text
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "transformers", "pytorch"])
+def test_the_launch_on_one_host_meets_nobody(target: str) -> None:
+    text = "\n".join(content for _, content in exported(uniform("fsdp8", devices=8), target).files)
+    assert "torchrun --standalone --nproc-per-node 8" in text
+
+
 def test_torchtitan_itself_builds_the_parallelism() -> None:
     configs = pytest.importorskip("torchtitan.config")
     tree = ast.parse(text_of(uneven_pipeline(), "torchtitan", ".py"))
@@ -196,6 +236,57 @@ def test_megatron_recomputes_every_block() -> None:
     assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == ("uniform", "1")
 
 
+def test_megatron_shards_the_optimizer_of_replicas() -> None:
+    flags = megatron_flags(uniform("dp4-tp2", devices=8, sp=True))
+    assert {"--use-distributed-optimizer", "--overlap-param-gather", "--overlap-grad-reduce"} <= set(flags)
+    assert "--use-megatron-fsdp" not in flags
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, ("0", "0")), ({"attention_dropout": 0.1}, ("0.1", "0"))])
+def test_megatron_drops_out_what_the_model_does(given: dict[str, float], expected: tuple[str, str]) -> None:
+    config = dict(load_model("llama3-8b").config) | given
+    flags = megatron_flags(uniform("dp8", devices=8).model_copy(update={"model": PlanModel(name="x", config=config)}))
+    assert (flags["--attention-dropout"], flags["--hidden-dropout"]) == expected
+
+
+def test_megatron_leaves_sharded_parameters_to_its_other_target() -> None:
+    assert any("--to megatron-fsdp" in reason for reason in unsupported(FSDP, TARGETS["megatron"].capabilities))
+    assert unsupported(FSDP, TARGETS["megatron-fsdp"].capabilities) == ()
+
+
+def run_megatron(plan: Plan, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The exported script with a `torchrun` that prints its arguments."""
+    (folder / "torchrun").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    (folder / "torchrun").chmod(0o755)
+    (folder / "megatron.sh").write_text(text_of(plan, "megatron", ".sh"))
+    path = {"PATH": f"{folder}:/usr/bin:/bin", "MEGATRON": "a checkout"}
+    return subprocess.run(
+        ["bash", "megatron.sh"], cwd=folder, env=path | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_megatron_starts_on_all_hosts_of_the_cluster(tmp_path: Path) -> None:
+    plan = uniform("dp16", devices=16, cluster="2x8xa100-80gb")
+    words = run_megatron(plan, tmp_path, NODE_RANK="1", MASTER_ADDR="first").stdout.splitlines()
+    given = dict(itertools.pairwise(words))
+    wanted = {"--nnodes": "2", "--nproc-per-node": "8", "--node-rank": "1", "--master-addr": "first"}
+    assert wanted.items() <= given.items()
+    assert "a checkout/pretrain_gpt.py" in words
+
+
+@pytest.mark.parametrize("given", [{"NODE_RANK": "0"}, {"MASTER_ADDR": "first"}])
+def test_megatron_asks_each_host_for_its_number_and_the_first(tmp_path: Path, given: dict[str, str]) -> None:
+    finished = run_megatron(uniform("dp16", devices=16, cluster="2x8xa100-80gb"), tmp_path, **given)
+    assert finished.returncode == 1
+    assert re.search("set (NODE_RANK|MASTER_ADDR) to", finished.stderr)
+
+
+def test_megatron_on_one_host_needs_no_more_than_its_checkout(tmp_path: Path) -> None:
+    finished = run_megatron(uniform("dp8", devices=8), tmp_path)
+    assert finished.returncode == 0, finished.stderr
+
+
 def test_megatron_gets_the_batch_and_the_model() -> None:
     flags = megatron_flags(FSDP)
     assert (flags["--micro-batch-size"], flags["--global-batch-size"]) == ("2", "64")
@@ -242,6 +333,14 @@ def test_accelerate_reads_its_file(tmp_path: Path) -> None:
     assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 1, "bf16")
     assert config.fsdp_config["fsdp_version"] == 2
     assert config.fsdp_config["fsdp_activation_checkpointing"] is True
+
+
+def test_accelerate_gets_a_port_and_is_told_where_the_first_host_goes(tmp_path: Path) -> None:
+    plan = uniform("fsdp16", devices=16, cluster="2x8xa100-80gb")
+    config = loaded_by_accelerate(plan, tmp_path)
+    assert (config.num_machines, config.main_process_port, config.rdzv_backend) == (2, 29500, "static")
+    assert "--machine_rank RANK --main_process_ip FIRST_HOST" in text_of(plan, "accelerate", ".yaml")
+    assert "--main_process_ip" not in text_of(FSDP, "accelerate", ".yaml")
 
 
 def test_accelerate_keeps_parameters_under_zero_2(tmp_path: Path) -> None:
@@ -363,7 +462,9 @@ def test_torchrun_meets_on_several_hosts() -> None:
     assert "--standalone" not in content
 
 
-@pytest.mark.parametrize(("target", "suffix"), [("torchrun", ".sh"), ("slurm", ".sbatch"), ("megatron", ".sh")])
+@pytest.mark.parametrize(
+    ("target", "suffix"), [("torchrun", ".sh"), ("slurm", ".sbatch"), ("megatron", ".sh"), ("megatron-fsdp", ".sh")]
+)
 def test_scripts_are_valid_for_bash(target: str, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / "script"
     path.write_text(text_of(FSDP, target, suffix))
@@ -481,8 +582,9 @@ def test_torchtitan_knows_qwen3_with_experts_by_flavor_and_by_name() -> None:
 @pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("dp8", 8, 8)])
 def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
     plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
-    assert unsupported(plan, TARGETS["megatron"].capabilities) == ()
-    text = text_of(plan, "megatron", ".sh")
+    name = "megatron-fsdp" if "fsdp" in parallel else "megatron"
+    assert unsupported(plan, TARGETS[name].capabilities) == ()
+    text = text_of(plan, name, ".sh")
     assert f"--expert-model-parallel-size {ranks}\n" in text
     assert "--expert-tensor-parallel-size 1\n" in text
     assert "--moe-token-dispatcher-type alltoall\n" in text
@@ -514,10 +616,10 @@ def test_hybrid_sharding_is_two_degrees_in_torchtitan() -> None:
 
 
 def test_hybrid_sharding_is_two_instances_of_megatrons_optimizer_that_do_not_shard() -> None:
-    script = text_of(HYBRID, "megatron", ".sh")
+    script = text_of(HYBRID, "megatron-fsdp", ".sh")
     assert "--num-distributed-optimizer-instances 2\n" in script
     assert "--outer-dp-sharding-strategy no_shard\n" in script
-    assert "--outer-dp-sharding-strategy" not in text_of(FSDP, "megatron", ".sh")
+    assert "--outer-dp-sharding-strategy" not in text_of(FSDP, "megatron-fsdp", ".sh")
 
 
 def test_hybrid_sharding_is_two_sizes_in_accelerate() -> None:
@@ -533,4 +635,4 @@ def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
 
 def test_megatron_takes_no_zero_2_inside_replicas() -> None:
     plan = uniform("dp2-fsdp4", devices=8, zero=2)
-    assert "zero 2 beside dp" in unsupported(plan, TARGETS["megatron"].capabilities)
+    assert "zero 2 beside dp" in unsupported(plan, TARGETS["megatron-fsdp"].capabilities)

@@ -6,9 +6,11 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
+from steelyard.export import TARGETS
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
-from steelyard.planning import PlanOptions, make_job, parse_pin, plan_job
+from steelyard.plan.capabilities import unsupported
+from steelyard.planning import PlanOptions, make_job, parse_pin, plan_for_framework, plan_job
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.problem import stage_strategies
 from steelyard.tracer.trace import trace
@@ -76,3 +78,14 @@ def test_an_imbalance_below_one_is_an_error() -> None:
             profile=None,
             imbalance=0.5,
         )
+
+
+@pytest.mark.parametrize("pin", ["ep=4", "blocks 0-0: ep=4"])
+def test_a_framework_of_one_strategy_divides_experts_where_that_is_asked_for(job: Job, pin: str) -> None:
+    wanted = plan_job(job, PlanOptions(pins=(parse_pin(pin, option="--pin", num_layers=CHAIN.num_layers),))).plan
+    assert wanted is not None
+    target = TARGETS["megatron"]
+    fitted = plan_for_framework(wanted, job, target.capabilities, framework="megatron", execution=target.execution)
+    kinds = [CHAIN.kind_of(layer) for layer in range(CHAIN.num_layers)]
+    assert [each.expert_degree for each in fitted.plan.strategies] == [4 if kind.num_experts else 1 for kind in kinds]
+    assert (fitted.given_up, unsupported(fitted.plan, target.capabilities)) == ((), ())

@@ -1,5 +1,6 @@
 """The best plan within a framework's capabilities: the right form, none of that form faster, or a clear miss."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,14 +8,16 @@ import pytest
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.export import TARGETS
+from steelyard.plan.asked import Asked
 from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
 from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning import NothingFitsError, PlanOptions, plan_for_framework, plan_job
+from steelyard.planning import FittedPlan, NothingFitsError, PlanOptions, plan_for_framework, plan_job
+from steelyard.planning.demands import demands_of, narrowed
 from steelyard.planning.framework_fit import uniform_tables_of, with_first_blocks_recomputed
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import peak_bytes, with_price
-from tests.cost.examples import SEQ_LEN, chain, cluster, profile
+from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 
 DP_ONLY = Capabilities(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
@@ -124,3 +127,120 @@ def test_as_few_first_blocks_are_recomputed_as_fit(count: int) -> None:
 def test_nothing_is_recomputed_where_that_would_not_do() -> None:
     job = small_job(global_batch=8, budget_bytes=2**20)
     assert with_first_blocks_recomputed(one_stage(job, "dp8", "dp8", "dp8"), job) is None
+
+
+# what the user asked for
+
+
+def fit(plan: Plan, job: Job, name: str) -> FittedPlan:
+    target = TARGETS[name]
+    return plan_for_framework(plan, job, target.capabilities, framework=name, execution=target.execution)
+
+
+def best(job: Job, **asked: object) -> Plan:
+    """The best plan under what a user asked for."""
+    demands = demands_of(Asked(**asked), num_layers=job.chain.num_layers)
+    found = plan_job(job, narrowed(PlanOptions(), demands)).plan
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "megatron", "megatron-fsdp"])
+def test_stages_microbatches_and_pins_of_the_user_are_kept(name: str) -> None:
+    job = small_job()
+    fitted = fit(best(job, num_stages=2, num_microbatches=8, pins=("blocks 0-1: tp=2",)), job, name)
+    assert (fitted.plan.num_stages, fitted.plan.num_microbatches) == (2, 8)
+    assert {strategy.tensor_degree for strategy in fitted.plan.strategies} == {2}
+    assert fitted.kept == ("--pin 'blocks 0-1: tp=2'", "--stages 2", "--microbatches 8")
+    assert fitted.given_up == ()
+
+
+@pytest.mark.parametrize("remat", list(Remat))
+def test_remat_that_the_user_asked_for_is_kept(remat: Remat) -> None:
+    job = small_job()
+    fitted = fit(best(job, pins=(f"blocks 0-3: remat={remat}",)), job, "torchtitan")
+    assert {strategy.remat for strategy in fitted.plan.strategies[1:-1]} == {remat}
+    assert fitted.given_up == ()
+
+
+def test_pinned_remat_of_some_blocks_is_that_of_the_first_ones() -> None:
+    job = small_job()
+    fitted = fit(best(job, num_stages=1, pins=("blocks 0-1: remat=full", "blocks 2-3: remat=none")), job, "megatron")
+    assert [strategy.remat for strategy in fitted.plan.strategies[1:-1]] == [Remat.FULL] * 2 + [Remat.NONE] * 2
+    assert fitted.given_up == ()
+
+
+def test_a_pin_of_all_layers_asks_for_no_remat_of_the_ends() -> None:
+    job = small_job()
+    fitted = fit(best(job, pins=("remat=full",)), job, "torchtitan")
+    assert {strategy.remat for strategy in fitted.plan.strategies[1:-1]} == {Remat.FULL}
+    assert fitted.given_up == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "text"),
+    [
+        ("deepspeed", {"num_stages": 2}, "--stages 2"),
+        ("deepspeed", {"pins": ("blocks 0-3: remat=selective",)}, "--pin 'blocks 0-3: remat=selective'"),
+        ("megatron", {"pins": ("blocks 0-3: fsdp8",)}, "--pin 'blocks 0-3: fsdp8'"),
+        ("torchtitan", {"pins": ("layers 0-5: remat=full",)}, "--pin 'layers 0-5: remat=full'"),
+    ],
+)
+def test_what_a_framework_has_nothing_of_is_given_up_with_the_reason(
+    name: str, asked: dict[str, object], text: str
+) -> None:
+    job = small_job()
+    fitted = fit(best(job, num_microbatches=2, **asked), job, name)
+    assert fitted.given_up == (
+        f"{text}: nothing that {name} can run of this model, batch and number of devices has it",
+    )
+    assert (fitted.kept, fitted.plan.num_microbatches) == (("--microbatches 2",), 2)
+
+
+def test_what_leaves_nothing_that_fits_is_given_up_with_what_it_misses() -> None:
+    roomy = small_job(global_batch=8)
+    least = first_recomputed(roomy, 4)
+    job = replace(roomy, budget_bytes=peak_bytes(least) + 1000)
+    asked = Asked(pins=("dp=8",), remats=(Remat.NONE,), num_microbatches=1)
+    mixed = one_stage(job, *MIXED).model_copy(update={"asked": asked})
+    fitted = plan_for_framework(mixed, job, DP_ONLY, framework="dp")
+    assert len(fitted.given_up) == 1
+    assert re.fullmatch(
+        r"--\w+ \w+: with all that was asked there is no .* misses .* \(\d+ bytes\)", fitted.given_up[0]
+    )
+    assert len(fitted.kept) == 2
+    assert peak_bytes(fitted.plan) <= job.budget_bytes
+
+
+def test_demands_that_no_strategy_of_all_layers_meets_together_give_one_up() -> None:
+    job = small_job()
+    fitted = fit(best(job, pins=("blocks 0-1: tp=2", "blocks 2-3: tp=4")), job, "torchtitan")
+    assert (len(fitted.kept), len(fitted.given_up)) == (1, 1)
+
+
+# as the framework runs it
+
+
+def test_a_plan_that_a_framework_runs_otherwise_is_searched_again() -> None:
+    job = small_job()
+    wanted = with_price(one_stage(job, "dp8", "dp8 remat=full", "dp8"), job)
+    fitted = fit(wanted, job, "megatron")
+    assert not fitted.is_wanted
+    assert {strategy.remat for strategy in fitted.plan.strategies} == {Remat.NONE}
+
+
+def test_a_plan_of_ones_own_is_left_as_it_is() -> None:
+    job = small_job()
+    fitted = fit(one_stage(job, "dp8", "dp8 remat=full", "dp8"), job, "megatron")
+    assert fitted.is_wanted
+    assert fitted.plan.prediction is not None
+
+
+def test_megatron_is_priced_with_a_sharded_optimizer() -> None:
+    job = small_job()
+    fitted = fit(one_stage(job, "dp8", "dp8", "dp8"), job, "megatron")
+    assert fitted.plan.prediction is not None
+    terms = fitted.plan.prediction.stages[0].memory_bytes
+    num_params = sum(PARAMS[kind.name] for kind in (job.chain.kind_of(layer) for layer in range(6)))
+    assert terms["parameters"] == 2 * num_params
+    assert terms["optimizer"] == pytest.approx(12 * num_params / 8, rel=1e-3)

@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from steelyard.modules.build import build_model
 from steelyard.modules.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
@@ -92,7 +95,12 @@ class Runs:
     def jobs(self) -> list[dict[str, Any]]:
         found = []
         for base, plans in RESUMED.items():
-            options = replace(RUN, checkpoint_dir=self.checkpoints(base), export_hf=self.weights(base))
+            options = replace(
+                RUN,
+                checkpoint_dir=self.checkpoints(base),
+                export_hf=self.weights(base),
+                tokenizer=self.folder / "tokenizer",
+            )
             found.append(self.job(base, base, options))
             for plan in plans:
                 middle = self.checkpoints(base) / f"step-{MIDDLE:08d}"
@@ -110,6 +118,7 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("checkpoints"))
     np.save(runs.folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 20_000).astype(np.uint16))
+    write_tokenizer(runs.folder / "tokenizer")
     jobs, result = runs.folder / "jobs.json", runs.folder / "result.json"
     jobs.write_text(json.dumps(runs.jobs()))
     command = [sys.executable, "-m", "tests.runtime.run_worker", str(jobs), str(result)]
@@ -117,6 +126,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
     runs.losses = json.loads(result.read_text())
     return runs
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One of whole words."""
+    folder.mkdir()
+    tokenizer = Tokenizer(WordLevel({"?": 0, "to": 1, "be": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "?"}')
+
+
+def test_transformers_loads_the_tokenizer_that_was_given(runs: Runs) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(runs.weights("mixed"))
+    assert (tokenizer("to be").input_ids, tokenizer.eos_token) == ([1, 2], "?")
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:

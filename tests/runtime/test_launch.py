@@ -33,6 +33,12 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+def test_an_export_over_a_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    write_plan(small_plan(), tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"--export-hf: found .*which exists"):
+        launch(tmp_path / "plan.json", tmp_path / "no data", TrainOptions(export_hf=tmp_path))
+
+
 def small_plan(num_devices: int = 2) -> Plan:
     strategies = {2: "fsdp2, dp2 remat=full, tp2+sp, fsdp2 zero2", 4: "fsdp4, dp4, tp4, dp4"}[num_devices]
     config = {**CONFIGS["llama"], "num_hidden_layers": 2}

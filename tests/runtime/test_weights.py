@@ -13,11 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from steelyard.errors import InvalidCheckpointError, InvalidModelError
+from steelyard.errors import InvalidCheckpointError, InvalidDataError, InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, hub_config
 from steelyard.runtime import weights
+from steelyard.runtime.exported_tokenizer import tokenizer_files
 from steelyard.runtime.outputs import check_export
 from steelyard.runtime.state import ParameterNames, parameter_names, saved_tensors
 from steelyard.runtime.stored_weights import stored_parameters
@@ -232,8 +233,29 @@ def test_an_export_onto_a_full_disk_is_one_message_and_leaves_nothing(
     monkeypatch.setattr(weights, "save_file", fill)
     plan = make_plan("llama", ", ".join(["single"] * chain_of("llama").num_layers), num_devices=1)
     with one_process(), pytest.raises(InvalidCheckpointError, match=r"--export-hf: found .*No space left"):
-        export_weights(tmp_path / "out", WholeState(chain_of("llama")), plan)  # type: ignore[arg-type]
+        export_weights(tmp_path / "out", WholeState(chain_of("llama")), plan, tokenizer={})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_takes_what_transformers_reads_beside_a_tokenizer(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).write_text(name)
+    expected = {"tokenizer.json": b"tokenizer.json", "tokenizer_config.json": b"tokenizer_config.json"}
+    assert tokenizer_files(tmp_path) == tokenizer_files(tmp_path / "tokenizer.json") == expected
+
+
+def test_a_tokenizer_of_another_name_gets_the_one_that_transformers_reads(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    assert tokenizer_files(tmp_path / "mine.json") == {"tokenizer.json": b"{}"}
+
+
+def test_text_as_bytes_has_no_tokenizer_to_export() -> None:
+    assert tokenizer_files(None) == {}
+
+
+def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidDataError, match=r"tokenizer: found .*No such file"):
+        tokenizer_files(tmp_path)
 
 
 def change_index(folder: Path, change: Any) -> None:

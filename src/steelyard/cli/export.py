@@ -8,6 +8,7 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried_file_or_folder
 from steelyard.cli.progress import progress
+from steelyard.cost.execution import OURS
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, describe_uniform, export_plan, target_of
 from steelyard.hardware import Cluster, parse_cluster
@@ -15,7 +16,7 @@ from steelyard.output import make_folder, write_files
 from steelyard.plan.capabilities import Capabilities, unsupported
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import FittedPlan, job_of, plan_for_framework
+from steelyard.planning import FittedPlan, demands_of, job_of, plan_for_framework
 from steelyard.units import format_seconds
 
 SAME = 5e-4
@@ -57,6 +58,8 @@ def export(
         plan=fitted.plan,
         headline=headline,
         unsupported=fitted.reasons,
+        kept=fitted.kept,
+        given_up=fitted.given_up,
         cluster=_known_cluster(cluster or plan.cluster, required=cluster is not None),
         image=image,
     )
@@ -67,23 +70,27 @@ def export(
         return
     if output is None:
         print(exported.files[0][1], end="")
-    _print_statement(exported, headline, written, on_error=output is None)
+    _print_statement(exported, fitted, headline, written, on_error=output is None)
 
 
 def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | None, profile: str | None) -> FittedPlan:
-    """The best plan within the target's means; the plan itself, unpriced, where it is within them."""
-    if not unsupported(plan, target.capabilities):
-        return FittedPlan(plan=plan, reasons=(), wanted_step_s=None)
+    """The best plan within the target's means, as it runs it; the plan itself, unpriced, where nothing is to search.
+
+    That is where it is within them, and was written by hand or found for a way of working that is the target's too.
+    """
+    if not unsupported(plan, target.capabilities) and (plan.prediction is None or target.execution == OURS):
+        kept = tuple(demand.text for demand in demands_of(plan.asked, num_layers=plan.chain().num_layers))
+        return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
     if plan.prediction is not None and plan.prediction.profile.is_measured and profile is None:
         raise UserError(
             field="--profile",
-            found=f"nothing, for a plan made from a measured profile that {target.name} cannot express as it is",
+            found=f"nothing, for a plan made from a measured profile that {target.name} does not run as it is",
             expected="that profile, with which the best plan within its means is searched",
             hint="add --profile profile.json, or --to pytorch, which runs any plan",
         )
     budget = plan.prediction.budget_bytes if plan.prediction and memory is None and cluster is None else memory
     job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
-    return plan_for_framework(plan, job, target.capabilities, framework=target.name)
+    return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
 
 
 def _headline(fitted: FittedPlan, target: Target) -> str:
@@ -92,11 +99,12 @@ def _headline(fitted: FittedPlan, target: Target) -> str:
         return f"the plan as it is in {target.name}{_predicted(fitted.plan)}"
     what = f"{describe_uniform(fitted.plan)} in {target.name}{_predicted(fitted.plan)}"
     slowdown = fitted.slowdown
-    if not fitted.reasons:
+    if fitted.is_wanted:
         return f"{what}, which is the plan itself"
+    theirs = "the plan" if target.execution == OURS else "the plan in steelyard's runtime"
     if slowdown is None or abs(slowdown) < SAME:
-        return f"{what}, as fast as the plan"
-    return f"{what}, {abs(slowdown):.1%} {'slower' if slowdown > 0 else 'faster'} than the plan"
+        return f"{what}, as fast as {theirs}"
+    return f"{what}, {abs(slowdown):.1%} {'slower' if slowdown > 0 else 'faster'} than {theirs}"
 
 
 def _predicted(plan: Plan) -> str:
@@ -149,9 +157,15 @@ def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
     return tuple(chosen)
 
 
-def _print_statement(exported: Export, headline: str, written: tuple[Path, ...], *, on_error: bool) -> None:
+def _print_statement(
+    exported: Export, fitted: FittedPlan, headline: str, written: tuple[Path, ...], *, on_error: bool
+) -> None:
     console = Console(stderr=on_error, highlight=False, soft_wrap=True)
-    console.print(headline)
+    for line in fitted.given_up:
+        console.print(f"given up: {line}", style="bold", markup=False)
+    console.print(headline, markup=False)
+    if fitted.kept:
+        console.print(f"  asked for and kept: {', '.join(fitted.kept)}", style="dim", markup=False)
     for line in exported.left_out:
         console.print(f"  not carried over: {line}", style="dim", markup=False)
     for file in written:
@@ -171,6 +185,8 @@ def _content(
         "target": target.name,
         "software": target.software,
         "headline": headline,
+        "kept": fitted.kept,
+        "given_up": fitted.given_up,
         "carried": exported.carried,
         "left_out": exported.left_out,
         "step_time_s": prediction.step_time_s if prediction else None,

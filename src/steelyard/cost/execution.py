@@ -127,6 +127,13 @@ class Execution:
     between nodes. Seen, not explained: in nanotron a block takes 3 ms per microbatch and rank, however small it is."""
     remat_fraction: float = 1.0
     """Part of what remat repeats in a layer that is really repeated: less than 1 where only every n-th layer is."""
+    fused_kernels: bool = False
+    """Whether norms, rotary embedding, gated activation and loss are a kernel each, and a rank of sp keeps its own part
+    of what it gathers, gathering it again beside the backward pass."""
+    repeats_whole_blocks: bool = False
+    """Whether full remat repeats what only makes a block's output: the last matrix product."""
+    keeps_every_second_product: bool = False
+    """Whether selective remat repeats every second matrix product of a block, instead of none."""
 
     @property
     def keeps_own_buffers(self) -> bool:
@@ -147,3 +154,18 @@ class Execution:
 
 
 OURS = Execution()
+MEGATRON_CORE = Execution(
+    states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1),
+    overlaps_transfers=False,
+    fused_kernels=True,
+    repeats_whole_blocks=True,
+)
+"""Megatron-LM on megatron-core with its distributed optimizer, gradients reduced and parameters gathered beside compute
+(--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather). The matmul that makes a gradient adds it
+to the fp32 one."""
+MEGATRON_FSDP = Execution(fused_kernels=True, repeats_whole_blocks=True)
+"""Megatron-LM on Megatron-FSDP, which shards as FSDP2 does."""
+TORCHTITAN = Execution(repeats_whole_blocks=True, keeps_every_second_product=True)
+"""torchtitan 0.3: FSDP2 as here; its checkpoints do not stop early (distributed/activation_checkpoint.py)."""
+DEEPSPEED = Execution(reduce_bytes=2)
+"""ZeRO-3 with gradients in bf16, as published runs of it have them."""

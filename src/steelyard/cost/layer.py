@@ -387,8 +387,8 @@ def _once_time(
             if shards == 1:
                 reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
             else:
-                owners = replace(group, size=shards)
-                reduction: CollectiveKind = "reduce_scatter" if shards == group.size else "all_reduce"
+                owners = replace(group, size=min(shards, group.size))
+                reduction: CollectiveKind = "reduce_scatter" if owners.size == group.size else "all_reduce"
                 pieces = execution.shard_pieces
                 new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
                 gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)

@@ -5,7 +5,7 @@
 | `target`       | what a target is; the statement that every file opens with                 |
 | `uniform`      | a plan of one strategy in the words that frameworks share                  |
 | `torchtitan`   | torchtitan                                                                 |
-| `megatron`     | megatron                                                                   |
+| `megatron`     | megatron, megatron-fsdp                                                    |
 | `hugging_face` | accelerate, transformers                                                   |
 | `deepspeed`    | deepspeed                                                                  |
 | `pytorch`      | pytorch: a script of stock calls, copied from `scripts`, and what it reads |
@@ -25,6 +25,7 @@ TARGETS: dict[str, Target] = {
     for target in (
         torchtitan.TARGET,
         megatron.TARGET,
+        megatron.FSDP_TARGET,
         hugging_face.ACCELERATE,
         hugging_face.TRANSFORMERS,
         deepspeed.TARGET,

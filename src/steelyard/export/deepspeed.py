@@ -9,6 +9,7 @@ any more: MiCS is removed, and the groups of ZeRO++ hold a second copy of parame
 import json
 from typing import Any
 
+from steelyard.cost.execution import DEEPSPEED
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import UniformPlan
 from steelyard.plan.capabilities import Capabilities, kinds_of
@@ -80,4 +81,5 @@ TARGET = Target(
     summary="ds_config.json: ZeRO stage, AutoTP, batch sizes, activation checkpointing",
     capabilities=MEANS,
     write=_write,
+    execution=DEEPSPEED,
 )

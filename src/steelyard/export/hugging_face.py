@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from steelyard.export.target import Draft, Request, Target
+from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target
 from steelyard.export.uniform import UniformPlan
 from steelyard.plan.capabilities import Capabilities, kinds_of
 from steelyard.plan.strategy import Remat
@@ -40,8 +40,12 @@ _ROOT = (
 def _write_accelerate(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     left_out = ["optimizer, data and first weights: those of the training script"]
+    several = request.cluster is not None and request.cluster.num_nodes > 1
+    start = "accelerate launch --config_file accelerate.yaml"
     usage = [
-        "accelerate launch --config_file accelerate.yaml train.py",
+        f"on every host: {start} --machine_rank RANK --main_process_ip FIRST_HOST train.py, RANK from 0 on the first"
+        if several
+        else f"{start} train.py",
         f"in train.py: Accelerator(gradient_accumulation_steps={view.pipeline.num_microbatches}), a DataLoader of "
         f"{format_plural(view.microbatch_per_rank, 'sample')} of {view.seq_len} tokens",
     ]
@@ -72,7 +76,9 @@ def _accelerate(request: Request, view: UniformPlan) -> dict[str, Any]:
         "num_processes": request.plan.num_devices,
         "machine_rank": 0,
         "main_training_function": "main",
-        "rdzv_backend": "static" if request.cluster is None or request.cluster.num_nodes == 1 else "c10d",
+        "main_process_port": RENDEZVOUS_PORT,
+        "rdzv_backend": "static",
+        "same_network": True,
         "use_cpu": False,
     }
     if view.fsdp > 1:
@@ -109,7 +115,7 @@ def _write_transformers(request: Request) -> Draft:
         usage=(
             f"model = AutoModelForCausalLM.from_pretrained(NAME, {model}); "
             "Trainer(model=model, args=TrainingArguments(output_dir, **training_arguments), ...)",
-            f"torchrun --nproc-per-node DEVICES train.py, {request.plan.num_devices} processes in all",
+            f"on every host: {request.torchrun} train.py, {request.plan.num_devices} processes in all",
         ),
     )
 
@@ -133,7 +139,7 @@ def _trainer(view: UniformPlan) -> str:
         arguments["activation_checkpointing"] = view.remat is Remat.FULL
     lines = [
         "training_arguments = {",
-        *(f'    "{key}": {value!r},'.replace("'", '"') for key, value in arguments.items()),
+        *(f"    {key!r}: {value!r}," for key, value in arguments.items()),
     ]
     lines.append("}")
     if view.tp > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from steelyard.errors import UserError
-from steelyard.export.target import Draft, Request, Target
+from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target
 from steelyard.hardware import Cluster
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.file import dump_json
@@ -21,7 +21,8 @@ from steelyard.units import format_plural
 MEANS = Capabilities(mixes_layers=True)
 """They start steelyard's own runtime, which runs every plan."""
 
-RENDEZVOUS_PORT = 29500
+_LONGEST_NAME = 40
+"""Kubernetes takes 63 letters, of which some are ours and some its own."""
 _AMD_NAME = re.compile(r"mi[0-9]")
 """How names of AMD's accelerators in the catalogue begin."""
 
@@ -220,7 +221,8 @@ def _processes(plan: Plan, cluster: Cluster) -> str:
 
 
 def _dashed(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")
+    """The name as Kubernetes and Slurm take one: small letters and digits, not too many of them."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_NAME].strip("-") or "model"
 
 
 TORCHRUN = Target(

@@ -1,14 +1,20 @@
 """A plan as Megatron-LM's arguments: a script that starts its ``pretrain_gpt.py``.
 
+Two targets: ``megatron`` replicates parameters over data ranks and shards the optimizer (the distributed optimizer,
+ZeRO-1), as its users do; ``megatron-fsdp`` shards all states with Megatron-FSDP.
+
 Names are those of megatron-core 0.19.2 (``megatron/training/arguments.py`` and the config classes it is made from, and
 ``core/transformer/pipeline_parallel_layer_layout.py`` for the layout: E the embedding, t a block, L the loss, | a cut).
 Hybrid sharding is Megatron-FSDP's with several instances of the distributed optimizer, whose outer ranks do not shard:
 it takes ZeRO-3 inside.
 """
 
+import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from steelyard.cost.execution import MEGATRON_CORE, MEGATRON_FSDP
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
@@ -23,25 +29,32 @@ _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 
 MEANS = Capabilities(
     mixes_layers=False,
-    kinds=kinds_of(
-        *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
-        *("dp+ep", "fsdp+ep", "dp+tp+ep", "fsdp+tp+ep"),
-        *("cp", "dp+cp", "fsdp+cp", "cp+tp", "dp+cp+tp", "fsdp+cp+tp"),
-    ),
+    kinds=kinds_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
     variants={
-        "zero": frozenset({2, 3}),
         "sp": frozenset({False, True}),
         "cp_method": frozenset(_COMMUNICATION),
         "ep": frozenset(DEGREE.texts),
     },
-    variants_beside={"dp": {"zero": frozenset({3})}},
+    why_not={"fsdp": "which is Megatron-FSDP's: export --to megatron-fsdp"},
     remats=frozenset({Remat.NONE, Remat.FULL}),
     remats_first_blocks=True,
     pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.megatron_name is not None),
 )
 
+FSDP_MEANS = replace(
+    MEANS,
+    kinds=kinds_of(
+        *("fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp", "fsdp+ep", "fsdp+tp+ep", "fsdp+cp", "fsdp+cp+tp"),
+        *("tp", "cp", "cp+tp"),
+    ),
+    variants={**MEANS.variants, "zero": frozenset({2, 3})},
+    variants_beside={"dp": {"zero": frozenset({3})}},
+    why_not={},
+)
+
 Flags = list[str]
+"""Each an option, and behind a space its value, which the script quotes."""
 
 
 def _write(request: Request) -> Draft:
@@ -53,22 +66,48 @@ def _write(request: Request) -> Draft:
         "REMAT": _remat_flags(view),
         "BATCH": _batch_flags(view),
     }
-    left_out = ["tokenizer, data, optimizer and first weights: give them as arguments of the script"]
+    left_out = [
+        "tokenizer, data, learning rate and first weights: give them as arguments of the script",
+        "kernels to the letter: the price counts Megatron's fused ones in closed form, not as measured",
+    ]
     if view.fsdp > 1:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
-        files=(("megatron.sh", _script(groups, view)),),
+        files=(("megatron.sh", _script(groups, view, request)),),
         carried=view.carried,
         left_out=tuple(left_out),
         usage=(
             "MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type HuggingFaceTokenizer "
             "--tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4",
-            "set NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR where they are not one host with all its devices",
+            *_where(request),
         ),
     )
 
 
-def _script(groups: Mapping[str, Flags], view: UniformPlan) -> str:
+def _where(request: Request) -> tuple[str, ...]:
+    cluster = request.cluster
+    if cluster is None:
+        return ("set NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR: the cluster of the plan is not known here",)
+    if cluster.num_nodes == 1:
+        return ()
+    last = cluster.num_nodes - 1
+    return (f"on every host, with NODE_RANK from 0 to {last} and MASTER_ADDR the first host, which all of them reach",)
+
+
+def _launch(request: Request) -> list[str]:
+    """The lines that start as many processes on each host as it has devices."""
+    cluster = request.cluster
+    nodes, devices = (cluster.num_nodes, str(cluster.devices_per_node)) if cluster else (1, "gpu")
+    rank = "${NODE_RANK:-0}" if nodes == 1 else "${NODE_RANK:?set NODE_RANK to the number of this host, from 0}"
+    host = "${MASTER_ADDR:-127.0.0.1}" if nodes == 1 else "${MASTER_ADDR:?set MASTER_ADDR to the first host}"
+    return [
+        f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node "${{NPROC_PER_NODE:-{devices}}}" \\',
+        f'    --node-rank "{rank}" --master-addr "{host}" \\',
+        '    --master-port "${MASTER_PORT:-29500}" \\',
+    ]
+
+
+def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) -> str:
     connections = (
         "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
         if view.fsdp > 1
@@ -77,15 +116,20 @@ def _script(groups: Mapping[str, Flags], view: UniformPlan) -> str:
     wanted = ': "${MEGATRON:?set MEGATRON to a checkout of Megatron-LM}"'
     lines = ["#!/bin/bash", "set -euo pipefail", wanted, connections, ""]
     for name, flags in groups.items():
-        lines += [f"{name}=(", *(f"    {flag}" for flag in flags), ")"]
+        lines += [f"{name}=(", *(f"    {_quoted(flag)}" for flag in flags), ")"]
     arrays = " ".join(f'"${{{name}[@]}}"' for name in groups)
     lines += [
         "",
-        'torchrun --nproc-per-node "${NPROC_PER_NODE:-gpu}" --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \\',
-        '    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \\',
+        *_launch(request),
         f'    "$MEGATRON/pretrain_gpt.py" {arrays} "$@"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(flag: str) -> str:
+    """An option and its value as words of a shell: no value of a config is ever more than a value."""
+    option, space, value = flag.partition(" ")
+    return option + (f" {shlex.quote(value)}" if space else "")
 
 
 def _parallel_flags(view: UniformPlan) -> Flags:
@@ -95,7 +139,7 @@ def _parallel_flags(view: UniformPlan) -> Flags:
         *(["--sequence-parallel"] if view.sp else []),
     ]
     if view.pipeline.num_stages > 1:
-        flags.append(f"--pipeline-model-parallel-layout {layout(view.parts)!r}")
+        flags.append(f"--pipeline-model-parallel-layout {layout(view.parts)}")
     if view.fsdp > 1:
         shards = "optim_grads_params" if view.zero == 3 else "optim_grads"
         flags += [
@@ -117,7 +161,8 @@ def _parallel_flags(view: UniformPlan) -> Flags:
             "--moe-token-dispatcher-type alltoall",
         ]
     if view.data_degree * view.cp > 1:
-        flags.append("--overlap-grad-reduce")
+        sharded = ["--use-distributed-optimizer", "--overlap-param-gather"] if view.fsdp == 1 else []
+        flags += [*sharded, "--overlap-grad-reduce"]
     return flags
 
 
@@ -173,6 +218,10 @@ def _model_flags(chain: ModelChain, view: UniformPlan) -> Flags:
         f"--max-position-embeddings {max(chain.max_seq_len, view.seq_len)}",
         "--position-embedding-type rope",
         f"--rotary-base {_rotary(config, 'rope_theta', 10000):.0f}",
+        *(
+            f"--{name.replace('_', '-')} {float(config.get(name) or 0):g}"
+            for name in ("attention_dropout", "hidden_dropout")
+        ),
     ]
     if kv_heads != heads:
         flags += ["--group-query-attention", f"--num-query-groups {kv_heads}"]
@@ -209,7 +258,7 @@ def _mixtral(config: Mapping[str, Any]) -> Flags:
 def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     sparse = [int(block not in dense and (block + 1) % step == 0) for block in range(config["num_hidden_layers"])]
-    where = [] if all(sparse) else [f"--moe-layer-freq {str(sparse)!r}"]
+    where = [] if all(sparse) else [f"--moe-layer-freq {sparse}"]
     return [*_qwen3(config), *_experts(config["num_experts"], config["moe_intermediate_size"], config), *where]
 
 
@@ -246,4 +295,12 @@ TARGET = Target(
     summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
     capabilities=MEANS,
     write=_write,
+    execution=MEGATRON_CORE,
+)
+FSDP_TARGET = replace(
+    TARGET,
+    name="megatron-fsdp",
+    summary="the same on Megatron-FSDP: parameters, gradients and optimizer sharded",
+    capabilities=FSDP_MEANS,
+    execution=MEGATRON_FSDP,
 )

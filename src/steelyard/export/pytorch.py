@@ -57,7 +57,7 @@ def _write(request: Request) -> Draft:
             "steelyard's own runtime",
         ),
         usage=(
-            f"torchrun --nproc-per-node DEVICES {stem}.py --data PATH --steps 100, {plan.num_devices} processes in all",
+            f"on every host: {request.torchrun} {stem}.py --data PATH --steps 100, {plan.num_devices} processes in all",
             "the script reads the .json file of its own name beside it, or the one that --plan names",
         ),
     )

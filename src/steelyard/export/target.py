@@ -5,9 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from steelyard.cost.execution import OURS, Execution
 from steelyard.hardware import Cluster
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan
+
+RENDEZVOUS_PORT = 29500
+"""Where the processes of several hosts meet, on the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +23,25 @@ class Request:
     """The plan in a line, with what the restriction costs."""
     unsupported: tuple[str, ...]
     """What of the plan that was wanted the target cannot express."""
+    kept: tuple[str, ...] = ()
+    """What the user asked for before the search and gets."""
+    given_up: tuple[str, ...] = ()
+    """What the user asked for and does not get, each with the reason."""
     cluster: Cluster | None = None
     """Absent where the name in the plan is not known here."""
     image: str | None = None
     """Container image for targets that start containers."""
+
+    @property
+    def torchrun(self) -> str:
+        """How the processes of each host are started, in words of a shell; names in capitals are to be filled in."""
+        if self.cluster is not None and self.cluster.num_nodes == 1:
+            return f"torchrun --standalone --nproc-per-node {self.cluster.devices_per_node}"
+        nodes, devices = (
+            (self.cluster.num_nodes, self.cluster.devices_per_node) if self.cluster else ("HOSTS", "DEVICES")
+        )
+        meeting = f"--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:{RENDEZVOUS_PORT}"
+        return f"torchrun --nnodes {nodes} --nproc-per-node {devices} {meeting}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +79,22 @@ class Target:
     summary: str
     capabilities: Capabilities
     write: Callable[[Request], Draft]
+    execution: Execution = OURS
+    """How it carries a plan out: what an export is priced by."""
 
 
 def export_plan(target: Target, request: Request) -> Export:
     """The files of a target for a plan within its means; raises `UserError` where the target lacks something else."""
     draft = target.write(request)
+    carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     left_out = (*request.unsupported, *draft.left_out)
-    lines = statement(target, request, draft.carried, left_out, draft.usage)
+    lines = statement(target, request, carried, left_out, draft.usage)
     return Export(
         files=(
             *((draft.script,) if draft.script else ()),
             *((name, _opened(name, content, lines)) for name, content in draft.files),
         ),
-        carried=draft.carried,
+        carried=carried,
         left_out=left_out,
         is_one=draft.script is not None,
     )
@@ -88,6 +110,8 @@ def statement(
     plan = request.plan
     lines = (
         f"For {target.software}, written by steelyard export.",
+        *(("Asked for and given up:",) if request.given_up else ()),
+        *(f"  {line}" for line in request.given_up),
         f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
         f"{plan.precision}, {plan.num_devices} devices.",
         request.headline,
@@ -101,12 +125,17 @@ def statement(
     return tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
 
 
+_ENCODING = "# -*- coding: utf-8 -*-\n"
+
+
 def _opened(name: str, content: str, lines: Sequence[str]) -> str:
     """The content behind the statement as a comment: behind a first line that starts a script, as a key in JSON."""
     if name.endswith(".json"):
         opened: dict[str, Any] = {"_comment": list(lines), **json.loads(content)}
         return json.dumps(opened, indent=2, ensure_ascii=False) + "\n"
     comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    if name.endswith(".py"):
+        comment = _ENCODING + comment  # or a name in the first two lines could choose another one
     if content.startswith("#!"):
         first, rest = content.split("\n", 1)
         return f"{first}\n{comment}\n{rest}"

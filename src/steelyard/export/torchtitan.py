@@ -1,11 +1,20 @@
-"""A plan for torchtitan: a configuration function for 0.3, and the TOML of 0.2 for those who stay with it.
+"""A plan for torchtitan: configuration functions for 0.3 and for main, and the TOML of 0.2 for those who stay with it.
 
 Names are those of ``torchtitan/config/configs.py``, ``distributed/activation_checkpoint.py`` and ``trainer.py`` of
-0.3.0, and of ``config/job_config.py`` of 0.2.2. Between the two the TOML files gave way to Python functions
-(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Both always shard
-states over the ranks of cp as well, together with those of fsdp.
+0.3.0, the newest release; of ``config/parallelism.py`` (commit 15e2431) and ``config/training.py`` (f204eb6) on main;
+and of ``config/job_config.py`` of 0.2.2. From 0.2 to 0.3 the TOML files gave way to
+Python functions (pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Main
+counts tokens where 0.3 counts samples, gives a pipeline the number of its microbatches instead of their size, and has
+another name for the cuts. All of them shard states over the ranks of cp as well, together with those of fsdp.
 """
 
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.cost.execution import TORCHTITAN
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
@@ -51,23 +60,30 @@ def _write(request: Request) -> Draft:
         "first weights, data and optimizer: those of torchtitan's own configuration",
     ]
     if view.remat is Remat.SELECTIVE:
-        left_out.append("selective remat to the letter: torchtitan also recomputes every second matrix product")
+        left_out.append(
+            "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the "
+            "price counts; main keeps the regions that its models declare, which it does not"
+        )
     if view.fsdp > 1:
         left_out.append("communication hidden otherwise: torchtitan prefetches by FSDP's own order")
     if view.cp > 1:
         left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
     if view.tp > 1 and not view.sp:
         left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
-    files = [(f"{_function(request)}.py", _configuration(view, folder, flavor, _function(request)))]
-    files.append((f"{_function(request)}.toml", _toml(view, folder, flavor)))
+    name, start, size = _function(request), request.torchrun, re.sub(r"[.-]", "_", flavor.lower())
     return Draft(
-        files=tuple(files),
+        files=(
+            (f"{name}.py", _configuration(view, RELEASE, folder, size, name)),
+            (f"{name}_main.py", _configuration(view, MAIN, folder, size, f"{name}_main")),
+            (f"{name}.toml", _toml(view, folder, flavor)),
+        ),
         carried=view.carried,
         left_out=tuple(left_out),
         usage=(
-            "torchtitan 0.3: put the .py file on PYTHONPATH, then torchrun --nproc-per-node DEVICES "
-            f"-m torchtitan.train --module {_function(request)} --config {_function(request)}",
-            "torchtitan 0.2: torchrun --nproc-per-node DEVICES -m torchtitan.train --job.config_file FILE.toml",
+            f"torchtitan 0.3: put {name}.py on PYTHONPATH, then on every host {start} "
+            f"-m torchtitan.train --module {name} --config {name}",
+            f"torchtitan on main: the same with {name}_main",
+            f"torchtitan 0.2: on every host {start} -m torchtitan.train --job.config_file {name}.toml",
         ),
     )
 
@@ -88,8 +104,7 @@ def _model(chain: ModelChain) -> tuple[str, str]:
 
 
 def _function(request: Request) -> str:
-    name = "".join(letter if letter.isalnum() else "_" for letter in request.plan.model.name.lower())
-    return f"steelyard_{name}"
+    return "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
 
 
 def _local_batch(view: UniformPlan) -> int:
@@ -103,12 +118,71 @@ def _fqns(part: PipelinePart, output: str) -> list[str]:
     return names + ["norm", output] * part.has_head
 
 
-def _configuration(view: UniformPlan, folder: str, flavor: str, function: str) -> str:
-    size = flavor.lower().replace(".", "_").replace("-", "_")
-    remat = {Remat.NONE: "None", Remat.SELECTIVE: "SelectiveAC.Config()", Remat.FULL: "FullAC.Config()"}[view.remat]
-    wrapper = {Remat.NONE: "", Remat.SELECTIVE: "SelectiveAC", Remat.FULL: "FullAC"}[view.remat]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    """A version that is configured by a function: where its classes are, and what it calls the sizes of a batch."""
+
+    parallelism: str
+    """The module of ``ParallelismConfig``."""
+    cuts: str
+    """The key of the modules of each part of a pipeline."""
+    counts_tokens: bool
+    """Whether sizes of batches are tokens, and a pipeline has a number of microbatches."""
+
+
+RELEASE = _Version(parallelism="torchtitan.config", cuts="module_fqns_per_model_part", counts_tokens=False)
+MAIN = _Version(
+    parallelism="torchtitan.config.parallelism",
+    cuts="pipeline_parallel_module_fqns_per_model_part",
+    counts_tokens=True,
+)
+
+
+def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
+    has_stages = view.pipeline.num_stages > 1
+    sizes: dict[str, Any] = {
+        "local_batch_size": _local_batch(view),
+        "global_batch_size": view.global_batch,
+        "seq_len": view.seq_len,
+    }
+    if version.counts_tokens:
+        sizes = {
+            "num_tokens_per_microbatch_per_dp_rank": view.microbatch_per_rank * view.seq_len,
+            "num_tokens_per_train_step": view.global_batch * view.seq_len,
+            "max_context_length": view.seq_len,
+        }
+    return sizes | {"mixed_precision_param": _dtype(view)} | ({"disable_cuda_graphs": True} if has_stages else {})
+
+
+def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "data_parallel_replicate_degree": view.dp,
+        "data_parallel_shard_degree": view.fsdp,
+        "tensor_parallel_degree": view.tp,
+        "pipeline_parallel_degree": view.pipeline.num_stages,
+    }
+    if view.fsdp > 1:
+        found["fsdp_reshard_after_forward"] = "always" if view.zero == 3 else "never"
+    if view.cp > 1:
+        found["context_parallel_degree"] = view.cp
+    if view.tp > 1:
+        found["enable_sequence_parallel"] = view.sp
+    if view.has_experts:
+        found["expert_parallel_degree"] = view.ranks_of_experts
+    if view.pipeline.num_stages > 1:
+        found["pipeline_parallel_schedule"] = view.pipeline.schedule.torchtitan_name
+        if version.counts_tokens:
+            found["num_pp_microbatches"] = view.pipeline.num_microbatches
+        else:
+            found["pipeline_parallel_microbatch_size"] = view.microbatch_per_rank
+        found[version.cuts] = [_fqns(part, "lm_head") for part in view.parts]
+    return found
+
+
+def _configuration(view: UniformPlan, version: _Version, folder: str, size: str, function: str) -> str:
+    wrapper = {Remat.NONE: None, Remat.SELECTIVE: "SelectiveAC", Remat.FULL: "FullAC"}[view.remat]
     lines = [
-        "from torchtitan.config import ParallelismConfig",
+        f"from {version.parallelism} import ParallelismConfig",
         *([f"from torchtitan.distributed.activation_checkpoint import {wrapper}"] if wrapper else []),
         f"from torchtitan.models.{folder}.config_registry import {folder}_{size}",
         "from torchtitan.trainer import Trainer",
@@ -116,89 +190,49 @@ def _configuration(view: UniformPlan, folder: str, flavor: str, function: str) -
         "",
         f"def {function}() -> Trainer.Config:",
         f"    config = {folder}_{size}()",
-        f"    config.training.local_batch_size = {_local_batch(view)}",
-        f"    config.training.global_batch_size = {view.global_batch}",
-        f"    config.training.seq_len = {view.seq_len}",
-        f'    config.training.mixed_precision_param = "{_dtype(view)}"',
-        *(["    config.training.disable_cuda_graphs = True"] if view.pipeline.num_stages > 1 else []),
-        f"    config.activation_checkpoint = {remat}",
+        *(f"    config.training.{key} = {value!r}" for key, value in _training(view, version).items()),
+        f"    config.activation_checkpoint = {f'{wrapper}.Config()' if wrapper else None}",
         "    config.parallelism = ParallelismConfig(",
-        f"        data_parallel_replicate_degree={view.dp},",
-        f"        data_parallel_shard_degree={view.fsdp},",
-        *([f'        fsdp_reshard_after_forward="{_reshard(view)}",'] if view.fsdp > 1 else []),
-        *([f"        context_parallel_degree={view.cp},"] if view.cp > 1 else []),
-        f"        tensor_parallel_degree={view.tp},",
-        *([f"        enable_sequence_parallel={view.sp},"] if view.tp > 1 else []),
-        *([f"        expert_parallel_degree={view.ranks_of_experts},"] if view.has_experts else []),
-        *_pipeline_lines(view),
+        *(f"        {key}={value!r}," for key, value in _parallelism(view, version).items()),
         "    )",
         "    return config",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _pipeline_lines(view: UniformPlan) -> list[str]:
-    if view.pipeline.num_stages == 1:
-        return ["        pipeline_parallel_degree=1,"]
-    parts = "".join(f"            {_fqns(part, 'lm_head')!r},\n".replace("'", '"') for part in view.parts)
-    return [
-        f"        pipeline_parallel_degree={view.pipeline.num_stages},",
-        f'        pipeline_parallel_schedule="{view.pipeline.schedule.torchtitan_name}",',
-        f"        pipeline_parallel_microbatch_size={view.microbatch_per_rank},",
-        f"        module_fqns_per_model_part=[\n{parts}        ],",
-    ]
-
-
 def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
-    lines = [
-        "[model]",
-        f'name = "{folder}"',
-        f'flavor = "{flavor}"',
-        "",
-        "[training]",
-        f"local_batch_size = {_local_batch(view)}",
-        f"global_batch_size = {view.global_batch}",
-        f"seq_len = {view.seq_len}",
-        f'mixed_precision_param = "{_dtype(view)}"',
-        "",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {view.dp}",
-        f"data_parallel_shard_degree = {view.fsdp}",
-        *([f'fsdp_reshard_after_forward = "{_reshard(view)}"'] if view.fsdp > 1 else []),
-        *(_context_lines(view) if view.cp > 1 else []),
-        f"tensor_parallel_degree = {view.tp}",
-        *([f"expert_parallel_degree = {view.ranks_of_experts}"] if view.has_experts else []),
-        f"pipeline_parallel_degree = {view.pipeline.num_stages}",
+    parallelism = _parallelism(view, RELEASE)
+    parallelism.pop("enable_sequence_parallel", None)
+    if view.cp > 1:
+        parallelism["context_parallel_rotate_method"] = "allgather"
+    if RELEASE.cuts in parallelism:
+        parallelism[RELEASE.cuts] = [_fqns(part, "output") for part in view.parts]
+    training = _training(view, RELEASE)
+    training.pop("disable_cuda_graphs", None)
+    checkpoint = {"mode": str(view.remat)} | ({"selective_ac_option": "op"} if view.remat is Remat.SELECTIVE else {})
+    sections: Mapping[str, Mapping[str, Any]] = {
+        "model": {"name": folder, "flavor": flavor},
+        "training": training,
+        "parallelism": parallelism,
+        "activation_checkpoint": checkpoint,
+    }
+    # numbers, texts and lists of texts are written alike in JSON and TOML
+    written = [
+        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items())])
+        for name, entries in sections.items()
     ]
-    if view.pipeline.num_stages > 1:
-        parts = ", ".join(str(_fqns(part, "output")).replace("'", '"') for part in view.parts)
-        lines += [
-            f'pipeline_parallel_schedule = "{view.pipeline.schedule.torchtitan_name}"',
-            f"pipeline_parallel_microbatch_size = {view.microbatch_per_rank}",
-            f"module_fqns_per_model_part = [{parts}]",
-        ]
-    lines += ["", "[activation_checkpoint]", f'mode = "{view.remat}"']
-    if view.remat is Remat.SELECTIVE:
-        lines.append('selective_ac_option = "op"')
-    return "\n".join(lines) + "\n"
-
-
-def _context_lines(view: UniformPlan) -> list[str]:
-    return [f"context_parallel_degree = {view.cp}", 'context_parallel_rotate_method = "allgather"']
+    return "\n\n".join(written) + "\n"
 
 
 def _dtype(view: UniformPlan) -> str:
     return "bfloat16" if view.precision == "bf16" else "float32"
 
 
-def _reshard(view: UniformPlan) -> str:
-    return "always" if view.zero == 3 else "never"
-
-
 TARGET = Target(
     name="torchtitan",
-    software="torchtitan 0.3.0 (.py) and 0.2.2 (.toml)",
-    summary="a configuration function and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
+    software="torchtitan 0.3.0 (.py), main (_main.py) and 0.2.2 (.toml)",
+    summary="configuration functions and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
     capabilities=MEANS,
     write=_write,
+    execution=TORCHTITAN,
 )

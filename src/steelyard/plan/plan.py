@@ -13,6 +13,7 @@ from steelyard.hardware import Backend
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.model.split import ModelSplit
+from steelyard.plan.asked import Asked
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds import variants
@@ -198,6 +199,8 @@ class Plan(PlanPart):
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     """The parts of the pipeline in the order of the layers: one for each stage; under a schedule with v chunks a stage
     v times as many, the ranks of all stages repeating in order."""
+    asked: Asked | None = None
+    """Absent where the user left everything to the search, or wrote the plan by hand."""
     prediction: Prediction | None = None
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""

@@ -8,6 +8,7 @@
 | `plan_from_search` | outcome of a search → plan without prediction                                    |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
 | `impossible`       | job and a pin → what of it no strategy could have                                |
+| `demands`          | options of a search ↔ what a user asked for, as it stands in a plan              |
 | `why_not`          | job and a pin → what it costs, or what forbids it                                |
 | `price`            | plan without prediction → plan with it                                           |
 | `calibration`      | job and a measured run → the job with all times scaled                           |
@@ -26,6 +27,7 @@
 from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
 from steelyard.planning.calibration import calibrate
 from steelyard.planning.choose import NothingFitsError, PlanningResult, find_plan, plan_job
+from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks
@@ -53,6 +55,7 @@ __all__ = [
     "PlanningResult",
     "Space",
     "calibrate",
+    "demands_of",
     "device_counts",
     "explain_plan",
     "find_plan",

@@ -14,6 +14,7 @@ from steelyard.hardware import Cluster
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
 from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.planning.demands import asked_in
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
@@ -111,7 +112,7 @@ def plan_job(
     costs = [predict(plan, job) for plan in candidates]
     best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
     prediction = _prediction(job, found.search, candidates, costs, best)
-    plan = candidates[best].model_copy(update={"prediction": prediction})
+    plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
     return PlanningResult(job=job, search=found.search, plan=plan, cost=costs[best], miss=None, miss_text="")
 
 

@@ -1,25 +1,36 @@
-"""The best plan that a framework of limited means can express, searched on the same costs as any other plan.
+"""The best plan that a framework of limited means can express, searched on the costs of running it there.
 
-Every setting of the pipeline is searched with every strategy that all layers may share (`Capabilities`), cuts free.
-Where a framework recomputes the first n blocks of every stage, the best plans with remat free per block are found
-first; each is then given the least n with which it fits. That last step keeps their cuts, so it is exact for one stage
-and a good answer, not a proven one, for more.
+Every setting of the pipeline is searched with every strategy that all layers may share (`Capabilities`), cuts free,
+within what the user asked of the plan. Costs are those of the framework's own way of working (`Execution`), so a plan
+that it could run as it is is searched again where that way is another one. Where a framework recomputes the first n
+blocks of every stage, the best plans with remat free per block are found first; each is then given the least n with
+which it fits. That last step keeps their cuts, so it is exact for one stage and a good answer, not a proven one, for
+more.
+
+What the user asked for is given up last, one demand if that is enough, and named with the reason: the framework has
+nothing of the kind, or nothing fits with it.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from steelyard.cost.build import build_tables
+from steelyard.cost.execution import OURS, Execution
+from steelyard.cost.framework_kernels import job_under
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
-from steelyard.model.chain import LayerRole
+from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
 from steelyard.plan.kinds import variants
 from steelyard.plan.plan import LayerRun, Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.acceptance import Accepted, accept
+from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import NothingFitsError, device_bytes
+from steelyard.planning.demands import Demand, demands_of, narrowed
+from steelyard.planning.pins import Pin
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
 from steelyard.units import format_bytes
@@ -33,10 +44,17 @@ class FittedPlan:
     """A plan that a framework can run, beside the plan that was wanted."""
 
     plan: Plan
+    """Priced as the framework runs it."""
     reasons: tuple[str, ...]
-    """What of the wanted plan the framework cannot express; empty where ``plan`` is the wanted one."""
+    """What of the wanted plan the framework cannot express; empty where it can express all of it."""
     wanted_step_s: float | None
-    """Predicted for the wanted plan, with the same costs; None where nothing was priced."""
+    """Predicted for the wanted plan in this project's runtime; None where nothing was priced."""
+    kept: tuple[str, ...] = ()
+    """What the user asked for and gets."""
+    given_up: tuple[str, ...] = ()
+    """What the user asked for and does not get, each with the reason."""
+    is_wanted: bool = False
+    """Whether ``plan`` is the wanted plan."""
 
     @property
     def slowdown(self) -> float | None:
@@ -46,110 +64,191 @@ class FittedPlan:
         return self.plan.prediction.step_time_s / self.wanted_step_s - 1
 
 
-def plan_for_framework(plan: Plan, job: Job, capabilities: Capabilities, *, framework: str) -> FittedPlan:
-    """The fastest plan for the job within the means of a framework that fits; the plan itself where it is within them.
+def plan_for_framework(
+    plan: Plan, job: Job, capabilities: Capabilities, *, framework: str, execution: Execution = OURS
+) -> FittedPlan:
+    """The fastest plan for the job within the means of a framework that fits, as that framework runs it.
 
-    Raises `NothingFitsError` naming the nearest miss where no plan of that form is legal or fits.
+    The plan itself where nothing better is within them: one written by hand always. Raises `NothingFitsError` naming
+    the nearest miss where no plan of that form is legal or fits.
     """
-    wanted = with_price(plan, job)
-    wanted_step_s = _step_s(wanted)
+    wanted_step_s, theirs = _step_s(with_price(plan, job)), job_under(job, execution)
     reasons = unsupported(plan, capabilities)
-    if not reasons:
-        return FittedPlan(plan=wanted, reasons=(), wanted_step_s=wanted_step_s)
-    candidates = _best_plans(job, list(uniform_tables_of(job, capabilities)), framework)
-    if capabilities.remats_first_blocks:
-        relaxed = list(_free_remat_tables(job, capabilities))
-        for accepted in _ranked(job, relaxed):
-            fitting = with_first_blocks_recomputed(accepted.plan, job)
-            candidates += [fitting] if fitting is not None else []
-    priced = [with_price(candidate, job) for candidate in candidates]
-    return FittedPlan(plan=min(priced, key=_step_s), reasons=reasons, wanted_step_s=wanted_step_s)
+    means = _Means(job=theirs, capabilities=capabilities, framework=framework)
+    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+    itself = None if reasons else with_price(plan, theirs)
+    is_settled = itself is not None and (execution == OURS or plan.prediction is None)
+    if itself is not None and is_settled:
+        kept, given_up, priced = demands, (), [itself]
+    else:
+        kept, given_up, priced = _best_under(means, demands)
+        if itself is not None and peak_bytes(itself) <= job.budget_bytes:
+            priced.append(itself)
+    best = min(priced, key=_step_s)
+    return FittedPlan(
+        plan=best.model_copy(update={"asked": plan.asked}),
+        reasons=reasons,
+        wanted_step_s=wanted_step_s,
+        kept=tuple(demand.text for demand in kept),
+        given_up=given_up,
+        is_wanted=best is itself,
+    )
 
 
-def uniform_tables_of(job: Job, capabilities: Capabilities) -> Iterator[CostTables]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Means:
+    """A framework, and the job as it runs it."""
+
+    job: Job
+    capabilities: Capabilities
+    framework: str
+
+
+Kept = tuple[tuple[Demand, ...], tuple[str, ...], list[Plan]]
+"""The demands that are kept, what was given up with the reasons, and the best plans, priced."""
+
+
+def _best_under(means: _Means, demands: tuple[Demand, ...]) -> Kept:
+    """The best plans under as many demands as can be kept; raises `NothingFitsError` where there is none at all."""
+    try:
+        return demands, (), _best_plans(means, demands)
+    except NothingFitsError as error:
+        if not demands:
+            raise
+        miss = error.expected
+    possible = tuple(demand for demand in demands if _is_expressible(means, demand))
+    if possible != demands:
+        why = f"nothing that {means.framework} can run of this model, batch and number of devices has it"
+        refused = tuple(f"{demand.text}: {why}" for demand in demands if demand not in possible)
+        kept, given_up, plans = _best_under(means, possible)
+        return kept, refused + given_up, plans
+    found: list[Kept] = []
+    for demand in demands:
+        rest = tuple(each for each in demands if each is not demand)
+        try:
+            plans = _best_plans(means, rest)
+        except NothingFitsError:
+            continue
+        found.append((rest, (f"{demand.text}: with all that was asked there is no {miss}",), plans))
+    if found:
+        return min(found, key=lambda each: min(_step_s(plan) for plan in each[2]))
+    given_up = tuple(f"{demand.text}: with what was asked there is no {miss}" for demand in demands)
+    return (), given_up, _best_plans(means, ())
+
+
+def _is_expressible(means: _Means, demand: Demand) -> bool:
+    """Whether the framework can run anything, whatever it takes, that has what is asked for."""
+    tables = uniform_tables_of(means.job, means.capabilities, (demand,))
+    free = _free_remat_tables(means.job, means.capabilities, (demand,))
+    return any(True for _ in tables) or any(True for _ in free)
+
+
+def _best_plans(means: _Means, demands: Sequence[Demand]) -> list[Plan]:
+    """The best plans under all these demands, priced; raises `NothingFitsError` where there is none."""
+    job, pins = means.job, _options(means.capabilities, demands).pins
+    tables = list(uniform_tables_of(job, means.capabilities, demands))
+    found = accept(job, tables, num_alternatives=NUM_RESCORED - 1) if tables else None
+    candidates = [accepted.plan for accepted in found.ranked[:NUM_RESCORED]] if found else []
+    free = list(_free_remat_tables(job, means.capabilities, demands))
+    for accepted in accept(job, free, num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED] if free else ():
+        fitting = with_first_blocks_recomputed(accepted.plan, job, pins)
+        candidates += [fitting] if fitting is not None else []
+    if not candidates:
+        raise _nothing(means, found)
+    return [with_price(candidate, job) for candidate in candidates]
+
+
+def uniform_tables_of(job: Job, capabilities: Capabilities, demands: Sequence[Demand] = ()) -> Iterator[CostTables]:
     """The cost tables of every setting and every strategy that all layers share, one remat choice for all blocks."""
-    for full in _setting_tables(job, capabilities):
-        for by_remat in _by_base(full.strategies).values():
-            for remat, index in by_remat.items():
-                kept = [by_remat[Remat.NONE]] if remat is Remat.NONE else [by_remat[Remat.NONE], index]
-                narrowed = _narrowed(full, kept, job, blocks_at=len(kept) - 1)
-                if narrowed is not None:
-                    yield narrowed
+    options = _options(capabilities, demands)
+    for full in _setting_tables(job, capabilities, options):
+        for base, remats in _by_base(full.strategies).items():
+            for remat in (each for each in remats if each in options.remats):
+                yield from _narrowed(full, base, (remat,), job, options.pins)
 
 
-def _free_remat_tables(job: Job, capabilities: Capabilities) -> Iterator[CostTables]:
-    """As above, with full remat free for every block."""
-    for full in _setting_tables(job, capabilities):
-        for by_remat in _by_base(full.strategies).values():
-            if Remat.FULL in by_remat:
-                narrowed = _narrowed(full, [by_remat[Remat.NONE], by_remat[Remat.FULL]], job, blocks_at=None)
-                if narrowed is not None:
-                    yield narrowed
+def _free_remat_tables(job: Job, capabilities: Capabilities, demands: Sequence[Demand]) -> Iterator[CostTables]:
+    """As above, with full remat free for every block; pins of remat are for the plan that comes of it.
+
+    None for a framework that has one remat choice for all blocks.
+    """
+    if not capabilities.remats_first_blocks:
+        return
+    options = _options(capabilities, demands)
+    pins = tuple(pin.without("remat") for pin in options.pins)
+    for full in _setting_tables(job, capabilities, options):
+        for base, remats in _by_base(full.strategies).items():
+            if {Remat.NONE, Remat.FULL} <= {*remats} & {*options.remats}:
+                yield from _narrowed(full, base, (Remat.NONE, Remat.FULL), job, pins)
 
 
-def _setting_tables(job: Job, capabilities: Capabilities) -> Iterator[CostTables]:
-    """The cost tables of every setting within the capabilities, with every strategy within them."""
+def _options(capabilities: Capabilities, demands: Sequence[Demand]) -> PlanOptions:
+    """What the framework can do of what is asked for."""
     options = PlanOptions(
-        num_stages=1 if capabilities.pipeline == "none" else None,
         remats=tuple(remat for remat in Remat if remat in capabilities.remats),
         variants={
             key: tuple(each for each in v.texts if capabilities.offers(key, each)) for key, (_, v) in variants().items()
         },
     )
+    return narrowed(options, demands)
+
+
+def _setting_tables(job: Job, capabilities: Capabilities, options: PlanOptions) -> Iterator[CostTables]:
+    """The cost tables of every setting within the capabilities, with every strategy within them."""
+    choices = replace(options, remats=(Remat.NONE, *(each for each in options.remats if each is not Remat.NONE)))
     for setting in pipeline_settings(job, options):
         if setting.pipeline.num_stages == 1 or setting.pipeline.schedule.name in capabilities.schedules:
-            offered = stage_strategies(job, setting.devices_per_stage, options)
+            offered = stage_strategies(job, setting.devices_per_stage, choices)
             kept = tuple(strategy for strategy in offered if capabilities.refusal(strategy) is None)
             if kept:
                 yield build_tables(setting, kept)
 
 
-def _by_base(strategies: Sequence[Strategy]) -> dict[Strategy, dict[Remat, int]]:
-    """For every strategy without remat, where it and its variants with remat are."""
-    found: dict[Strategy, dict[Remat, int]] = {}
-    for index, strategy in enumerate(strategies):
-        found.setdefault(strategy.without_remat(), {})[strategy.remat] = index
+def _by_base(strategies: Sequence[Strategy]) -> dict[Strategy, list[Remat]]:
+    """For every strategy without remat, the remat choices that it comes with."""
+    found: dict[Strategy, list[Remat]] = {}
+    for strategy in strategies:
+        found.setdefault(strategy.without_remat(), []).append(strategy.remat)
     return found
 
 
-def _narrowed(full: CostTables, kept: list[int], job: Job, *, blocks_at: int | None) -> CostTables | None:
-    """The tables with these strategies alone, the first for the ends, the one at ``blocks_at`` (or any) for blocks.
+def _narrowed(
+    full: CostTables, base: Strategy, remats: tuple[Remat, ...], job: Job, pins: Sequence[Pin]
+) -> Iterator[CostTables]:
+    """The tables with one strategy for all layers and these remat choices for blocks, none for the ends.
 
-    None where a layer has no legal strategy left.
+    Layers without experts take it with whole ones. Nothing where a layer has no legal strategy left that its pins meet.
     """
+    whole, places = base.with_whole_experts(), {strategy: index for index, strategy in enumerate(full.strategies)}
+    allowed = {
+        (is_block, has_experts): {
+            places.get(replace(base if has_experts else whole, remat=remat))
+            for remat in (remats if is_block else (Remat.NONE,))
+        }
+        for is_block in (False, True)
+        for has_experts in (False, True)
+    }
+    kept = sorted({place for each in allowed.values() for place in each if place is not None})
     chosen = full.select(strategies=kept)
-    legal = chosen.legal.copy()
+    legal = np.zeros_like(chosen.legal)
     for row, kind in enumerate(job.chain.kinds):
-        if kind.role is not LayerRole.BLOCK:
-            legal[row, 1:] = False
-        elif blocks_at is not None:
-            legal[row, [index for index in range(len(kept)) if index != blocks_at]] = False
-    if not all(legal[row].any() for row in set(full.layers)):
-        return None
-    return replace(chosen, legal=legal)
+        mine = allowed[kind.role is LayerRole.BLOCK, kind.num_experts > 0]
+        asked = [
+            pin for pin in pins if any(pin.covers(layer) for layer, each in enumerate(job.chain.layers) if each == row)
+        ]
+        for column, place in enumerate(kept):
+            is_met = place in mine and all(_meets(full.strategies[place], kind, pin) for pin in asked)
+            legal[row, column] = is_met and chosen.legal[row, column]
+    if all(legal[row].any() for row in set(full.layers)):
+        yield replace(chosen, legal=legal)
 
 
-def _ranked(job: Job, tables: list[CostTables]) -> tuple[Accepted, ...]:
-    if not tables:
-        return ()
-    return accept(job, tables, num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED]
-
-
-def _best_plans(job: Job, tables: list[CostTables], framework: str) -> list[Plan]:
-    """The best plans of one strategy; raises `NothingFitsError` where there is none."""
-    if not tables:
-        raise _nothing(framework, "that is legal for every layer and this batch", "change the batch or the devices")
-    found = accept(job, tables, num_alternatives=NUM_RESCORED - 1)
-    if not found.ranked:
-        miss = found.search.nearest_miss
-        missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else 0
-        raise _nothing(
-            framework,
-            f"that fits into {format_bytes(job.budget_bytes)} per device: the nearest one misses "
-            f"{format_bytes(missing)} ({missing} bytes)",
-            "export for a target that mixes strategies (pytorch, torchrun), or plan with less memory per device",
-        )
-    return [accepted.plan for accepted in found.ranked[:NUM_RESCORED]]
+def _meets(strategy: Strategy, kind: LayerKind, pin: Pin) -> bool:
+    """Whether a layer's strategy has what a pin asks for: of all layers, what layers of its kind can have."""
+    if pin.first is None:
+        pin = pin if kind.num_experts else pin.of_levels()
+        pin = pin if kind.role is LayerRole.BLOCK else pin.without("remat")
+    return pin.allows(strategy)
 
 
 def _step_s(plan: Plan) -> float:
@@ -157,17 +256,30 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _nothing(framework: str, expected: str, hint: str) -> NothingFitsError:
+def _nothing(means: _Means, found: Acceptance | None) -> NothingFitsError:
+    """That no plan is legal, or by how much the nearest one misses."""
+    expected, hint = "that is legal for every layer and this batch", "change the batch or the devices"
+    miss = found.search.nearest_miss if found else None
+    if miss is not None:
+        missing = device_bytes(means.job, miss.needed_bytes) - means.job.budget_bytes
+        expected = (
+            f"that fits into {format_bytes(means.job.budget_bytes)} per device: the nearest one misses "
+            f"{format_bytes(missing)} ({missing} bytes)"
+        )
+        hint = "export for a target that mixes strategies (pytorch, torchrun), or plan with less memory per device"
     return NothingFitsError(
         field="--to",
-        found=f"{framework}, which runs one strategy for all layers",
+        found=f"{means.framework}, which runs one strategy for all layers",
         expected=f"a plan of one strategy {expected}",
         hint=hint,
     )
 
 
-def with_first_blocks_recomputed(plan: Plan, job: Job) -> Plan | None:
-    """The plan with the first n blocks of every stage recomputed, n the least with which it fits; None where none."""
+def with_first_blocks_recomputed(plan: Plan, job: Job, pins: Sequence[Pin] = ()) -> Plan | None:
+    """The plan with the first n blocks of every stage recomputed, n the least with which it fits; None where none.
+
+    The least that the pins of its layers leave.
+    """
     blocks = set(block_layers(plan.chain()))
     most = max(sum(layer in blocks for layer in part.layers) for part in plan.stages)
 
@@ -177,7 +289,16 @@ def with_first_blocks_recomputed(plan: Plan, job: Job) -> Plan | None:
     if not fits(most):
         return None
     least = bisect_left(range(most), True, key=fits)
-    return _first_blocks(plan, least, blocks)
+    fitting = (_first_blocks(plan, count, blocks) for count in range(least, most + 1))
+    return next((each for each in fitting if _has_pins(each, pins)), None)
+
+
+def _has_pins(plan: Plan, pins: Sequence[Pin]) -> bool:
+    chain = plan.chain()
+    layers = list(enumerate(plan.strategies))
+    return all(
+        _meets(strategy, chain.kind_of(layer), pin) for pin in pins for layer, strategy in layers if pin.covers(layer)
+    )
 
 
 def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:

@@ -53,8 +53,11 @@ class Pin:
 
         Of all layers some have nothing that these could divide: that is wanted of the others alone.
         """
-        beside = {key for key, (kind, _) in variants().items() if not kind.is_level}
-        return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key not in beside))
+        return self.without(*(key for key, (kind, _) in variants().items() if not kind.is_level))
+
+    def without(self, *keys: str) -> "Pin":
+        """The pin without what it wants of these."""
+        return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key not in keys))
 
     def takes(self, pipeline: PipelineConfig) -> bool:
         """Whether the pipeline setting has all that is wanted of it."""

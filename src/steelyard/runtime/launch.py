@@ -47,8 +47,8 @@ def launch(
     the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
     """
     plan = read_plan(plan_path)
-    prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
     check_outputs(options)
+    prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
     if options.checkpoint_dir is not None:
         lock_folder(options.checkpoint_dir).close()
     if options.resume is not None and options.resume != AUTO:

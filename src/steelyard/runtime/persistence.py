@@ -28,6 +28,7 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     plan_hash,
 )
+from steelyard.runtime.exported_tokenizer import tokenizer_files
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
@@ -49,6 +50,8 @@ class Persistence:
         self._data_samples = data_samples
         self._checkpointer: Checkpointer | None = None
         self._lock: TextIO | None = None
+        self._tokenizer: dict[str, bytes] = {}
+        """What the exported weights get, as it was when the run began."""
         self.num_steps = 0
         """Steps that were trained before this run."""
         self.num_samples = 0
@@ -62,6 +65,8 @@ class Persistence:
             _say(f"started again ({restarts}): {_why_restarted()}")
         on_first_rank(self._lock_folder)
         resumed, known = whole_checkpoint(lambda known: _checkpoint_to_resume(options, known, is_restart=restarts > 0))
+        if options.export_hf is not None:
+            self._tokenizer = tokenizer_files(options.tokenizer)
         if resumed is not None:
             path, notices = resumed
             info = load_checkpoint(path, self._state, self._model.plan, self._model.device)
@@ -118,7 +123,7 @@ class Persistence:
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._options.export_hf is not None:
-            export_weights(self._options.export_hf, self._state, self._model.plan)
+            export_weights(self._options.export_hf, self._state, self._model.plan, tokenizer=self._tokenizer)
             _say(f"weights for transformers are in {self._options.export_hf}")
         if self._lock is not None:
             self._lock.close()

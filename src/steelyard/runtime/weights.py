@@ -111,11 +111,18 @@ def check_weights(path: Path, chain: ModelChain) -> None:
     _tensor_files(path)
 
 
-def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int = FILE_BYTES) -> None:
+def export_weights(
+    path: Path,
+    state: RunState,
+    plan: Plan,
+    *,
+    tokenizer: Mapping[str, bytes],
+    file_bytes: int = FILE_BYTES,
+) -> None:
     """Writes the weights and the config for `transformers`, in the precision that the plan computes in.
 
-    A collective call. The folder gets its name when all is written. Raises `InvalidCheckpointError` if it cannot be
-    written.
+    With the files of the ``tokenizer`` by name. A collective call. The folder gets its name when all is written.
+    Raises `InvalidCheckpointError` if it cannot be written.
     """
     part = export_part(path)
     dtype = activation_dtype(plan.precision)
@@ -130,6 +137,8 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int =
         if dist.get_rank() == 0:
             _name_files(part, [entry for files in found for entry in files])
             _write_config(part, plan.chain(), dtype)
+            for name, content in tokenizer.items():
+                (part / name).write_bytes(content)
             part.rename(path)
         dist.barrier()
     except (OSError, SafetensorError) as error:

@@ -16,6 +16,7 @@ MAY_NAME = {
     "cli/options.py": "--max-tp, the short form of a largest degree",
     "cli/plan.py": "--zero, the short form of a variant",
     "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
+    "cost/framework_kernels.py": "changes traces of tensor parallelism into those of other frameworks' kernels",
     "export/deepspeed.py": LANGUAGE,
     "export/hugging_face.py": LANGUAGE,
     "export/megatron.py": LANGUAGE,

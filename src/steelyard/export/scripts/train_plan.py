@@ -436,19 +436,34 @@ def clip_gradients(plan: Plan, layers: dict[str, Layer], max_norm: float, device
     return norm
 
 
+def open_tokens(path: Path, vocab_size: int) -> np.ndarray:
+    """The token ids of a file, read in place, in the formats of `steelyard train`; a text's are its bytes.
+
+    A .bin file holds unsigned little-endian numbers: of the type in its name (tokens.uint32.bin), else of 16 bits where
+    the vocabulary has at most 65,536 tokens, else of 32.
+    """
+    if path.suffix == ".npy":
+        return np.load(path, "r")
+    if path.is_dir() or path.suffix in (".jsonl", ".ndjson"):
+        raise ValueError("holds documents, of which `steelyard train` makes tokens: give a .npy or .bin file of those")
+    named = re.search(r"\.(uint8|uint16|uint32)\.bin$", path.name)
+    by_vocabulary = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype = named[1] if named else by_vocabulary if path.suffix == ".bin" else "uint8"
+    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+
+
 class Data:
     """Samples of S + 1 tokens from a .npy or .bin file of token ids, or from the bytes of a text."""
 
     def __init__(self, plan: Plan, path: str, seed: int) -> None:
         self.plan, self.path, self.seed = plan, Path(path), seed
-        named = re.search(r"\.(uint8|uint16|uint32)\.bin$", self.path.name)
-        by_vocabulary = "uint16" if plan.chain["vocab_size"] <= 1 << 16 else "uint32"
-        dtype = named[1] if named else by_vocabulary if self.path.suffix == ".bin" else "uint8"
-        is_array = self.path.suffix == ".npy"
-        self.tokens = np.load(path, "r") if is_array else np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
-        self.num_samples = (len(self.tokens) - 1) // plan.seq_len
-        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu" or self.num_samples < 1:
+        try:
+            self.tokens = open_tokens(self.path, plan.chain["vocab_size"])
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{path}: {error}") from None
+        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu" or len(self.tokens) <= plan.seq_len:
             raise SystemExit(f"{path}: expected a row of at least {plan.seq_len + 1} token ids")
+        self.num_samples = (len(self.tokens) - 1) // plan.seq_len
 
     def read(self, step: int, strategy: Strategy, mesh: DeviceMesh) -> Tensor:
         """The samples [·, S + 1] of a step that this rank reads for a layer, microbatch after microbatch."""

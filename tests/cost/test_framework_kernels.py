@@ -1,0 +1,130 @@
+"""Traces as other frameworks' kernels make them: against the closed forms that published runs are predicted by."""
+
+from dataclasses import replace
+
+import pytest
+from published_runs.shapes import Kernels, ModelShape, layer_profiles
+
+from steelyard.cost.execution import MEGATRON_CORE, OURS, TORCHTITAN, Execution
+from steelyard.cost.framework_kernels import job_under
+from steelyard.cost.setting import Job
+from steelyard.hardware import parse_cluster
+from steelyard.model.read import chain_from_config
+from steelyard.profiles.profile import LayerProfile, Work
+from steelyard.tracer.trace import trace
+from tests.shapes import tp_shape
+
+SEQ_LEN, VOCAB = 512, 4096
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1536,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": SEQ_LEN,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden=512,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    ffn=1536,
+    gated=True,
+    vocab=VOCAB,
+    seq_len=SEQ_LEN,
+    tied="no",
+    rotary=True,
+)
+EAGER = Kernels(norm=False, rotary=False, activation=False, loss=False, attention="flash")
+FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
+SHAPES = [(1, False), (2, False), (4, True)]
+
+
+@pytest.fixture(scope="module")
+def traced() -> Job:
+    chain = chain_from_config(CONFIG, name="small")
+    return Job(
+        chain=chain,
+        profile=trace(chain, seq_len=SEQ_LEN, precision="bf16", degrees=(2, 4)),
+        cluster=parse_cluster("1x8xh100-80gb"),
+        seq_len=SEQ_LEN,
+        global_batch=8,
+        precision="bf16",
+        budget_bytes=2**36,
+    )
+
+
+def layer_of(job: Job, kind: str, tp: int, sp: bool) -> LayerProfile:
+    found = job.profile.layer(kind, tp_shape(tp, sp=sp))
+    assert found is not None
+    return found
+
+
+def closed(kernels: Kernels, kind: str, tp: int, sp: bool) -> LayerProfile:
+    return next(each for each in layer_profiles(SHAPE, kernels, tp=tp, sp=sp) if each.kind == kind)
+
+
+@pytest.mark.parametrize(("tp", "sp"), SHAPES)
+def test_fused_blocks_keep_what_the_closed_form_says(traced: Job, tp: int, sp: bool) -> None:
+    found = layer_of(job_under(traced, MEGATRON_CORE), "block", tp, sp).saved_bytes.at(1)
+    assert found == pytest.approx(closed(FUSED, "block", tp, sp).saved_bytes.at(1), rel=0.02)
+    assert found < layer_of(traced, "block", tp, sp).saved_bytes.at(1)
+
+
+@pytest.mark.parametrize("kind", ["block", "head"])
+@pytest.mark.parametrize(("tp", "sp"), SHAPES)
+def test_fused_kernels_move_as_much_less_as_the_closed_form_says(traced: Job, kind: str, tp: int, sp: bool) -> None:
+    fused, eager = layer_of(job_under(traced, MEGATRON_CORE), kind, tp, sp), layer_of(traced, kind, tp, sp)
+    expected, before = closed(FUSED, kind, tp, sp), closed(EAGER, kind, tp, sp)
+    for direction in ("forward", "backward"):
+        now, then, wanted, was = (getattr(each, direction).memory_bytes for each in (fused, eager, expected, before))
+        assert now.per_sample - then.per_sample == pytest.approx(wanted.per_sample - was.per_sample, rel=0.01)
+        assert now.per_sample >= 0
+
+
+def test_torchtitan_repeats_three_of_seven_products(traced: Job) -> None:
+    def selective(job: Job) -> Work:
+        return layer_of(job, "block", 1, False).recomputation("selective").work  # type: ignore[arg-type]
+
+    more = selective(job_under(traced, TORCHTITAN)).matmul_flop.at(1) - selective(traced).matmul_flop.at(1)
+    assert more == 2 * SEQ_LEN * (512 * 256 + 512 * 512 + 512 * 1536)
+
+
+def test_torchtitan_keeps_as_much_less(traced: Job) -> None:
+    kept = [
+        layer_of(job, "block", 1, False).recomputation("selective") for job in (traced, job_under(traced, TORCHTITAN))
+    ]  # type: ignore[arg-type]
+    assert kept[0].saved_bytes.at(1) - kept[1].saved_bytes.at(1) == 2 * SEQ_LEN * (256 + 512 + 1536)
+    assert kept[1].saved_bytes.at(1) == pytest.approx(SEQ_LEN * (4 * 512 + 4 * 512 + 2 * 256 + 2 * 1536), rel=0.02)
+
+
+def test_a_framework_that_repeats_whole_blocks_repeats_all_that_forward_does(traced: Job) -> None:
+    block = layer_of(job_under(traced, TORCHTITAN), "block", 2, False)
+    again = block.recomputation("full")  # type: ignore[arg-type]
+    assert (again.work, again.collectives) == (block.forward, block.forward_collectives)
+    assert again.work.matmul_flop.at(1) > layer_of(traced, "block", 2, False).recomputation("full").work.matmul_flop.at(
+        1
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("execution", [OURS, Execution(reduce_bytes=2)])
+def test_kernels_of_our_own_stay_as_traced(traced: Job, execution: Execution) -> None:
+    assert job_under(traced, execution).profile == traced.profile
+
+
+def test_what_was_measured_stays_as_it_was(traced: Job) -> None:
+    identity = traced.profile.identity.model_copy(update={"method": "measured", "num_devices": 8})
+    measured = replace(traced, profile=traced.profile.model_copy(update={"identity": identity}))
+    assert job_under(measured, MEGATRON_CORE).profile == measured.profile
+
+
+def test_a_model_of_another_form_stays_as_traced_but_for_whole_blocks(traced: Job) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "rms_norm_eps"} | {"model_type": "gpt_neox"}
+    other = replace(traced, chain=chain_from_config(config, name="other"))
+    before, after = (layer_of(job, "block", 1, False) for job in (other, job_under(other, MEGATRON_CORE)))
+    assert (after.forward, after.saved_bytes) == (before.forward, before.saved_bytes)
