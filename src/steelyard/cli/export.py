@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json
 from steelyard.cli.progress import progress
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, describe_uniform, export_plan, target_of
@@ -30,6 +30,7 @@ def export(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="The plan's cluster, where its name is not known here.")
     ] = None,
+    network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     image: Annotated[str | None, typer.Option("--image", help="Container image, for kubeflow.")] = None,
@@ -44,13 +45,13 @@ def export(
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan = read_plan(path)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
-        fitted = _fitted(plan, target, cluster=cluster, memory=memory, profile=profile)
+        fitted = _fitted(plan, target, cluster=cluster, network=network, memory=memory, profile=profile)
     headline = _headline(fitted, target)
     request = Request(
         plan=fitted.plan,
         headline=headline,
         unsupported=fitted.reasons,
-        cluster=_known_cluster(cluster or plan.cluster, required=cluster is not None),
+        cluster=parse_cluster(cluster) if cluster else _own_cluster(plan),
         image=image,
     )
     exported = export_plan(target, request)
@@ -63,7 +64,15 @@ def export(
     _print_statement(exported, headline, written, on_error=output is None)
 
 
-def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | None, profile: str | None) -> FittedPlan:
+def _fitted(
+    plan: Plan,
+    target: Target,
+    *,
+    cluster: str | None,
+    network: str | None,
+    memory: str | None,
+    profile: str | None,
+) -> FittedPlan:
     """The best plan within the target's means; the plan itself, unpriced, where it is within them."""
     if not unsupported(plan, target.capabilities):
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None)
@@ -74,8 +83,7 @@ def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | No
             expected="that profile, with which the best plan within its means is searched",
             hint="add --profile profile.json, or --to pytorch, which runs any plan",
         )
-    budget = plan.prediction.budget_bytes if plan.prediction and memory is None and cluster is None else memory
-    job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
     return plan_for_framework(plan, job, target.capabilities, framework=target.name)
 
 
@@ -96,13 +104,11 @@ def _predicted(plan: Plan) -> str:
     return f": {format_seconds(plan.prediction.step_time_s)}/step" if plan.prediction else ""
 
 
-def _known_cluster(name: str, *, required: bool) -> Cluster | None:
-    """The cluster of a name, or None where it is not known and nobody asked for it."""
+def _own_cluster(plan: Plan) -> Cluster | None:
+    """The cluster of a plan, or None where its name is not known."""
     try:
-        return parse_cluster(name)
+        return plan.machines()
     except InvalidClusterError:
-        if required:
-            raise
         return None
 
 

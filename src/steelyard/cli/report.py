@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, write_page
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, write_page
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
@@ -29,6 +29,7 @@ def report(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Price it for another cluster than the plan names.")
     ] = None,
+    network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     time_limit: Annotated[
@@ -47,17 +48,16 @@ def report(
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
-        reason = None if cluster or profile or plan.prediction is None else _why_only_the_file(plan)
+        reason = None if cluster or network or profile or plan.prediction is None else _why_only_the_file(plan)
         if reason is not None:
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
             found = ReportContents(plan=plan, plan_file=path.name, study=nothing, record=record, notes=(reason,))
         else:
-            budget = plan.prediction.budget_bytes if plan.prediction and memory is None and not cluster else memory
-            job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+            job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
             cost = predict(plan, job)
             study = search_for_report(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
-            if plan.prediction is None or cluster or memory or profile:
+            if plan.prediction is None or cluster or network or memory or profile:
                 plan = with_cost(plan, job, cost)
             found = ReportContents(
                 plan=plan,

@@ -2,6 +2,7 @@
 
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.setting import Job
+from steelyard.hardware import cluster_file, is_as_named
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
@@ -29,6 +30,7 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, stages: tuple[StagePlan, .
     return Plan(
         model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash),
         cluster=job.cluster.name,
+        hardware=None if is_as_named(job.cluster) else cluster_file(job.cluster),
         seq_len=job.seq_len,
         global_batch=job.global_batch,
         num_microbatches=pipeline.num_microbatches,
