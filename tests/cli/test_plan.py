@@ -82,30 +82,28 @@ def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: R
 
 def test_a_plan_of_a_cluster_file_needs_the_file_no_more(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "lab.yaml"
-    file.write_text("{version: 1, num_nodes: 2, devices_per_node: 4, device: a100-80gb, inter_link: ethernet-25}")
-    job = ("llama3.2-1b", "--cluster", file, "--seq-len", 2048, "--global-batch", 32)
+    file.write_text("{version: 1, num_nodes: 2, devices_per_node: 2, device: a100-80gb, inter_link: ethernet-25}")
+    job = ("llama3.2-1b", "--cluster", file, "--seq-len", 2048, "--global-batch", 8)
     planned = run("plan", *job, "-o", tmp_path / "plan.json")
     file.unlink()
-    prediction = read_plan(tmp_path / "plan.json").prediction
-    assert prediction is not None
     explained = run("explain", tmp_path / "plan.json")
     run("report", tmp_path / "plan.json", "-o", tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     for text in (planned.output, explained.output, page):
-        assert "ethernet-25 (1 for 4 devices)" in text
-        assert "0.78" in text
-        assert prediction.certificate.brief[0] in text
+        assert "ethernet-25 (1 for 2 devices)" in text
+        assert "1.56" in text
+        assert "priced as given" not in text
     assert "Best plan instead" in explained.output
     assert "Time against memory" in page
 
 
 @pytest.mark.parametrize(
-    ("command", "network", "slower"), [("plan", "ethernet-25", True), ("explain", "8xinfiniband-hdr", False)]
+    ("command", "network", "slower"), [("plan", "ethernet-25", True), ("explain", "2xinfiniband-hdr", False)]
 )
 def test_a_network_may_be_named_beside_the_cluster(
     run: Run, tmp_path: Path, command: str, network: str, slower: bool
 ) -> None:
-    job = ("llama3.2-1b", "--cluster", "2x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
+    job = ("llama3.2-1b", "--cluster", "2x2xa100-80gb", "--seq-len", 2048, "--global-batch", 8)
     run("plan", *job, "-o", tmp_path / "plan.json")
     usual = json.loads((tmp_path / "plan.json").read_text())
     of = job if command == "plan" else (tmp_path / "plan.json",)

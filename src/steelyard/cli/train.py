@@ -57,6 +57,10 @@ def train(
     restarts: Annotated[
         int, typer.Option("--restarts", help="Start again from the newest checkpoint, when a process fails.", min=0)
     ] = 0,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="gpu or cpu: insist on it, where the plan is for the other.", metavar="KIND"),
+    ] = None,
     enforce_memory: Annotated[
         bool, typer.Option("--enforce-memory", help="No process may take more than the plan's budget.")
     ] = False,
@@ -92,6 +96,7 @@ def train(
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
         resume=resume,
+        device=device,
         enforce_memory=enforce_memory,
         metrics=metrics,
         tensorboard=tensorboard,
