@@ -17,8 +17,6 @@ from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
 
-TIME_LIMIT_S = 4.0
-
 
 def report(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
@@ -33,9 +31,13 @@ def report(
     memory: Memory = None,
     profile: ProfileOption = None,
     time_limit: Annotated[
-        float,
-        typer.Option("--time-limit", help="Seconds of computing for the frontier and the rivals; 0: none.", min=0),
-    ] = TIME_LIMIT_S,
+        float | None,
+        typer.Option(
+            "--time-limit",
+            help="Seconds of computing for the frontier and the rivals; default: until all are found; 0: none of them.",
+            min=0,
+        ),
+    ] = None,
     all_settings: Annotated[
         bool,
         typer.Option(

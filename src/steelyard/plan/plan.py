@@ -127,6 +127,8 @@ class Alternative(PlanPart):
     reason: str
     step_time_s: float | None = None
     """Absent where it was not computed exactly."""
+    is_bound: bool = False
+    """Whether the setting was not searched to the end, so that its best plan may be faster."""
     memory_bytes: int | None = None
     """Of its fullest device; absent where it was not computed exactly."""
 

@@ -50,9 +50,10 @@ def describe(pipeline: PipelineConfig) -> str:
 
 
 def summarise(plan: Plan) -> str:
-    """The strategies of a plan, the most used first."""
+    """The two strategies that most layers of a plan have, and how many layers have another."""
     counts: dict[str, int] = {}
     for strategy in plan.strategies:
         counts[str(strategy)] = counts.get(str(strategy), 0) + 1
     most = sorted(counts.items(), key=lambda item: -item[1])[:2]
-    return ", ".join(f"{text} ×{count}" for text, count in most)
+    others = len(plan.strategies) - sum(count for _, count in most)
+    return ", ".join(f"{text} ×{count}" for text, count in most) + (f", {others} others" if others else "")

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.plan import LayerRun, Plan, Prediction
+from steelyard.plan.plan import Alternative, LayerRun, Plan, Prediction
 from steelyard.units import GB, format_bytes, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
@@ -149,9 +149,15 @@ def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -
     for column in ("candidate", "step", "why"):
         table.add_column(column)
     for alternative in prediction.alternatives[:shown]:
-        step = "–" if alternative.step_time_s is None else format_seconds(alternative.step_time_s)
-        table.add_row(alternative.description, step, alternative.reason)
+        table.add_row(alternative.description, alternative_step(alternative), alternative.reason)
     return table
+
+
+def alternative_step(alternative: Alternative) -> str:
+    """The step time of a candidate that lost, or what that of its best plan is not above."""
+    if alternative.step_time_s is None:
+        return "–"
+    return ("≤ " if alternative.is_bound else "") + format_seconds(alternative.step_time_s)
 
 
 def _part_name(plan: Plan, index: int) -> str:
