@@ -80,11 +80,44 @@ def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: R
     assert run("plan", *SMALL, "--memory", f"{needed - 1024}B").exit_code == 1
 
 
+def test_a_plan_of_a_cluster_file_needs_the_file_no_more(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("{version: 1, num_nodes: 2, devices_per_node: 2, device: a100-80gb, inter_link: ethernet-25}")
+    job = ("llama3.2-1b", "--cluster", file, "--seq-len", 2048, "--global-batch", 8)
+    planned = run("plan", *job, "-o", tmp_path / "plan.json")
+    file.unlink()
+    explained = run("explain", tmp_path / "plan.json")
+    run("report", tmp_path / "plan.json", "-o", tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    for text in (planned.output, explained.output, page):
+        assert "ethernet-25 (1 for 2 devices)" in text
+        assert "1.56" in text
+        assert "priced as given" not in text
+    assert "Best plan instead" in explained.output
+    assert "Time against memory" in page
+
+
+@pytest.mark.parametrize(
+    ("command", "network", "slower"), [("plan", "ethernet-25", True), ("explain", "2xinfiniband-hdr", False)]
+)
+def test_a_network_may_be_named_beside_the_cluster(
+    run: Run, tmp_path: Path, command: str, network: str, slower: bool
+) -> None:
+    job = ("llama3.2-1b", "--cluster", "2x2xa100-80gb", "--seq-len", 2048, "--global-batch", 8)
+    run("plan", *job, "-o", tmp_path / "plan.json")
+    usual = json.loads((tmp_path / "plan.json").read_text())
+    of = job if command == "plan" else (tmp_path / "plan.json",)
+    found = json.loads(run(command, *of, "--network", network, "--json").output)
+    found_s = found.get("plan", found)["prediction"]["step_time_s"]
+    assert (found_s > 1.05 * usual["prediction"]["step_time_s"]) == slower
+
+
 @pytest.mark.parametrize(
     ("arguments", "field", "suggestion"),
     [
         (("lama3-8b", *JOB), "model", "llama3-8b"),
         (("llama3-8b", "--cluster", "1x8xa10080", "--seq-len", 8, "--global-batch", 8), "device", "a100"),
+        ((*SMALL, "--network", "ethernet-26"), "network", "ethernet-25"),
         (("llama3-8b", "--cluster", "8a100", "--seq-len", 8, "--global-batch", 8), "cluster", "1x8x"),
         ((*SMALL, "--memory", "lots"), "memory", "20GiB"),
         ((*SMALL, "--precision", "fp8"), "--precision", "bf16"),

@@ -224,3 +224,9 @@ def test_memory_of_a_cpu_asks_for_a_number():
 def test_default_links_of_an_unknown_device_are_an_error():
     with pytest.raises(InvalidClusterError, match="no-such-device"):
         default_links("no-such-device", num_devices=8)
+
+
+def test_a_device_without_peer_access_goes_through_the_host_at_half_the_rate():
+    link = default_links("rtx-4090", num_devices=8)[0]
+    assert link.bytes_per_s == pytest.approx(find_link("pcie-4").bytes_per_s / 2)
+    assert "assumed" in link.notes

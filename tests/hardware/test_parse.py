@@ -1,12 +1,24 @@
 """Cluster texts and cluster files: what they mean and which mistakes are named."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import Backend, cluster_from_yaml, find_device, find_link, parse_cluster
+from steelyard.hardware import (
+    Backend,
+    ClusterFile,
+    cluster_file,
+    cluster_from_yaml,
+    cluster_of,
+    find_device,
+    find_link,
+    parse_cluster,
+    with_network,
+)
 
 FILE = {"version": 1, "num_nodes": 2, "devices_per_node": 8, "device": "a100-80gb"}
 OWN_DEVICE = {
@@ -97,7 +109,55 @@ def test_units_of_an_own_link_are_converted():
 
 
 def test_a_link_named_in_a_file_overrides_the_default():
-    assert read(inter_link="ethernet-10").inter_link == find_link("ethernet-10")
+    assert read(intra_link="pcie-4").intra_link == find_link("pcie-4")
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_s"),
+    [
+        ("ethernet-25", 3.125e9 / 8),
+        ("infiniband-ndr", 50e9 / 8),
+        ("2xethernet-100", 12.5e9 / 4),
+        ("8 x InfiniBand-NDR", 50e9),
+        ("400 Gb/s RDMA per GPU", 50e9),
+        ("nvlink-5", 900e9),
+    ],
+)
+def test_a_network_is_one_port_of_a_node_unless_its_name_says_otherwise(name, bytes_per_s):
+    assert read(inter_link=name).inter_link.bytes_per_s == pytest.approx(bytes_per_s)
+    assert with_network(parse_cluster("2x8xa100-80gb"), name).inter_link.bytes_per_s == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize("ports", [None, 1, 2, 8])
+def test_an_own_network_is_one_port_of_a_node_unless_the_file_says_how_many(ports):
+    link = OWN_LINK if ports is None else {**OWN_LINK, "ports_per_node": ports}
+    assert read(inter_link=link).inter_link.bytes_per_s == pytest.approx(3e9 * (ports or 1) / 8)
+
+
+@pytest.mark.parametrize("name", ["ethernet-26", "0xethernet-25", "8xethernet-26"])
+def test_an_unknown_network_names_the_nearest(name):
+    with pytest.raises(InvalidClusterError, match=r"network: found(.|\n)*ethernet-25"):
+        with_network(parse_cluster("2x8xa100-80gb"), name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"inter_link": "ethernet-25"},
+        {"inter_link": {"name": "efa-100", "ports_per_node": 4}},
+        {"device": OWN_DEVICE, "intra_link": OWN_LINK, "inter_link": {**OWN_LINK, "ports_per_node": 3}},
+        {"num_nodes": 1, "device": {"name": "cpu", "memory_GiB": 4}, "intra_link": "loopback"},
+    ],
+)
+def test_what_is_written_of_a_cluster_reads_back_as_the_same_cluster(changes):
+    cluster = read(**changes)
+    found = cluster_of(ClusterFile.model_validate_json(cluster_file(cluster).model_dump_json()), name="other")
+    for mine, other in ((cluster.intra_link, found.intra_link), (cluster.inter_link, found.inter_link)):
+        if mine is not None:
+            assert (other.name, other.source, other.notes) == (mine.name, mine.source, mine.notes)
+            assert (other.bytes_per_s, other.latency_s) == pytest.approx((mine.bytes_per_s, mine.latency_s), rel=1e-12)
+    assert replace(found, intra_link=cluster.intra_link, inter_link=cluster.inter_link) == cluster
 
 
 def test_ports_of_a_node_are_shared_by_its_devices():
@@ -187,7 +247,7 @@ def test_a_missing_file_is_a_user_error(tmp_path):
 @pytest.mark.parametrize(
     ("device", "inter_link", "bytes_per_s"),
     [
-        ("a100-80gb", "InfiniBand HDR 200 Gb/s per HCA", 25e9),
+        ("a100-80gb", "InfiniBand HDR 200 Gb/s per HCA", 25e9 / 8),
         ("h100-80gb", "8x400 Gb/s InfiniBand per node (DGX H100 reference architecture)", 50e9),
         ("h100-80gb", {"name": "efa-100", "ports_per_node": 32}, 50e9),
         ("a100-40gb", {"name": "efa-100", "ports_per_node": 4}, 6.25e9),
@@ -196,8 +256,8 @@ def test_a_missing_file_is_a_user_error(tmp_path):
         ("a100-40gb", {"name": "ethernet-200", "ports_per_node": 8}, 25e9),
         ("h100-96gb-hbm2e", "400 Gb/s RDMA per GPU", 50e9),
         ("v100-16gb", {"name": "infiniband-edr", "ports_per_node": 1}, 12.5e9 / 8),
-        ("a800", "infiniband-hdr", 25e9),
-        ("b300", "infiniband-xdr", 100e9),
+        ("a800", "8xinfiniband-hdr", 25e9),
+        ("b300", "8xinfiniband-xdr", 100e9),
         ("gb300", "nvlink-5", 900e9),
     ],
 )

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
+from random import Random
 
+import numpy as np
 import pytest
 
 from steelyard.cost import predict as cost
@@ -149,6 +151,51 @@ def test_no_plan_that_the_walk_accepts_is_faster_than_is_claimed(num_stages: int
         assert found.ranked[0].outcome.score_s >= fastest_s * (1 - 1e-9)
         if found.search.status == "optimal":
             assert found.ranked[0].outcome.score_s == pytest.approx(fastest_s, rel=1e-9)
+
+
+MODELS = (
+    "llama3.2-1b",
+    "llama3.2-3b",
+    "llama3-8b",
+    "llama2-7b",
+    "mistral-7b",
+    "pythia-1.4b",
+    "pythia-6.9b",
+    "qwen2.5-0.5b",
+    "qwen2.5-7b",
+    "llama-demo",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_no_random_plan_of_a_real_model_that_the_walk_accepts_is_faster_than_is_claimed(model: str) -> None:
+    """Random plans, and those found within other random budgets, held against what is claimed within each budget."""
+    random = Random(model)
+    of = make_job(
+        model, "1x4xa100-80gb", global_batch=8, seq_len=256, precision="bf16", memory="10000GiB", profile=None
+    )
+    settings = make_problem(of, PlanOptions(num_microbatches=4, schedules=("1f1b", "gpipe"))).settings
+    roomy = accept(of, settings, num_alternatives=0).ranked[0]
+    plans = [(roomy.outcome.score_s, walked_bytes(roomy.plan, of))]
+    for _ in range(60):
+        tables = random.choice(settings)
+        legal = [np.flatnonzero(tables.legal[kind]).tolist() for kind in range(len(tables.kinds))]
+        if not all(legal[kind] for kind in tables.layers):
+            continue
+        of_kind = [random.choice(each) if each else -1 for each in legal]
+        chosen = [random.choice(legal[kind]) if random.random() < 0.1 else of_kind[kind] for kind in tables.layers]
+        count = len(tables.layers)
+        inner = sorted(random.sample(range(1, count), tables.pipeline.num_stages - 1))
+        seconds = evaluate(tables, (0, *inner, count), chosen).step_s
+        plans.append((seconds, walked_bytes(plan_of(of, tables, (0, *inner, count), tuple(chosen)), of)))
+    sizes = sorted(num_bytes for _, num_bytes in plans)
+    for room in (sizes[0], random.randint(sizes[0], plans[0][1]), plans[0][1]):
+        tight = replace(of, budget_bytes=-(-room * 108 // 100))
+        found = accept(tight, settings, num_alternatives=0)
+        plans += [(each.outcome.score_s, walked_bytes(each.plan, tight)) for each in found.ranked]
+        fitting = [seconds for seconds, num_bytes in plans if num_bytes <= found.search.budget_bytes]
+        assert found.search.lower_bound_s <= min(fitting) * (1 + 1e-9)
 
 
 def test_where_memory_does_not_bind_the_plan_is_proven() -> None:

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict_memory
-from steelyard.hardware import Backend, parse_cluster
+from steelyard.hardware import Backend
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import make_job
+from steelyard.planning import job_of
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
 from steelyard.units import format_plural
 
@@ -23,6 +23,7 @@ def check(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Check it for another cluster than the plan names.")
     ] = None,
+    network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     processes: Annotated[
@@ -35,7 +36,7 @@ def check(
 ) -> None:
     """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
     plan = read_plan(path)
-    budgets, backend = _expected(plan, cluster, memory, profile)
+    budgets, backend = _expected(plan, cluster, network, memory, profile)
     from steelyard.runtime.distinct_ranks import distinct_ranks
     from steelyard.runtime.dry_run import dry_run_all
 
@@ -75,29 +76,21 @@ def check(
 
 
 def _expected(
-    plan: Plan, cluster: str | None, memory: str | None, profile: str | None
+    plan: Plan, cluster: str | None, network: str | None, memory: str | None, profile: str | None
 ) -> tuple[list[StageBudget], Backend]:
     """The prediction and the budget of each stage, and the backend: those in the plan, or new ones where it has none.
 
     The backend of a plan that does not say it is that of its cluster. Raises `InvalidClusterError` for an unknown one.
     """
     prediction = plan.prediction
-    if prediction is not None and not (cluster or memory or profile):
-        backend = prediction.backend or parse_cluster(plan.cluster).device.backend
+    if prediction is not None and not (cluster or network or memory or profile):
+        backend = prediction.backend or plan.machines().device.backend
         budgets = [
             StageBudget(predicted=stage.memory_bytes, budget_bytes=prediction.budget_bytes)
             for stage in prediction.stages
         ]
         return budgets, backend
-    job = make_job(
-        plan.chain().config,
-        cluster or plan.cluster,
-        global_batch=plan.global_batch,
-        seq_len=plan.seq_len,
-        precision=plan.precision,
-        memory=memory,
-        profile=profile,
-    )
+    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
     budgets = [StageBudget(predicted=terms, budget_bytes=job.budget_bytes) for terms in predict_memory(plan, job)]
     return budgets, job.cluster.device.backend
 

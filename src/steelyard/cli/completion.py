@@ -1,12 +1,18 @@
 """What the shell completes beside commands and options: names of models and of devices."""
 
-from steelyard.hardware import devices
+from steelyard.hardware import devices, links
 from steelyard.model.read import model_names
 
 
 def complete_model(incomplete: str) -> list[str]:
     """The packaged models that begin so."""
     return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def complete_network(incomplete: str) -> list[str]:
+    """The links of the catalogue that begin so, with the number of ports that was typed before."""
+    ports, times, name = incomplete.rpartition("x") if incomplete[:1].isdigit() else ("", "", incomplete)
+    return [ports + times + link.name for link in links() if link.name.startswith(name)]
 
 
 def complete_cluster(incomplete: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError
@@ -22,6 +22,7 @@ def explain(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Price it for another cluster than the plan names.")
     ] = None,
+    network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     why: Annotated[
@@ -42,18 +43,17 @@ def explain(
     """Show why a plan and not another: what binds, what each rival costs, what memory is worth."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json) as show:
-        reason = None if cluster or profile or plan.prediction is None else _why_not_searched(plan)
+        reason = None if cluster or network or profile or plan.prediction is None else _why_not_searched(plan)
         if reason is not None:
             explanation = Explanation(binds="", notes=(reason,))
         else:
-            budget = plan.prediction.budget_bytes if plan.prediction and memory is None and not cluster else memory
-            job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+            job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
             if why is None:
                 explanation = explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
             else:
                 explanation = Explanation(binds="", why_not=_insist(job, why))
                 plan = with_price(plan, job)
-            if plan.prediction is None or cluster or memory or profile:
+            if plan.prediction is None or cluster or network or memory or profile:
                 plan = with_price(plan, job)
     if output is not None:
         write_plan(plan, output)

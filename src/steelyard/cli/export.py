@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried_file_or_folder
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried_file_or_folder
 from steelyard.cli.progress import progress
 from steelyard.cost.execution import OURS
 from steelyard.errors import InvalidClusterError, UserError
@@ -38,6 +38,7 @@ def export(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="The plan's cluster, where its name is not known here.")
     ] = None,
+    network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     image: Annotated[str | None, typer.Option("--image", help="Container image, for kubeflow.")] = None,
@@ -52,7 +53,7 @@ def export(
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan = read_plan(path)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
-        fitted = _fitted(plan, target, cluster=cluster, memory=memory, profile=profile)
+        fitted = _fitted(plan, target, cluster=cluster, network=network, memory=memory, profile=profile)
     headline = _headline(fitted, target)
     request = Request(
         plan=fitted.plan,
@@ -60,7 +61,7 @@ def export(
         unsupported=fitted.reasons,
         kept=fitted.kept,
         given_up=fitted.given_up,
-        cluster=_known_cluster(cluster or plan.cluster, required=cluster is not None),
+        cluster=parse_cluster(cluster) if cluster else _own_cluster(plan),
         image=image,
     )
     exported = export_plan(target, request)
@@ -73,7 +74,15 @@ def export(
     _print_statement(exported, fitted, headline, written, on_error=output is None)
 
 
-def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | None, profile: str | None) -> FittedPlan:
+def _fitted(
+    plan: Plan,
+    target: Target,
+    *,
+    cluster: str | None,
+    network: str | None,
+    memory: str | None,
+    profile: str | None,
+) -> FittedPlan:
     """The best plan within the target's means, as it runs it; the plan itself, unpriced, where nothing is to search.
 
     That is where it is within them, and was written by hand or found for a way of working that is the target's too.
@@ -88,8 +97,7 @@ def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | No
             expected="that profile, with which the best plan within its means is searched",
             hint="add --profile profile.json, or --to pytorch, which runs any plan",
         )
-    budget = plan.prediction.budget_bytes if plan.prediction and memory is None and cluster is None else memory
-    job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
     return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
 
 
@@ -111,13 +119,11 @@ def _predicted(plan: Plan) -> str:
     return f": {format_seconds(plan.prediction.step_time_s)}/step" if plan.prediction else ""
 
 
-def _known_cluster(name: str, *, required: bool) -> Cluster | None:
-    """The cluster of a name, or None where it is not known and nobody asked for it."""
+def _own_cluster(plan: Plan) -> Cluster | None:
+    """The cluster of a plan, or None where its name is not known."""
     try:
-        return parse_cluster(name)
+        return plan.machines()
     except InvalidClusterError:
-        if required:
-            raise
         return None
 
 

@@ -12,9 +12,11 @@ from steelyard.cli.options import (
     GlobalBatch,
     Memory,
     Model,
+    NetworkOption,
     PrecisionOption,
     ProfileOption,
     SeqLen,
+    cluster_with,
     most_tp,
     print_json,
     tried,
@@ -35,6 +37,7 @@ def frontier(
     cluster: ClusterOption,
     seq_len: SeqLen,
     global_batch: GlobalBatch,
+    network: NetworkOption = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", callback=tried, help="Write the figures: a path that ends in .html."),
@@ -62,7 +65,7 @@ def frontier(
     with progress("counting the model's layers", silent=as_json) as show:
         job = make_job(
             model,
-            cluster,
+            cluster_with(cluster, network),
             global_batch=global_batch,
             seq_len=seq_len,
             precision=check_precision(precision),

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.completion import complete_cluster, complete_model
+from steelyard.cli.completion import complete_cluster, complete_model, complete_network
+from steelyard.hardware import Cluster, parse_cluster, with_network
 from steelyard.output import check_file, check_folder
 
 Model = Annotated[
@@ -22,6 +23,14 @@ ClusterOption = Annotated[
         "--cluster",
         help="NODESxDEVICESxDEVICE such as 1x8xa100-80gb, or a YAML file.",
         autocompletion=complete_cluster,
+    ),
+]
+NetworkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--network",
+        help="The link between nodes, one port per node unless it says how many: ethernet-25, 8xinfiniband-ndr.",
+        autocompletion=complete_network,
     ),
 ]
 SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1)]
@@ -64,3 +73,9 @@ def print_json(value: Any) -> None:
 def most_tp(degree: int | None) -> dict[str, int]:
     """The largest degrees of kinds that ``--max-tp`` allows."""
     return {} if degree is None else {"tp": degree}
+
+
+def cluster_with(cluster: str, network: str | None) -> Cluster:
+    """The cluster that ``--cluster`` and ``--network`` name together."""
+    machines = parse_cluster(cluster)
+    return machines if network is None else with_network(machines, network)

@@ -14,8 +14,10 @@ from steelyard.cli.options import (
     ClusterOption,
     Memory,
     Model,
+    NetworkOption,
     PrecisionOption,
     ProfileOption,
+    cluster_with,
     most_tp,
     print_json,
     tried,
@@ -23,6 +25,7 @@ from steelyard.cli.options import (
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
+from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import load_any_model
 from steelyard.plan.file import write_plan
@@ -78,6 +81,7 @@ def plan(
             metavar="INTEGER|max",
         ),
     ],
+    network: NetworkOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")
     ] = None,
@@ -165,7 +169,7 @@ def plan(
     with progress("counting the model's layers", silent=as_json) as show:
         job_of_length = _job_maker(
             model,
-            cluster,
+            cluster_with(cluster, network),
             global_batch=batch or 1,
             precision=check_precision(precision),
             memory=memory,
@@ -311,7 +315,7 @@ def length_lines(longest: LongestSequence) -> list[str]:
 
 def _job_maker(
     model: str,
-    cluster: str,
+    cluster: Cluster,
     *,
     global_batch: int,
     precision: Precision,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
@@ -18,8 +18,6 @@ from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
 
-TIME_LIMIT_S = 4.0
-
 
 def report(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
@@ -30,12 +28,17 @@ def report(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Price it for another cluster than the plan names.")
     ] = None,
+    network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     time_limit: Annotated[
-        float,
-        typer.Option("--time-limit", help="Seconds of computing for the frontier and the rivals; 0: none.", min=0),
-    ] = TIME_LIMIT_S,
+        float | None,
+        typer.Option(
+            "--time-limit",
+            help="Seconds of computing for the frontier and the rivals; default: until all are found; 0: none of them.",
+            min=0,
+        ),
+    ] = None,
     all_settings: Annotated[
         bool,
         typer.Option(
@@ -48,17 +51,16 @@ def report(
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
-        reason = None if cluster or profile or plan.prediction is None else _why_only_the_file(plan)
+        reason = None if cluster or network or profile or plan.prediction is None else _why_only_the_file(plan)
         if reason is not None:
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
             found = ReportContents(plan=plan, plan_file=path.name, study=nothing, record=record, notes=(reason,))
         else:
-            budget = plan.prediction.budget_bytes if plan.prediction and memory is None and not cluster else memory
-            job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+            job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
             cost = predict(plan, job)
             study = search_for_report(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
-            if plan.prediction is None or cluster or memory or profile:
+            if plan.prediction is None or cluster or network or memory or profile:
                 plan = with_cost(plan, job, cost)
             found = ReportContents(
                 plan=plan,

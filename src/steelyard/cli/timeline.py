@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.output import write_file
@@ -33,6 +33,7 @@ def timeline(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Simulate it on another cluster than the plan names.")
     ] = None,
+    network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     as_json: AsJson = False,
@@ -40,7 +41,7 @@ def timeline(
     """Write the simulated timeline of a step: passes, sends and bubbles of every stage, for ui.perfetto.dev."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
-        job = job_of(plan, cluster=cluster, memory=memory, profile=profile)
+        job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
     played = predict(plan, job).timeline
     content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan))
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))

@@ -42,18 +42,19 @@ def predict(plan: Plan, job: Job) -> PlanCost:
     """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ."""
     setting = _setting(plan, job)
     parts = _part_costs(plan, setting)
-    stages = []
-    for stage in range(plan.num_stages):
-        chunks = parts[stage :: plan.num_stages]
-        stages.append(
-            StagePrediction(time_s=_time_terms(chunks, setting), memory_bytes=_memory_terms(plan, stage, setting))
-        )
     timeline = simulate(
         [_stage_times(part) for part in parts],
         setting.pipeline,
         overlap_sends=job.execution.overlaps_transfers,
         speeds=job.profile.stage_speeds(plan.num_stages),
     )
+    stages = [
+        StagePrediction(
+            time_s=_time_terms(parts[stage :: plan.num_stages], setting, timeline, stage),
+            memory_bytes=_memory_terms(plan, stage, setting),
+        )
+        for stage in range(plan.num_stages)
+    ]
     step_s = timeline.step_time_s + step_overhead_s(job)
     tokens_per_s = plan.global_batch * plan.seq_len / step_s / job.cluster.num_devices
     return PlanCost(
@@ -157,15 +158,25 @@ def _cost_in_plan(kind: LayerKind, strategy: Strategy, plan: Plan, setting: Sett
     return replace(cost, once_s=cost.once_s | {"tied": seconds})
 
 
-def _time_terms(chunks: list[_PartCost], setting: Setting) -> dict[str, float]:
-    """Seconds of one microbatch on a stage by term, once-a-step terms spread over the microbatches."""
-    terms: Counter[str] = Counter()
+def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, stage: int) -> dict[str, float]:
+    """Seconds of one microbatch on a stage by term, once-a-step terms spread over the microbatches.
+
+    All microbatches together are within the step: work takes as long as the timeline says, which is less than with all
+    processes at work where they share cores, and handing over is counted only as far as no work hides it.
+    """
+    added: Counter[str] = Counter()
+    count = setting.pipeline.num_microbatches
     for chunk in chunks:
         for cost in chunk.layers:
             for part in (cost.forward_s, cost.backward_s):
-                terms.update(part)
-            terms.update({name: seconds / setting.pipeline.num_microbatches for name, seconds in cost.once_s.items()})
-        terms.update({"switch": chunk.switch_s, "pipeline": chunk.received_s})
+                added.update(part)
+            added.update({name: seconds / count for name, seconds in cost.once_s.items()})
+        added.update({"switch": chunk.switch_s})
+    worked_s = timeline.worked_s(stage)
+    scale = worked_s / (count * added.total()) if setting.job.profile.busy_speeds else 1.0
+    terms = {name: seconds * scale for name, seconds in added.items()}
+    idle_s = max(0.0, timeline.step_time_s - worked_s)
+    terms["pipeline"] = min(sum(chunk.received_s for chunk in chunks), idle_s / count)
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 

@@ -122,6 +122,12 @@ class Timeline:
         """For every stage the transfers that it begins and that take time, in order."""
         return tuple(tuple(self._sends(stage)) for stage in range(self.pipeline.num_stages))
 
+    def worked_s(self, stage: int) -> float:
+        """Seconds in which a stage works on its passes, and on what it does once a step behind them."""
+        run = self._runs[stage]
+        once_s = sum(event.end_s - event.start_s for event in self._closing[stage] if event.kind == "once")
+        return sum(run.ends_s) - sum(run.starts_s) + once_s
+
     def beside(self, stage: int) -> tuple[Event, ...]:
         """The reductions of gradients that a stage does beside its passes."""
         return tuple(event for event in self._closing[stage] if event.kind == "sync")

@@ -4,6 +4,7 @@ The numbers stand in ``devices.yaml`` and ``links.yaml`` beside this file, which
 not there is an error that lists the nearest ones, never a default.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
@@ -14,6 +15,7 @@ from steelyard.hardware.files import DeviceCatalogue, DeviceRow, LinkCatalogue, 
 from steelyard.hardware.values import Device, Link
 
 RowT = TypeVar("RowT", bound=DeviceRow | LinkRow)
+_PORTS = re.compile(r"\s*([1-9][0-9]*)\s*x\s*", re.IGNORECASE)
 
 
 def devices() -> tuple[Device, ...]:
@@ -40,6 +42,21 @@ def known_device(name: str) -> Device | None:
 def find_link(name: str) -> Link:
     """The catalogue link of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
     return _look_up(name, _rows_by_name(_link_catalogue().links, where="links.yaml"), field="link").to_link()
+
+
+def find_network(text: str, *, devices_per_node: int) -> Link:
+    """The link between nodes that a text names, as one of the devices sees it that share the ports of a node.
+
+    ``ethernet-25`` is one port per node; ``8xinfiniband-ndr``, or a name that begins so or ends in ``per GPU``, says
+    otherwise. What is no network (NVLink) has the rate of its name for every device. Raises `InvalidClusterError` with
+    the nearest names.
+    """
+    rows = _rows_by_name(_link_catalogue().links, where="links.yaml")
+    key, ports = text.strip().lower(), _PORTS.match(text)
+    row = _look_up(text if ports is None or key in rows else text[ports.end() :], rows, field="network")
+    if not row.is_network or key.endswith(" per gpu"):
+        return row.to_link()
+    return row.to_link().shared(num_ports=int(ports[1]) if ports else 1, num_devices=devices_per_node)
 
 
 def default_links(device_name: str, *, num_devices: int) -> tuple[Link, Link]:

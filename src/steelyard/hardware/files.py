@@ -28,15 +28,16 @@ Positive = Annotated[FiniteFloat, Field(gt=0)]
 Count = Annotated[StrictInt, Field(gt=0)]
 DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
-_MICRO = 1e-6
+MICRO = 1e-6
 _TAGS = ("by name", "by ports", "in full")
 
 
 def _way_of_writing(entry: Any) -> str:
     if isinstance(entry, str):
         return "by name"
-    shared = "ports_per_node" in entry if isinstance(entry, dict) else isinstance(entry, SharedLink)
-    return "by ports" if shared else "in full"
+    if isinstance(entry, dict):
+        return "by ports" if "ports_per_node" in entry and "bandwidth_GBps" not in entry else "in full"
+    return "by ports" if isinstance(entry, SharedLink) else "in full"
 
 
 class FileModel(BaseModel):
@@ -59,11 +60,16 @@ class FileModel(BaseModel):
 
 
 class LinkSpec(FileModel):
-    """A link described in full: peak GB/s per device and direction, latency in microseconds."""
+    """A link described in full: peak GB/s per direction, latency in microseconds.
+
+    Inside a node the rate is that of a device; between nodes that of a port, of which a node has ``ports_per_node``
+    (one, where it is left out) for its devices to share.
+    """
 
     name: str
     bandwidth_GBps: Positive  # noqa: N815
     latency_us: Annotated[FiniteFloat, Field(ge=0)]
+    ports_per_node: Count | None = None
     source: str = "cluster file"
     notes: str = ""
     needs_profile: bool = False
@@ -73,7 +79,7 @@ class LinkSpec(FileModel):
         return Link(
             name=self.name,
             bytes_per_s=self.bandwidth_GBps * GB,
-            latency_s=self.latency_us * _MICRO,
+            latency_s=self.latency_us * MICRO,
             source=self.source,
             notes=self.notes,
             needs_profile=self.needs_profile,
@@ -84,6 +90,8 @@ class LinkRow(LinkSpec):
     """A link of the catalogue, with the other names it goes by."""
 
     source: str
+    is_network: bool = False
+    """Whether it joins nodes and, where only its name is given, is one port of a node."""
     aliases: tuple[str, ...] = ()
 
 
@@ -189,7 +197,8 @@ class ClusterFile(FileModel):
         devices_per_node: 8
         device: a100-80gb               # or name, kind (gpu, cpu), memory_GiB, peak_TFLOPs, memory_bandwidth_GBps
         intra_link: nvlink-3            # or name, bandwidth_GBps, latency_us
-        inter_link: {name: ethernet-100, ports_per_node: 4}
+        inter_link: 4xethernet-100      # ports of a node, one without a number; or name, bandwidth_GBps, latency_us,
+                                        # ports_per_node
     """
 
     version: Literal[1]

@@ -1,12 +1,14 @@
 """From what a user names to a `Cluster`: ``NODESxDEVICESxDEVICE`` or a cluster file."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware.catalogue import default_links, find_device, find_link, known_device
-from steelyard.hardware.files import ClusterFile, DeviceSpec, LinkSpec, SharedLink, read_text, read_yaml
+from steelyard.hardware.catalogue import default_links, find_device, find_link, find_network, known_device, links
+from steelyard.hardware.files import MICRO, ClusterFile, DeviceSpec, LinkSpec, SharedLink, read_text, read_yaml
 from steelyard.hardware.values import Cluster, Device, Link
+from steelyard.units import GB, GIB, TERA
 
 _SHORT = re.compile(r"\s*([0-9]+)\s*x\s*([0-9]+)\s*x\s*(\S.*?)\s*", re.IGNORECASE)
 
@@ -43,10 +45,70 @@ def parse_cluster(text: str) -> Cluster:
 
 def cluster_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster:
     """The cluster that a YAML text describes; ``name`` is used when the text gives none, ``where`` in errors."""
-    return _cluster_of(read_yaml(text, ClusterFile, where=where), name=name)
+    return cluster_of(read_yaml(text, ClusterFile, where=where), name=name)
 
 
-def _cluster_of(file: ClusterFile, *, name: str) -> Cluster:
+def with_network(cluster: Cluster, network: str) -> Cluster:
+    """The cluster with the named link between its nodes, as `find_network` reads it: what ``--network`` asks for."""
+    return replace(cluster, inter_link=find_network(network, devices_per_node=cluster.devices_per_node))
+
+
+def is_as_named(cluster: Cluster) -> bool:
+    """Whether its name alone, ``NODESxDEVICESxDEVICE``, says what it is, its memory left out."""
+    if _SHORT.fullmatch(cluster.name) is None:
+        return False
+    try:
+        named = parse_cluster(cluster.name)
+    except InvalidClusterError:
+        return False
+    return replace(named, device=replace(named.device, memory_bytes=cluster.device.memory_bytes)) == cluster
+
+
+def cluster_file(cluster: Cluster) -> ClusterFile:
+    """The file that `cluster_of` reads back as this cluster; what the catalogue has is written by its name."""
+    inter_link = cluster.inter_link
+    ports = cluster.devices_per_node
+    return ClusterFile(
+        version=1,
+        name=cluster.name,
+        num_nodes=cluster.num_nodes,
+        devices_per_node=cluster.devices_per_node,
+        device=cluster.device.name if known_device(cluster.device.name) == cluster.device else _spec(cluster.device),
+        intra_link=cluster.intra_link.name if cluster.intra_link in links() else _link_spec(cluster.intra_link),
+        inter_link=None if inter_link is None else _link_spec(inter_link, ports_per_node=ports),
+    )
+
+
+def _spec(device: Device) -> DeviceSpec:
+    memory, rate = device.memory_bytes, device.memory_bytes_per_s
+    return DeviceSpec.model_validate(
+        {
+            "name": device.name,
+            "kind": device.kind,
+            "backend": device.backend,
+            "memory_GiB": None if memory is None else memory / GIB,
+            "memory_bandwidth_GBps": None if rate is None else rate / GB,
+            "peak_TFLOPs": {dtype: peak / TERA for dtype, peak in device.peak_flop_per_s.items()},
+            "source": device.source,
+            "notes": device.notes,
+        }
+    )
+
+
+def _link_spec(link: Link, *, ports_per_node: int | None = None) -> LinkSpec:
+    return LinkSpec(
+        name=link.name,
+        bandwidth_GBps=link.bytes_per_s / GB,
+        latency_us=link.latency_s / MICRO,
+        ports_per_node=ports_per_node,
+        source=link.source,
+        notes=link.notes,
+        needs_profile=link.needs_profile,
+    )
+
+
+def cluster_of(file: ClusterFile, *, name: str) -> Cluster:
+    """The cluster that a file describes; ``name`` is used when the file gives none."""
     if isinstance(file.device, DeviceSpec):
         device = file.device.to_device(known_device(file.device.name))
     else:
@@ -63,15 +125,19 @@ def _cluster_of(file: ClusterFile, *, name: str) -> Cluster:
 
 def _intra_link(file: ClusterFile, device: Device) -> Link:
     if file.intra_link is not None:
-        return _link_of(file.intra_link, devices_per_node=file.devices_per_node)
+        if isinstance(file.intra_link, str):
+            return find_link(file.intra_link)
+        return _link_of(file.intra_link, devices_per_node=file.devices_per_node, ports_unsaid=file.devices_per_node)
     if isinstance(file.device, DeviceSpec):
         raise _missing_link("intra_link", device.name)
     return _links_of(device.name, num_nodes=file.num_nodes, devices_per_node=file.devices_per_node)[0]
 
 
 def _inter_link(file: ClusterFile, device: Device) -> Link | None:
+    if isinstance(file.inter_link, str):
+        return find_network(file.inter_link, devices_per_node=file.devices_per_node)
     if file.inter_link is not None:
-        return _link_of(file.inter_link, devices_per_node=file.devices_per_node)
+        return _link_of(file.inter_link, devices_per_node=file.devices_per_node, ports_unsaid=1)
     if file.num_nodes == 1:
         return None
     if isinstance(file.device, DeviceSpec):
@@ -79,12 +145,9 @@ def _inter_link(file: ClusterFile, device: Device) -> Link | None:
     return _links_of(device.name, num_nodes=file.num_nodes, devices_per_node=file.devices_per_node)[1]
 
 
-def _link_of(entry: str | SharedLink | LinkSpec, *, devices_per_node: int) -> Link:
-    if isinstance(entry, LinkSpec):
-        return entry.to_link()
-    if isinstance(entry, SharedLink):
-        return find_link(entry.name).shared(num_ports=entry.ports_per_node, num_devices=devices_per_node)
-    return find_link(entry)
+def _link_of(entry: SharedLink | LinkSpec, *, devices_per_node: int, ports_unsaid: int) -> Link:
+    link = entry.to_link() if isinstance(entry, LinkSpec) else find_link(entry.name)
+    return link.shared(num_ports=entry.ports_per_node or ports_unsaid, num_devices=devices_per_node)
 
 
 def _links_of(device_name: str, *, num_nodes: int, devices_per_node: int) -> tuple[Link, Link | None]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidPlanError, nearest
-from steelyard.hardware import Backend
+from steelyard.hardware import Backend, Cluster, ClusterFile, cluster_of, parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.model.split import ModelSplit
@@ -131,6 +131,8 @@ class Alternative(PlanPart):
     reason: str
     step_time_s: float | None = None
     """Absent where it was not computed exactly."""
+    is_bound: bool = False
+    """Whether the setting was not searched to the end, so that its best plan may be faster."""
     memory_bytes: int | None = None
     """Of its fullest device; absent where it was not computed exactly."""
 
@@ -191,6 +193,8 @@ class Plan(PlanPart):
     version: Literal[1] = 1
     model: PlanModel
     cluster: str
+    hardware: ClusterFile | None = None
+    """What the cluster is, where its name does not say it all: it was described in a file, or its network chosen."""
     seq_len: int = Field(ge=1)
     global_batch: int = Field(ge=1)
     num_microbatches: int = Field(ge=1)
@@ -224,6 +228,10 @@ class Plan(PlanPart):
         if self.model.config is None:
             return load_model(self.model.name)
         return chain_from_config(self.model.config, name=self.model.name, split=self.model.split)
+
+    def machines(self) -> Cluster:
+        """The cluster of the plan; raises `InvalidClusterError` where the file has only a name that is not known."""
+        return parse_cluster(self.cluster) if self.hardware is None else cluster_of(self.hardware, name=self.cluster)
 
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""

@@ -52,6 +52,7 @@ def shrunk_plan(plan: Plan) -> Plan:
     return Plan(
         model=PlanModel(name=chain.name, config=config, split=small.split),
         cluster=plan.cluster,
+        hardware=plan.hardware,
         seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
         global_batch=microbatches * _common(strategy.sample_degree for strategy in plan.strategies),
         num_microbatches=microbatches,

@@ -54,6 +54,8 @@ class Accepted:
 
     outcome: SettingOutcome
     plan: Plan
+    is_settled: bool = False
+    """Whether no accepted plan of its setting is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,11 +133,12 @@ class _Contest:
         """The settings of which a faster plan may be accepted, most promising first."""
         cutoff_s = self.cutoff_s * (1 - SAME)
         found = [
-            index for index, bound_s in enumerate(self.bounds_s) if bound_s < cutoff_s and not self._is_settled(index)
+            index for index, bound_s in enumerate(self.bounds_s) if bound_s < cutoff_s and not self.is_settled(index)
         ]
         return sorted(found, key=lambda index: self.bounds_s[index])
 
-    def _is_settled(self, index: int) -> bool:
+    def is_settled(self, index: int) -> bool:
+        """Whether the accepted plan of a setting is as fast as any of it can be."""
         mine = self.accepted.get(index)
         return mine is not None and mine.outcome.score_s <= self.bounds_s[index] * (1 + SAME)
 
@@ -274,7 +277,8 @@ def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
     least = None if contest.accepted else _least(contest)
     if least is not None:
         contest.admit([least.outcome])
-    ranked = tuple(sorted(contest.accepted.values(), key=lambda each: (each.outcome.score_s, each.outcome.index)))
+    accepted = (replace(each, is_settled=contest.is_settled(index)) for index, each in contest.accepted.items())
+    ranked = tuple(sorted(accepted, key=lambda each: (each.outcome.score_s, each.outcome.index)))
     if not ranked:
         return _nothing_accepted(contest, found, least)
     fastest_s = ranked[0].outcome.score_s

@@ -75,7 +75,8 @@ def _calibrate_by_plan(job: Job, run: MeasuredRun, path: Path) -> Job:
     plan = read_plan(path.parent / run.plan)
     _check_model(job, plan.chain().config_hash, path)
     same_size = plan.num_devices == job.cluster.num_devices
-    cluster = job.cluster if same_size and plan.cluster == job.cluster.name else None
+    only_named = plan.hardware is None and plan.cluster == job.cluster.name
+    cluster = job.cluster if same_size and only_named else None
     ran = job_of(
         plan, cluster=cluster, profile=job.profile if _serves(job.profile, plan, same_size=same_size) else None
     )

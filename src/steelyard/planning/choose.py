@@ -111,20 +111,25 @@ def plan_job(
     candidates = [each.plan for each in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
     best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    prediction = _prediction(job, found.search, candidates, costs, best)
+    prediction = _prediction(job, found, candidates, costs, best)
     plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
     return PlanningResult(job=job, search=found.search, plan=plan, cost=costs[best], miss=None, miss_text="")
 
 
-def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int) -> Prediction:
-    cost = costs[best]
+def _prediction(
+    job: Job, acceptance: Acceptance, candidates: list[Plan], costs: list[PlanCost], best: int
+) -> Prediction:
+    cost, found = costs[best], acceptance.search
+    is_bound = [not each.is_settled for each in acceptance.ranked]
     steps_s = [each.step_time_s for each in costs]
     alternatives = [
         Alternative(
             description=describe(found.ranked[index].tables.pipeline),
             step_time_s=steps_s[index],
             memory_bytes=max(stage.total_bytes for stage in costs[index].stages),
-            reason=f"{steps_s[index] / steps_s[best] - 1:.1%} slower: {summarise(candidates[index])}",
+            is_bound=is_bound[index],
+            reason=("at most " if is_bound[index] else "")
+            + f"{steps_s[index] / steps_s[best] - 1:.1%} slower: {summarise(candidates[index])}",
         )
         for index in sorted(range(len(candidates)), key=lambda index: (steps_s[index], index))
         if index != best

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, UserError
-from steelyard.hardware import Cluster, parse_cluster
+from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_plural
@@ -47,9 +47,10 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
             hint="name counts such as --devices " + ",".join(str(nodes * size) for nodes in (1, 2, 4)),
         )
     nodes, per_node = (1, count) if count < size else (count // size, size)
-    if cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}":
+    if is_as_named(cluster):
         return replace(parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}"), device=cluster.device)
-    name = f"{cluster.name} ({nodes}x{per_node})"
+    is_short = cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}"
+    name = f"{nodes}x{per_node}x{cluster.device.name}" if is_short else f"{cluster.name} ({nodes}x{per_node})"
     return replace(cluster, name=name, num_nodes=nodes, devices_per_node=per_node)
 
 

@@ -87,14 +87,15 @@ def what_binds(contest: Contest, best: Rival) -> str:
     free = replace(contest, job=roomy).rival("unlimited memory", contest.tables)
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory binds: the search finds no plan that fits."
-    gain = 1 - free.step_time_s / best.step_time_s
-    if gain <= SAME:
+    gain = 1 - free.step_time_s / contest.step_s
+    if free.step_time_s >= best.step_time_s * (1 - SAME):
         return (
             "Memory does not bind: with any amount of it the best plan takes as long. Computation and communication do."
         )
     return (
-        f"Memory binds: with any amount of it a step would take {format_seconds(free.step_time_s)}, {gain:.1%} less "
-        f"({free.setting}: {free.strategies})."
+        f"Memory binds: with any amount of it a step would take {format_seconds(free.step_time_s)}, "
+        + (f"{gain:.1%} less " if gain > SAME else "no less than this plan's, but less than the best that fits ")
+        + f"({free.setting}: {free.strategies})."
     )
 
 

@@ -2,6 +2,7 @@
 
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.setting import Job
+from steelyard.hardware import cluster_file, is_as_named
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
@@ -29,6 +30,7 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, stages: tuple[StagePlan, .
     return Plan(
         model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash, split=chain.split),
         cluster=job.cluster.name,
+        hardware=None if is_as_named(job.cluster) else cluster_file(job.cluster),
         seq_len=job.seq_len,
         global_batch=job.global_batch,
         num_microbatches=pipeline.num_microbatches,
@@ -48,9 +50,10 @@ def describe(pipeline: PipelineConfig) -> str:
 
 
 def summarise(plan: Plan) -> str:
-    """The strategies of a plan, the most used first."""
+    """The two strategies that most layers of a plan have, and how many layers have another."""
     counts: dict[str, int] = {}
     for strategy in plan.strategies:
         counts[str(strategy)] = counts.get(str(strategy), 0) + 1
     most = sorted(counts.items(), key=lambda item: -item[1])[:2]
-    return ", ".join(f"{text} ×{count}" for text, count in most)
+    others = len(plan.strategies) - sum(count for _, count in most)
+    return ", ".join(f"{text} ×{count}" for text, count in most) + (f", {others} others" if others else "")

@@ -6,7 +6,7 @@ from pathlib import Path
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster
+from steelyard.hardware import Cluster, parse_cluster, with_network
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
@@ -31,16 +31,21 @@ def job_of(
     plan: Plan,
     *,
     cluster: str | Cluster | None = None,
+    network: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | Profile | None = None,
 ) -> Job:
-    """The job that a plan is for, on its cluster or another one, with the memory of its devices or another one.
+    """The job that a plan is for: on its cluster within its budget, or on another one with the memory of that one.
 
-    Times are scaled, and experts as uneven, as they were for the plan's prediction.
+    ``network`` takes the place of the link between nodes, ``memory`` of either budget. Times are scaled, and experts as
+    uneven, as they were for the plan's prediction.
     """
+    machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster or plan.machines()
+    if cluster is None and memory is None and plan.prediction is not None:
+        memory = plan.prediction.budget_bytes
     job = make_job(
         plan.chain(),
-        cluster or plan.cluster,
+        machines if network is None else with_network(machines, network),
         global_batch=plan.global_batch,
         seq_len=plan.seq_len,
         precision=plan.precision,

@@ -1,7 +1,7 @@
-"""What a report shows around a plan, within a limit of computing time: the frontier, then what binds, then rivals.
+"""What a report shows around a plan: the frontier, then what binds, then rivals.
 
-Every search has a share of the time (`SEARCH_SHARE`) and gives the best plan that it has found by then, which for most
-models is the proven best. What there was no time for is named.
+Where a limit of time is set, every search has a share of it (`SEARCH_SHARE`) and gives the best plan that it has found
+by then, which for most models is the proven best. What there was no time for is named.
 """
 
 import math
@@ -38,21 +38,21 @@ def search_for_report(
     job: Job,
     cost: PlanCost,
     *,
-    time_limit_s: float,
-    everywhere: bool = False,
+    time_limit_s: float | None = None,
+    everywhere: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanStudy:
-    """The frontier and the rivals of a plan of this cost in its own pipeline setting, or in all (``everywhere``).
+    """The frontier and the rivals of a plan of this cost in all pipeline settings, or in its own (not ``everywhere``).
 
-    The limit is one of this process's computing time, so that a busy machine shows no less. Each search that was
-    begun is ended, so it is overrun by up to one search; what was not begun is left out and named. A limit of 0
-    searches nothing.
+    Without a limit of time every machine finds the same. The limit is one of this process's computing time, so that a
+    busy machine shows no less. Each search that was begun is ended, so it is overrun by up to one search; what was not
+    begun is left out and named. A limit of 0 searches nothing.
     """
     priced = with_cost(plan, job, cost)
     notes = pricing_notes(plan, priced)
-    if time_limit_s <= 0:
+    if time_limit_s is not None and time_limit_s <= 0:
         return PlanStudy(scope="", explanation=Explanation(binds="", notes=notes))
-    deadline = time.process_time() + time_limit_s
+    deadline = math.inf if time_limit_s is None else time.process_time() + time_limit_s
     progress("building cost tables")
     options = PlanOptions()
     if not everywhere:
@@ -61,7 +61,7 @@ def search_for_report(
         job=job,
         tables=make_problem(job, options).settings,
         step_s=cost.step_time_s,
-        time_limit_s=SEARCH_SHARE * time_limit_s,
+        time_limit_s=None if time_limit_s is None else SEARCH_SHARE * time_limit_s,
     )
     progress("searching memory budgets")
     proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not notes

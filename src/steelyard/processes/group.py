@@ -75,6 +75,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def host_ranks() -> range:
+    """The ranks that torchrun started on this host."""
+    first = int(os.environ["RANK"]) - local_rank()
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _check_environment() -> None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UserError(

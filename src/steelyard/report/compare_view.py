@@ -33,7 +33,7 @@ def step_terms(plan: Plan, prediction: Prediction) -> dict[str, float]:
     """Seconds of a step on the slowest stage by term; ``waiting and fixed`` is what no term accounts for."""
     slowest = max(prediction.stages, key=lambda stage: stage.total_time_s)
     terms = {name: seconds * plan.num_microbatches for name, seconds in slowest.time_s.items()}
-    return terms | {"waiting and fixed": prediction.step_time_s - sum(terms.values())}
+    return terms | {"waiting and fixed": max(0.0, prediction.step_time_s - sum(terms.values()))}
 
 
 def fullest_terms(prediction: Prediction) -> dict[str, float]:

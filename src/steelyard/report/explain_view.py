@@ -14,6 +14,7 @@ from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,
     alternative_table,
     headline,
+    link_lines,
     stage_table,
     term_table,
     total_table,
@@ -82,7 +83,12 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"{shares(stages[fullest].memory_bytes)}; "
         + (f"{format_bytes(left)} left." if left >= 0 else f"{format_bytes(-left)} too much.")
     )
-    return [*lines, f"Proof: {prediction.certificate}.", f"Costs: {prediction.profile}."]
+    return [
+        *lines,
+        f"Proof: {prediction.certificate}.",
+        f"Costs: {prediction.profile}.",
+        *(f"{line}." for line in link_lines(plan, prediction)),
+    ]
 
 
 def shares(terms: Mapping[str, float]) -> str:

@@ -27,6 +27,8 @@ def frontier_view(found: TradeOffs) -> RenderableType:
         parts += [frontier_table(found), Text(frontier_note(found), style="dim")]
     if found.devices:
         parts.append(device_table(found))
+    if found.profile is not None:
+        parts.append(Text(f"costs {found.profile}", style="dim"))
     return Group(*parts)
 
 

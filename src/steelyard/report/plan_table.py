@@ -4,9 +4,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from steelyard.errors import InvalidClusterError
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.plan import LayerRun, Plan, Prediction
-from steelyard.units import format_bytes, format_plural, format_seconds
+from steelyard.plan.plan import Alternative, LayerRun, Plan, Prediction
+from steelyard.units import GB, format_bytes, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 SAME_SHARE = 5e-4
@@ -22,6 +23,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
         parts += [
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.profile}", style="dim"),
+            *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
         ]
         if plan.prediction.alternatives and num_alternatives > 0:
             parts.append(alternative_table(plan.prediction, num_alternatives))
@@ -65,6 +67,21 @@ def baseline_line(prediction: Prediction) -> str:
     words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as fast as"
     text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
     return f"{text}; {missing}" if others else text
+
+
+def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """A line with the links that were assumed, at their rate for a device; none where they were measured or the cluster
+    is not known."""
+    try:
+        machines = plan.machines()
+    except InvalidClusterError:
+        return []
+    between = machines.inter_link if machines.num_nodes > 1 else None
+    links = [(machines.intra_link, "inside a node"), *([(between, "between nodes")] if between is not None else [])]
+    if prediction.profile.is_measured or machines.intra_link.needs_profile:
+        return []
+    words = [f"{link.name} {where}, {link.bytes_per_s / GB:,.3g} GB/s" for link, where in links]
+    return [f"Links assumed, per device and direction: {'; '.join(words)}"]
 
 
 def stage_table(plan: Plan) -> Table:
@@ -132,9 +149,15 @@ def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -
     for column in ("candidate", "step", "why"):
         table.add_column(column)
     for alternative in prediction.alternatives[:shown]:
-        step = "–" if alternative.step_time_s is None else format_seconds(alternative.step_time_s)
-        table.add_row(alternative.description, step, alternative.reason)
+        table.add_row(alternative.description, alternative_step(alternative), alternative.reason)
     return table
+
+
+def alternative_step(alternative: Alternative) -> str:
+    """The step time of a candidate that lost, or what that of its best plan is not above."""
+    if alternative.step_time_s is None:
+        return "–"
+    return ("≤ " if alternative.is_bound else "") + format_seconds(alternative.step_time_s)
 
 
 def _part_name(plan: Plan, index: int) -> str:

@@ -24,6 +24,7 @@ from steelyard.runtime.checkpoint_folder import (
     read_info,
 )
 from steelyard.runtime.data.prepare import prepare_data
+from steelyard.runtime.host import check_host
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.outputs import check_outputs
 from steelyard.units import format_bytes, format_seconds
@@ -73,6 +74,7 @@ def launch(
 def _run(
     path: Path, plan: Plan, data: str | Path, options: TrainOptions, restarts: int, stdout_to_stderr: bool
 ) -> RunRecord:
+    check_host(plan, range(plan.num_devices), device=options.device)
     arguments = [str(path), "--data", str(data), *options.arguments()]
     run_processes(
         "steelyard.train",

@@ -3,9 +3,10 @@
 import argparse
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
-from steelyard.errors import UserError
+from steelyard.errors import UserError, nearest
+from steelyard.hardware import DeviceKind
 from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
@@ -49,6 +50,7 @@ class TrainOptions:
     )
     init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
+    device: str | None = _option(None, "gpu or cpu: insist on it where the plan is for the other", str)
     enforce_memory: bool = _option(False, "no process may take more than the plan's budget", parse_yes)
     timeout_s: float = _option(600.0, "seconds after which a process that waits for the others gives up", least=1)
     metrics: Path | None = _option(None, "file for one JSON line per step", Path)  # noqa: RUF009
@@ -62,6 +64,10 @@ class TrainOptions:
                 raise UserError(
                     field=flag(option), found=str(value), expected=f"{least} or more", hint="correct the option"
                 )
+        kinds = get_args(DeviceKind)
+        if self.device not in (None, *kinds):
+            hint = nearest(str(self.device), kinds)
+            raise UserError(field="--device", found=repr(self.device), expected=" or ".join(kinds), hint=hint)
 
     @property
     def text(self) -> TextOptions:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steelyard.plan.file import read_plan
-from steelyard.processes.group import local_rank, process_group, world_size
+from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
 from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.data.prepare import prepare_data
+from steelyard.runtime.host import check_host
 from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
 from steelyard.runtime.outputs import check_outputs
 
@@ -24,6 +25,7 @@ def _train(namespace: argparse.Namespace) -> None:
     options = TrainOptions.from_namespace(namespace)
     plan = read_plan(namespace.plan)
     check_world_size(plan, world_size())
+    check_host(plan, host_ranks(), device=options.device)
     if local_rank() == 0:
         prepare_data(Path(namespace.data), options.text, reads_text=plan.chain().family.task.reads_text)
     if os.environ["RANK"] == "0":

@@ -120,7 +120,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
 
 def _link_facts(link: Link) -> Child:
     return [
-        f"{link.name}: {link.bytes_per_s / GB:,.1f} GB/s for a device and direction, "
+        f"{link.name}: {link.bytes_per_s / GB:,.3g} GB/s for a device and direction, "
         f"{format_seconds(link.latency_s)} latency",
         _cite(link.source),
     ]

@@ -6,6 +6,7 @@ from steelyard.plan.choices import Rival
 from steelyard.plan.plan import Alternative
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, section, table, tag
+from steelyard.report.plan_table import alternative_step
 from steelyard.units import format_bytes, format_seconds
 
 SHOWN = 8
@@ -30,7 +31,7 @@ def rival_section(found: ReportContents) -> Html:
             tag(
                 "p",
                 f"No time was left for {', '.join(study.left_out)}: steelyard report {found.plan_file} "
-                "--time-limit 60 searches them, steelyard explain shows them too.",
+                "without --time-limit searches them, steelyard explain shows them too.",
                 class_="hint",
             )
         )
@@ -76,7 +77,7 @@ def _alternative_table(alternatives: Sequence[Alternative]) -> Html:
     rows = [
         (
             each.description,
-            "–" if each.step_time_s is None else format_seconds(each.step_time_s),
+            alternative_step(each),
             "–" if each.memory_bytes is None else format_bytes(each.memory_bytes),
             each.reason,
         )
