@@ -157,9 +157,16 @@ def test_why_not_shows_the_best_plan_that_does_what_is_asked(run: Run, plan_path
         assert expected in output
 
 
+def test_why_not_a_kind_of_no_degree_takes_its_best_one_for_all_blocks(run: Run, plan_path: Path) -> None:
+    content = json.loads(run("explain", plan_path, "--why-not", "tp", "--json").stdout)
+    runs = [run for stage in content["explanation"]["why_not"]["plan"]["stages"] for run in stage["runs"]]
+    assert all("tp" in run["parallel"] for run in runs if run["layers"][0] <= 16 and run["layers"][1] >= 1)
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
+        ("ep", "the model has no experts"),
         ("tp=3", "no strategy of the tree"),
         ("stages=3", "stages are 1, 2, 4"),
         ("dp4, remat=none, microbatches=1", "does not fit"),

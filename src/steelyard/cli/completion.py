@@ -1,4 +1,6 @@
-"""What the shell completes beside commands and options: names of models and of devices."""
+"""What the shell completes beside commands and options: names that the packages know."""
+
+from collections.abc import Callable, Iterable
 
 from steelyard.hardware import devices
 from steelyard.model.read import model_names
@@ -7,6 +9,15 @@ from steelyard.model.read import model_names
 def complete_model(incomplete: str) -> list[str]:
     """The packaged models that begin so."""
     return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def complete_one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Completes to those of ``names`` that begin so."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
 
 
 def complete_cluster(incomplete: str) -> list[str]:

@@ -28,7 +28,7 @@ def explain(
         str | None,
         typer.Option(
             "--why-not",
-            help="What it would cost to insist: tp=8, fsdp8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
+            help="What it would cost to insist: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
         ),
     ] = None,
     everything: Annotated[

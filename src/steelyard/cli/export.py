@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from steelyard.cli.completion import complete_one_of
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
 from steelyard.cli.progress import progress
 from steelyard.errors import InvalidClusterError, UserError
@@ -23,7 +24,14 @@ SAME = 5e-4
 
 def export(
     path: Annotated[Path | None, typer.Argument(help="A plan file.", metavar="PLAN", show_default=False)] = None,
-    to: Annotated[str, typer.Option("--to", help="The framework or launcher; list shows them all.")] = "list",
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="The framework or launcher; list shows them all.",
+            autocompletion=complete_one_of(("list", *TARGETS)),
+        ),
+    ] = "list",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A file, or a folder for all files; default: print the first.")
     ] = None,
