@@ -72,7 +72,8 @@ def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
     )
-    return plan.model_copy(update={"prediction": prediction})
+    priced, training = plan.model_copy(update={"prediction": prediction}), plan.training
+    return priced if training is None else priced.with_training(training.tokens, price=training.price_per_device_hour)
 
 
 def uniform_plan(job: Job, strategy_text: str) -> Plan:

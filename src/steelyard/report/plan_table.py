@@ -47,7 +47,9 @@ def headline(plan: Plan) -> str:
         f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
         f"{format_bytes(max(stage.total_bytes for stage in prediction.stages))} of "
-        f"{format_bytes(prediction.budget_bytes)} per device" + (f"\n{compared}" if compared else "")
+        f"{format_bytes(prediction.budget_bytes)} per device"
+        + (f"\n{compared}" if compared else "")
+        + (f"\n{plan.training}" if plan.training else "")
     )
 
 

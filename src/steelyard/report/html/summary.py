@@ -91,6 +91,8 @@ def _tiles(found: ReportContents) -> list[tuple[str, str, Child]]:
             [f"{share:.0%} of {format_bytes(prediction.budget_bytes)}", _gauge(share)],
         )
     )
+    if plan.training is not None:
+        tiles.append((f"{format_count(plan.training.tokens)} tokens", *plan.training.brief))
     if found.timeline is not None and plan.num_stages > 1:
         tiles.append(("bubbles", f"{found.timeline.bubble_share():.1%}", "of all stages' time"))
     return [*tiles, ("proof", *prediction.certificate.brief)]
