@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from steelyard import units
 from steelyard.errors import UserError
-from steelyard.units import format_bytes, format_count, format_days, format_money, format_seconds, parse_bytes, parse_count
+from steelyard.units import (
+    format_bytes,
+    format_count,
+    format_days,
+    format_money,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+)
 
 BYTE_SUFFIXES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 SECOND_SUFFIXES = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -169,6 +177,8 @@ def test_long_durations_are_in_days_hours_or_minutes(days, text):
     assert format_days(days) == text
 
 
-@pytest.mark.parametrize(("dollars", "text"), [(2.94e6, "$2.94 M"), (0.125, "$0.12"), (999, "$999.00"), (1e9, "$1.00 B")])
+@pytest.mark.parametrize(
+    ("dollars", "text"), [(2.94e6, "$2.94 M"), (0.125, "$0.12"), (999, "$999.00"), (1e9, "$1.00 B")]
+)
 def test_money_has_cents_or_a_prefix(dollars, text):
     assert format_money(dollars) == text

@@ -52,7 +52,7 @@ def export(
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan = read_plan(path)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
-        fitted = _fitted(plan, target, cluster=cluster, memory=memory, profile=profile)
+        fitted = _fitted(plan, path.parent, target, cluster=cluster, memory=memory, profile=profile)
     headline = _headline(fitted, target)
     request = Request(
         plan=fitted.plan,
@@ -71,19 +71,13 @@ def export(
     _print_statement(exported, headline, written, on_error=output is None)
 
 
-def _fitted(plan: Plan, target: Target, *, cluster: str | None, memory: str | None, profile: str | None) -> FittedPlan:
+def _fitted(
+    plan: Plan, folder: Path, target: Target, *, cluster: str | None, memory: str | None, profile: str | None
+) -> FittedPlan:
     """The best plan within the target's means; the plan itself, unpriced, where it is within them."""
     if not unsupported(plan, target.capabilities):
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None)
-    if plan.prediction is not None and plan.prediction.profile.is_measured and profile is None:
-        raise UserError(
-            field="--profile",
-            found=f"nothing, for a plan made from a measured profile that {target.name} cannot express as it is",
-            expected="that profile, with which the best plan within its means is searched",
-            hint="add --profile profile.json, or --to pytorch, which runs any plan",
-        )
-    budget = plan.prediction.budget_bytes if plan.prediction and memory is None and cluster is None else memory
-    job = job_of(plan, cluster=cluster, memory=budget, profile=profile)
+    job = job_of(plan, cluster=cluster, memory=memory, profile=profile, folder=folder)
     return plan_for_framework(plan, job, target.capabilities, framework=target.name)
 
 

@@ -42,6 +42,7 @@ from steelyard.planning import (
     pin_error,
     plan_fewest_devices,
     plan_job,
+    samples_not_measured,
     with_baselines,
     with_fallbacks,
 )
@@ -268,7 +269,9 @@ def _search(
         fewest = plan_fewest_devices(job, options, top=top, progress=show)
         return fewest.result, device_lines(fewest.tried), None
     tables = make_problem(job, options)
-    return plan_job(job, options, top=top, problem=tables), [], tables
+    unmeasured = samples_not_measured(job, options)
+    notes = [] if unmeasured is None else [f"left out: {unmeasured.values} {unmeasured.what} ({unmeasured.reason})"]
+    return plan_job(job, options, top=top, problem=tables), notes, tables
 
 
 def _search_lengths(

@@ -37,7 +37,7 @@ def timeline(
     """Write the simulated timeline of a step: passes, sends and bubbles of every stage, for ui.perfetto.dev."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
-        job = job_of(plan, cluster=cluster, memory=memory, profile=profile)
+        job = job_of(plan, cluster=cluster, memory=memory, profile=profile, folder=path.parent)
     played = predict(plan, job).timeline
     content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan))
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))

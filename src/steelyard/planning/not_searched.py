@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from itertools import groupby
 
+from steelyard.cost.layer import rank_samples, unmeasured_reason
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import ExcludedValues, StrategyVerdict
 from steelyard.plan.kinds import KINDS, level_kinds
+from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
@@ -35,7 +37,9 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValue
         if count not in searched
     }
     used = {setting.pipeline.schedule for setting in settings}
+    unmeasured = samples_not_measured(job, options)
     return (
+        *(() if unmeasured is None else (unmeasured,)),
         *_by_reason("stages", why_not_stages),
         ExcludedValues(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
         *_by_reason("microbatches", why_not_counts),
@@ -45,6 +49,25 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValue
             for each in SCHEDULES.values()
             if each not in used or each.why_not_everywhere
         ),
+    )
+
+
+def samples_not_measured(job: Job, options: PlanOptions) -> ExcludedValues | None:
+    """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
+    beyond: dict[float, str] = {}
+    settings = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_settings(job, options)}
+    for setting in settings.values() if job.profile.identity.is_measured else ():
+        for strategy in stage_strategies(job, setting.devices_per_stage, options):
+            for kind in job.chain.kinds:
+                reason = unmeasured_reason(kind, strategy, setting)
+                if reason is not None and illegal_reason(kind, strategy, setting.batch) is None:
+                    beyond[rank_samples(strategy, setting)] = reason.partition(": ")[2]
+    if not beyond:
+        return None
+    return ExcludedValues(
+        what="samples on a rank",
+        values=", ".join(f"{count:g}" for count in sorted(beyond)),
+        reason=f"{beyond[max(beyond)]}; steelyard profile --global-batch {job.global_batch} measures all",
     )
 
 
