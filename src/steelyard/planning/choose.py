@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.layer import refusal, unmeasured_reason
+from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
@@ -171,7 +171,8 @@ def _why_unmeasured(job: Job, tables: CostTables) -> str:
     setting = Setting(job=job, pipeline=tables.pipeline)
     for kind in job.chain.kinds if job.profile.identity.is_measured else ():
         if all(refusal(kind, each, setting) for each in tables.strategies):
-            reasons = (unmeasured_reason(kind, each, setting) for each in tables.strategies)
+            nearest_first = sorted(tables.strategies, key=lambda each: rank_samples(each, setting))
+            reasons = (unmeasured_reason(kind, each, setting) for each in nearest_first)
             return next((f"left out, {reason}" for reason in reasons if reason is not None), "")
     return ""
 
