@@ -6,7 +6,7 @@ from rich.text import Text
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.plan import LayerRun, Plan, Prediction
-from steelyard.units import format_bytes, format_plural, format_seconds
+from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 SAME_SHARE = 5e-4
@@ -67,6 +67,30 @@ def baseline_line(prediction: Prediction) -> str:
     words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as fast as"
     text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
     return f"{text}; {missing}" if others else text
+
+
+def gain_sentence(plan: Plan) -> str:
+    """What is gained over each plain plan, with the days and money of a whole training; empty where none was searched.
+
+    ``It takes 2.2% less time than plain FSDP (141 days, $67.9 K); plain DDP does not fit``
+    """
+    prediction, training = plan.prediction, plan.training
+    gains, misfits = [], []
+    for each in prediction.baselines if prediction else ():
+        if each.step_time_s is None:
+            misfits.append(f"{each.name} does not fit")
+            continue
+        gain = 1 - prediction.step_time_s / each.step_time_s if prediction else 0.0
+        saved = []
+        if training is not None and gain > SAME_SHARE:
+            part = gain / (1 - gain)
+            saved = [format_days(part * training.days)]
+            saved += [] if training.cost is None else [format_money(part * training.cost)]
+        words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as long as"
+        gains.append(f"{words} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
+    takes = [f"It takes {', '.join(gains)}"] if gains else []
+    text = "; ".join((*takes, *misfits))
+    return text[:1].upper() + text[1:]
 
 
 def stage_table(plan: Plan) -> Table:

@@ -14,6 +14,7 @@
 | `rivals`      | why the others lost                                                                 |
 | `measured`    | what a run measured beside what was predicted                                       |
 | `assumptions` | what the figures rest on, and what is not modelled                                  |
+| `glossary`    | what the names mean                                                                 |
 | `page`        | all of them                                                                         |
 | `document`    | the frame of a page, with ``style.css`` and a script inside                         |
 

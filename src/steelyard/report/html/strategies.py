@@ -9,7 +9,7 @@ from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan, StagePlan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag
 from steelyard.report.html.palette import strategy_classes
 from steelyard.units import format_plural
 
@@ -110,25 +110,11 @@ def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str]
 
 
 def _legend(plan: Plan, classes: dict[Strategy, str]) -> Html:
-    counts = Counter(plan.strategies)
-    ordered = sorted(counts, key=lambda each: -counts[each])
-    return tag(
-        "ul",
-        [
-            tag(
-                "li",
-                tag("i", class_=f"swatch {classes[strategy]}"),
-                tag(
-                    "span",
-                    tag("b", str(strategy)),
-                    f" on {format_plural(counts[strategy], 'layer')}",
-                    tag("small", describe_strategy(strategy)),
-                ),
-            )
-            for strategy in ordered
-        ],
-        class_="legend tall",
-    )
+    items: list[tuple[str, Child]] = []
+    for strategy, count in Counter(plan.strategies).most_common():
+        share = f" on {format_plural(count, 'layer')} ({count / len(plan.strategies):.0%})"
+        items.append((classes[strategy], [tag("b", str(strategy)), share, tag("small", describe_strategy(strategy))]))
+    return legend(items, is_tall=True)
 
 
 def _rows(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, ...]]:
