@@ -203,6 +203,20 @@ def test_diff_lists_the_layers_that_differ(run: Run, plan_path: Path, tmp_path: 
     assert "difference" in run("diff", plan_path, tmp_path / "roomy.json").stdout
 
 
+def test_diff_writes_a_page_of_both_plans(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    run("plan", *JOB, "-o", tmp_path / "roomy.json")
+    result = run("diff", plan_path, tmp_path / "roomy.json", "-o", tmp_path / "diff.html")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "diff.html").read_text()
+    for expected in ("plan.json", "roomy.json", "Time of a step", "Memory of the fullest stage", "Layers that differ"):
+        assert expected in page
+    assert "difference" in page
+
+
+def test_a_page_of_a_diff_ends_in_html(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    assert ".html" in user_error(run("diff", plan_path, plan_path, "-o", tmp_path / "diff.txt")).expected
+
+
 def test_a_plan_does_not_differ_from_itself(run: Run, plan_path: Path) -> None:
     assert json.loads(run("diff", plan_path, plan_path, "--json").stdout)["layers"] == []
 

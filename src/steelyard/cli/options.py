@@ -48,6 +48,17 @@ def most_tp(degree: int | None) -> dict[str, int]:
     return {} if degree is None else {"tp": degree}
 
 
+def check_page(path: Path) -> None:
+    """Raises `UserError` unless ``--output`` names a page."""
+    if path.suffix.lower() != ".html":
+        raise UserError(
+            field="--output",
+            found=repr(str(path)),
+            expected="a path that ends in .html",
+            hint=f"write for example -o {path.with_suffix('.html').name}",
+        )
+
+
 def write_page(path: Path, text: str) -> None:
     """Writes what ``--output`` asked for; raises `UserError` where that cannot be written."""
     try:

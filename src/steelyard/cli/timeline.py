@@ -8,7 +8,7 @@ import typer
 
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
 from steelyard.cli.progress import progress
-from steelyard.cost.predict import predict
+from steelyard.cost.predict import layer_times, predict
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import job_of
 from steelyard.report.trace_events import default_num_shown, trace_events
@@ -34,12 +34,13 @@ def timeline(
     profile: ProfileOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the simulated timeline of a step: passes, sends and bubbles of every stage, for ui.perfetto.dev."""
+    """Write the simulated timeline of a step for ui.perfetto.dev: passes, with their layers, sends and bubbles."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
         job = job_of(plan, cluster=cluster, memory=memory, profile=profile, folder=path.parent)
     played = predict(plan, job).timeline
-    content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan))
+    layers = layer_times(plan, job)
+    content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan), layers=layers)
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     output.write_text(text + "\n", encoding="utf-8")
     shown = content["otherData"]

@@ -18,11 +18,12 @@
 | `page`        | all of them                                                                         |
 | `document`    | the frame of a page, with ``style.css`` and a script inside                         |
 
-`frontier_page` makes a page of trade-offs alone.
+`frontier_page` makes a page of trade-offs alone, `compare_page` one of two plans.
 """
 
+from steelyard.report.html.compare_page import compare_page
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.frontier_page import frontier_page
 from steelyard.report.html.page import report_page
 
-__all__ = ["ReportContents", "frontier_page", "report_page"]
+__all__ = ["ReportContents", "compare_page", "frontier_page", "report_page"]
