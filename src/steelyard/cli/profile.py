@@ -85,7 +85,7 @@ def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[in
         most = min(max(global_batch - 1, 2), MOST_SAMPLES)
         return tuple(2**power for power in range(most.bit_length()))
     try:
-        counts = tuple(sorted({int(part) for part in (text or SAMPLES).split(",")}))
+        counts = tuple(sorted({int(part) for part in (SAMPLES if text is None else text).split(",")}))
     except ValueError:
         counts = ()
     if not counts or counts[0] < 1:

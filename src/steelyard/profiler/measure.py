@@ -18,7 +18,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy, shape_strategies
-from steelyard.profiler.clock import Deadline, barrier
+from steelyard.profiler.clock import Deadline, barrier, over_ranks
 from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives, num_collectives
 from steelyard.profiler.layers import (
     Laps,
@@ -77,6 +77,7 @@ def measure(
     check_samples(samples)
     layers = measurable_layers(trace, world_size)
     device = current_device()
+    budget_s = over_ranks([max(budget_s, 0.0)], device, dist.ReduceOp.MIN)[0]  # processes start one after another
     run = _Run(
         chain=chain,
         seq_len=seq_len,
