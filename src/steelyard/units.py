@@ -5,7 +5,9 @@ and are used for bandwidth and for memory that a user writes that way.
 """
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import groupby
 
 from steelyard.errors import UserError
 
@@ -92,6 +94,13 @@ def format_count(count: float) -> str:
             return f"{_three_digits(value)}{suffix}" if suffix else f"{value:.0f}"
         value /= 1000
     return f"{_three_digits(value)} T"
+
+
+def format_ranges(values: Iterable[int]) -> str:
+    """Whole numbers with runs drawn together, ``3, 5–7``."""
+    ordered = sorted(values)
+    runs = [[value for _, value in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def format_days(days: float) -> str:

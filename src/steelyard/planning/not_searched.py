@@ -1,8 +1,5 @@
 """What the search never looked at, and why: pipeline settings and strategies that were not built into tables."""
 
-from collections.abc import Iterable
-from itertools import groupby
-
 from steelyard.cost.layer import rank_samples, unmeasured_reason
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import ExcludedValues, StrategyVerdict
@@ -12,6 +9,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
+from steelyard.units import format_ranges
 
 
 def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValues, ...]:
@@ -125,14 +123,7 @@ def _verdict(strategy: str, reason: str) -> StrategyVerdict:
 def _by_reason(what: str, reasons: dict[int, str]) -> list[ExcludedValues]:
     return [
         ExcludedValues(
-            what=what, values=ranges_text(value for value, why in reasons.items() if why == reason), reason=reason
+            what=what, values=format_ranges(value for value, why in reasons.items() if why == reason), reason=reason
         )
         for reason in dict.fromkeys(reasons.values())
     ]
-
-
-def ranges_text(values: Iterable[int]) -> str:
-    """Whole numbers with runs drawn together, ``3, 5–7``."""
-    ordered = sorted(values)
-    runs = [[value for _, value in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)

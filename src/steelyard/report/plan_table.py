@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.plan import LayerRun, Plan, Prediction
+from steelyard.plan.plan import Plan, Prediction
 from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
@@ -103,9 +103,9 @@ def stage_table(plan: Plan) -> Table:
         for run_index, run in enumerate(stage.runs):
             first = run_index == 0
             table.add_row(
-                _part_name(plan, index) if first else "",
+                part_name(plan, index) if first else "",
                 f"{stage.ranks[0]}–{stage.ranks[1]}" if first else "",
-                _layers_text(chain, run),
+                layers_text(chain, *run.layers),
                 str(run.strategy.without_remat()),
                 str(run.remat),
                 end_section=run_index == len(stage.runs) - 1,
@@ -163,8 +163,8 @@ def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -
     return table
 
 
-def _part_name(plan: Plan, index: int) -> str:
-    """The stage of a part of the pipeline and, interleaved, which chunk it is."""
+def part_name(plan: Plan, index: int) -> str:
+    """The number of the stage of a part of the pipeline and, interleaved, which chunk of it."""
     chunk, stage = divmod(index, plan.num_stages)
     return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"
 
@@ -179,17 +179,17 @@ def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:
     return list(dict.fromkeys(name for column in columns for name in column))
 
 
-def _layers_text(chain: ModelChain, run: LayerRun) -> str:
-    first, last = run.layers
-    names = []
-    if chain.kind_of(first).role is LayerRole.EMBEDDING:
-        names.append("embedding")
-        first += 1
-    ends_in_head = chain.kind_of(last).role is LayerRole.HEAD
-    if ends_in_head:
-        last -= 1
-    if first <= last:
-        names.append(f"block {first - 1}" if first == last else f"blocks {first - 1}–{last - 1}")
-    if ends_in_head:
-        names.append("head")
-    return ", ".join(names)
+def layers_text(chain: ModelChain, first: int, last: int) -> str:
+    """Consecutive layers by name, both ends included: ``embedding, blocks 0–6``."""
+    has_embedding = chain.kind_of(first).role is LayerRole.EMBEDDING
+    has_head = chain.kind_of(last).role is LayerRole.HEAD
+    names = ["embedding"] if has_embedding else []
+    start, end = first + has_embedding, last - has_head
+    if start == end:
+        names.append(chain.layer_name(start))
+    elif start < end:
+        words = chain.layer_name(start), chain.layer_name(end)
+        numbers = [each.removeprefix("block ") for each in words]
+        plain = all(each.isdigit() for each in numbers)
+        names.append(f"blocks {'–'.join(numbers)}" if plain else " to ".join(words))
+    return ", ".join([*names, *(["head"] if has_head else [])])

@@ -23,10 +23,10 @@ from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.chart import Chart, Line, chart, staircase
 from steelyard.report.html.markup import VOID
 from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strategy_classes, time_colours
-from steelyard.report.html.strategies import describe_strategy, layer_text
+from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
 from steelyard.report.html.trade_off_charts import trade_off_charts
-from steelyard.report.plan_table import gain_sentence, plan_view
+from steelyard.report.plan_table import gain_sentence, layers_text, plan_view
 from steelyard.units import format_bytes, format_days, format_money
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs
@@ -341,10 +341,10 @@ def test_every_kind_of_remat_has_words() -> None:
 
 def test_layers_by_name() -> None:
     chain = job().chain
-    assert layer_text(chain, 0, 5) == "embedding, block 0 to block 3, head"
-    assert layer_text(chain, 2, 2) == "block 1"
-    assert layer_text(chain, 0, 1) == "embedding, block 0"
-    assert layer_text(chain, 4, 5) == "block 3, head"
+    assert layers_text(chain, 0, 5) == "embedding, blocks 0–3, head"
+    assert layers_text(chain, 2, 2) == "block 1"
+    assert layers_text(chain, 0, 1) == "embedding, block 0"
+    assert layers_text(chain, 4, 5) == "block 3, head"
 
 
 # the schedule

@@ -10,7 +10,7 @@ from steelyard.report.html.document import document
 from steelyard.report.html.glossary import term
 from steelyard.report.html.markup import Html, legend, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
-from steelyard.report.plan_table import headline
+from steelyard.report.plan_table import headline, layers_text
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -68,10 +68,7 @@ def _difference(terms: tuple[dict[str, float], dict[str, float]], name: str, sho
 
 def _layers(first: Plan, second: Plan, names: tuple[str, str]) -> Html:
     chain = first.chain()
-    rows = [
-        (chain.layer_name(start) if start == end else f"{chain.layer_name(start)} to {chain.layer_name(end)}", *both)
-        for start, end, *both in changed_layers(first, second)
-    ]
+    rows = [(layers_text(chain, start, end), *both) for start, end, *both in changed_layers(first, second)]
     if not rows:
         return tag("p", "All layers have the same stage and strategy in both.")
     return table(("layers", *names), rows)
