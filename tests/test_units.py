@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from steelyard import units
 from steelyard.errors import UserError
-from steelyard.units import format_bytes, format_count, format_seconds, parse_bytes
+from steelyard.units import (
+    format_bytes,
+    format_count,
+    format_days,
+    format_money,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+)
 
 BYTE_SUFFIXES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 SECOND_SUFFIXES = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -146,3 +154,31 @@ def test_counts_print_with_a_decimal_prefix(count, text):
 def test_counts_printed_and_read_again_are_the_same_to_three_digits(count):
     number, _, suffix = format_count(count).partition(" ")
     assert float(number) * COUNT_SUFFIXES[suffix] == pytest.approx(count, rel=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("15T", 15 * 10**12), ("300 b", 300 * 10**9), ("1.4m", 1_400_000), ("2K", 2000), ("7", 7)],
+)
+def test_a_count_may_have_a_decimal_prefix(text, count):
+    assert parse_count(text, field="--tokens") == count
+
+
+@pytest.mark.parametrize("text", ["", "T", "-1B", "0", "0.1", "15GB", "15 T tokens", "1e12", "inf"])
+def test_other_texts_are_no_count(text):
+    with pytest.raises(UserError, match="--tokens"):
+        parse_count(text, field="--tokens")
+
+
+@pytest.mark.parametrize(
+    ("days", "text"), [(61.24, "61.2 days"), (1.4, "33.6 hours"), (0.05, "72.0 minutes"), (1500, "1500 days")]
+)
+def test_long_durations_are_in_days_hours_or_minutes(days, text):
+    assert format_days(days) == text
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"), [(2.94e6, "$2.94 M"), (0.125, "$0.12"), (999, "$999.00"), (1e9, "$1.00 B")]
+)
+def test_money_has_cents_or_a_prefix(dollars, text):
+    assert format_money(dollars) == text

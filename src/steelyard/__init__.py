@@ -47,3 +47,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not, so that ``dir`` and ``help`` show them."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,11 +1,13 @@
-"""Constants and printing for the units used throughout: bytes, seconds and FLOP.
+"""Constants and printing for the units used throughout: bytes, seconds, counts, days and money.
 
 Binary prefixes (KiB, MiB, GiB) are powers of 1024 and are used for memory; decimal prefixes (GB) are powers of 1000
 and are used for bandwidth and for memory that a user writes that way.
 """
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import groupby
 
 from steelyard.errors import UserError
 
@@ -28,6 +30,7 @@ _SUFFIX_BYTES = {
     "gib": GIB,
     "tib": 1024**4,
 }
+_SUFFIX_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
 
@@ -43,6 +46,21 @@ def parse_bytes(text: str) -> int:
             hint="write for example --memory 20GiB",
         )
     return int(Fraction(match.group(1)) * _SUFFIX_BYTES[suffix])
+
+
+def parse_count(text: str, *, field: str) -> int:
+    """The count in ``15T``, ``300B`` or ``1000000``, 1 or more; raises `UserError` for anything else."""
+    match = _QUANTITY.fullmatch(text)
+    factor = _SUFFIX_COUNT.get(match.group(2).lower()) if match else None
+    count = int(Fraction(match.group(1)) * factor) if match and factor else 0
+    if count < 1:
+        raise UserError(
+            field=field,
+            found=repr(text),
+            expected="a number of 1 or more, alone or with K, M, B or T (10³, 10⁶, 10⁹, 10¹²)",
+            hint=f"write for example {field} 15T",
+        )
+    return count
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -76,6 +94,26 @@ def format_count(count: float) -> str:
             return f"{_three_digits(value)}{suffix}" if suffix else f"{value:.0f}"
         value /= 1000
     return f"{_three_digits(value)} T"
+
+
+def format_ranges(values: Iterable[int]) -> str:
+    """Whole numbers with runs drawn together, ``3, 5–7``."""
+    ordered = sorted(values)
+    runs = [[value for _, value in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def format_days(days: float) -> str:
+    """A long duration in days, or in hours or minutes where it is short: ``61.2 days``, ``14.3 hours``."""
+    for factor, unit in ((1, "days"), (24, "hours")):
+        if days * factor >= 1.5:
+            return f"{_three_digits(days * factor)} {unit}"
+    return f"{_three_digits(days * 24 * 60)} minutes"
+
+
+def format_money(dollars: float) -> str:
+    """Dollars with a decimal prefix, ``$2.94 M``; with cents below a thousand."""
+    return f"${dollars:.2f}" if dollars < 999.5 else f"${format_count(dollars)}"
 
 
 def _three_digits(value: float) -> str:

@@ -11,10 +11,11 @@ from steelyard.plan.certificate import Certificate
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Prediction, StagePrediction
-from steelyard.report.check_table import CheckedRank, StageBudget, misfit_lines, rank_ranges
+from steelyard.report.check_table import CheckedRank, StageBudget, misfit_lines
 from steelyard.runtime import dry_run
 from steelyard.runtime.attribution import Peak
 from steelyard.runtime.dry_run import RankMemory
+from steelyard.units import format_ranges
 from tests.cli.conftest import Run, user_error
 from tests.plan.examples import COST_SOURCE
 from tests.runtime.models import CONFIGS, make_plan
@@ -194,4 +195,4 @@ def test_a_first_step_that_holds_more_counts() -> None:
     ("ranks", "text"), [((0,), "0"), ((0, 1, 2), "0–2"), ((0, 1, 3), "0–1, 3"), ((2, 4, 5), "2, 4–5")]
 )
 def test_ranks_are_written_as_ranges(ranks: tuple[int, ...], text: str) -> None:
-    assert rank_ranges(ranks) == text
+    assert format_ranges(ranks) == text

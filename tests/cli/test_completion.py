@@ -1,4 +1,4 @@
-"""What the shell completes: commands, models and devices."""
+"""What the shell completes: commands, models, devices, targets of an export and files with a schema."""
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +22,17 @@ def test_another_form_of_cluster_is_left_to_the_shell(text: str) -> None:
     assert complete_cluster(text) == []
 
 
-def test_the_shell_asks_and_is_answered() -> None:
-    asked = {"_STEELYARD_COMPLETE": "complete_bash", "COMP_WORDS": "steelyard plan llama3-8", "COMP_CWORD": "2"}
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("steelyard plan llama3-8", ["llama3-8b"]),
+        ("steelyard export plan.json --to torcht", ["torchtitan"]),
+        ("steelyard export plan.json --to li", ["list"]),
+        ("steelyard schema pr", ["problem", "profile"]),
+    ],
+)
+def test_the_shell_asks_and_is_answered(typed: str, answer: list[str]) -> None:
+    place = str(len(typed.split()) - 1)
+    asked = {"_STEELYARD_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": place}
     result = CliRunner().invoke(app, [], env=asked, prog_name="steelyard")
-    assert result.output.split() == ["llama3-8b"]
+    assert result.output.split() == answer

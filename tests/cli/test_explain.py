@@ -157,9 +157,16 @@ def test_why_not_shows_the_best_plan_that_does_what_is_asked(run: Run, plan_path
         assert expected in output
 
 
+def test_why_not_a_kind_of_no_degree_takes_its_best_one_for_all_blocks(run: Run, plan_path: Path) -> None:
+    content = json.loads(run("explain", plan_path, "--why-not", "tp", "--json").stdout)
+    runs = [run for stage in content["explanation"]["why_not"]["plan"]["stages"] for run in stage["runs"]]
+    assert all("tp" in run["parallel"] for run in runs if run["layers"][0] <= 16 and run["layers"][1] >= 1)
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
+        ("ep", "the model has no experts"),
         ("tp=3", "tp 3 does not divide the"),
         ("stages=3", "stages are 1, 2, 4"),
         ("dp4, remat=none, microbatches=1", "does not fit"),
@@ -194,6 +201,20 @@ def test_diff_lists_the_layers_that_differ(run: Run, plan_path: Path, tmp_path: 
         assert changed == {layer for layer, (one, other) in enumerate(pairs) if one != other}
     assert sum(content["first"]["time_s"].values()) == pytest.approx(content["first"]["step_time_s"])
     assert "difference" in run("diff", plan_path, tmp_path / "roomy.json").stdout
+
+
+def test_diff_writes_a_page_of_both_plans(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    run("plan", *JOB, "-o", tmp_path / "roomy.json")
+    result = run("diff", plan_path, tmp_path / "roomy.json", "-o", tmp_path / "diff.html")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "diff.html").read_text()
+    for expected in ("plan.json", "roomy.json", "Time of a step", "Memory of the fullest stage", "Layers that differ"):
+        assert expected in page
+    assert "difference" in page
+
+
+def test_a_page_of_a_diff_ends_in_html(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    assert ".html" in user_error(run("diff", plan_path, plan_path, "-o", tmp_path / "diff.txt")).expected
 
 
 def test_a_plan_does_not_differ_from_itself(run: Run, plan_path: Path) -> None:

@@ -39,6 +39,21 @@ def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(run: Run) -> N
         assert expected in output
 
 
+def test_days_and_money_for_tokens_are_said_written_and_scaled_when_priced_again(run: Run, tmp_path: Path) -> None:
+    result = run("plan", *SMALL, "--tokens", "1T", "--price", 2.5, "-o", tmp_path / "plan.json")
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.prediction is not None
+    assert plan.training is not None
+    seconds = 1e12 / (plan.prediction.tokens_per_s_per_device * 8)
+    assert plan.training.days == pytest.approx(seconds / 86400, rel=1e-3)
+    assert plan.training.cost == pytest.approx(seconds / 3600 * 8 * 2.5, rel=1e-3)
+    assert str(plan.training) in " ".join(result.output.split())
+    elsewhere = run("explain", tmp_path / "plan.json", "--cluster", "1x8xh100-80gb", "--json")
+    again = json.loads(elsewhere.output)["plan"]
+    factor = again["prediction"]["step_time_s"] / plan.prediction.step_time_s
+    assert again["training"]["days"] == pytest.approx(plan.training.days * factor)
+
+
 def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
     result = run("plan", *SMALL, "--json", "-o", tmp_path / "plan.json")
     assert json.loads(result.output) == json.loads((tmp_path / "plan.json").read_text())
@@ -124,6 +139,8 @@ def test_a_network_may_be_named_beside_the_cluster(
         ((*SMALL, "--profile", "no-such.json"), "profile", "path"),
         ((*SMALL, "--stages", 3), "num_stages", "1, 2, 4, 8"),
         ((*SMALL, "--microbatches", 5), "num_microbatches", "1, 2, 4"),
+        ((*SMALL, "--tokens", "many"), "--tokens", "15T"),
+        ((*SMALL, "--price", 2.5), "--price", "--tokens 15T --price 2.5"),
     ],
 )
 def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[object, ...], field: str, suggestion: str) -> None:

@@ -1,7 +1,7 @@
 """A small model, a made-up profile of it and jobs on known clusters, that the tests of costs share; no torch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
@@ -14,7 +14,10 @@ from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import (
     Affine,
     CollectiveCount,
+    CollectiveKind,
+    CollectiveProfile,
     LayerProfile,
+    MeasuredTime,
     Profile,
     ProfileIdentity,
     Recomputation,
@@ -154,6 +157,31 @@ def _recomputations(kind: str, tp: int, sp: bool, forward: Work) -> tuple[Recomp
         backward_transient_bytes=Affine(constant=64, per_sample=(1.4 * saved) - (saved + entering) / 2),
     )
     return full, selective
+
+
+def measured_profile(model: ModelChain, samples: Sequence[int] = (1, 2, 4), *, num_devices: int = 4) -> Profile:
+    """The same as if measured on so many CPU processes: a millisecond for each sample, forward and backward alike."""
+    counted = profile(model, "fp32")
+    times = tuple(
+        MeasuredTime(samples=count, forward_s=count / 1e3, backward_s=count / 1e3, selective_s=0.0, full_s=count / 1e3)
+        for count in samples
+    )
+    collectives = [
+        CollectiveProfile(
+            kind=kind, group_size=size, strided=False, latency_s=1e-4, bytes_per_s=1e9, max_relative_error=0.0
+        )
+        for kind in get_args(CollectiveKind)
+        for size in range(2, num_devices + 1)
+    ]
+    identity = {"method": "measured", "device": "cpu", "device_kind": "cpu", "num_devices": num_devices}
+    return counted.model_copy(
+        update={
+            "identity": counted.identity.model_copy(update=identity),
+            "layers": tuple(layer.model_copy(update={"times": times}) for layer in counted.layers),
+            "collectives": tuple(collectives),
+            "optimizer_s_per_param": 1e-9,
+        }
+    )
 
 
 def job(

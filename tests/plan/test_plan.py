@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan.examples import CONFIG, CONTENT, PREDICTION, changed, one_stage, read
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.read import chain_from_config, config_hash, load_model
-from steelyard.plan.plan import fold_runs
+from steelyard.plan.plan import Fallback, fold_runs
 from steelyard.search import enumerate_strategies
 
 LAYERS_OF = ["stages", 0, "runs", 0, "layers"]
@@ -333,3 +333,30 @@ def test_a_remat_choice_of_a_block_survives_a_file(remat):
 def test_selective_remat_of_another_layer_than_a_block_is_refused(stage, run, kind):
     with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {kind} layers\n.*is for blocks"):
         read(changed((["stages", stage, "runs", run, "remat"], "selective")))
+
+
+def test_a_whole_training_is_its_steps_its_devices_and_their_price():
+    plan = read(CONTENT)
+    tokens_per_step = plan.global_batch * plan.seq_len
+    training = plan.with_training(1000 * tokens_per_step - 1, price=2.0).training
+    assert training is not None
+    assert plan.prediction is not None
+    hours = 1000 * plan.prediction.step_time_s / 3600
+    assert training.steps == 1000
+    assert training.days == pytest.approx(hours / 24)
+    assert training.device_hours == pytest.approx(4 * hours)
+    assert training.cost == pytest.approx(8 * hours)
+
+
+def test_without_a_price_a_training_has_no_cost():
+    training = read(CONTENT).with_training(10**9).training
+    assert training is not None
+    assert training.cost is None
+    assert "$" not in str(training)
+
+
+def test_a_fallback_does_not_claim_the_days_of_its_plan():
+    plan = read(CONTENT)
+    own = {name: getattr(plan, name) for name in ("num_microbatches", "schedule", "stages")}
+    with_fallback = plan.with_training(10**9).model_copy(update={"fallbacks": (Fallback(**own),)})
+    assert with_fallback.fallback_plan(0).training is None

@@ -30,6 +30,8 @@ def pin(text: str) -> Pin:
         ("zero=2", "fsdp8 zero2", "fsdp8"),
         ("sp=off", "tp8", "tp8+sp"),
         ("single", "single", "dp2"),
+        ("fsdp", "fsdp2-tp4 zero2 remat=full", "dp2-tp4"),
+        ("ep, remat=none", "fsdp8 ep4", "fsdp8"),
     ],
 )
 def test_a_pin_allows_what_it_says(text: str, allowed: str, refused: str) -> None:
@@ -47,6 +49,8 @@ def test_a_pin_allows_what_it_says(text: str, allowed: str, refused: str) -> Non
         ("head: tp=4", [9]),
         ("blocks: tp=4", list(range(1, 9))),
         ("tp=4", list(range(10))),
+        ("tp", list(range(1, 9))),
+        ("layers 0-9: tp", list(range(10))),
     ],
 )
 def test_a_pin_covers_the_layers_that_it_names(text: str, layers: list[int]) -> None:

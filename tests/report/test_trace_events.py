@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from steelyard.cost.predict import layer_times, predict
 from steelyard.cost.simulator import StageTimes, Timeline
 from steelyard.plan.plan import Plan
 from steelyard.report.trace_events import default_num_shown, trace_events
@@ -118,3 +119,33 @@ def test_very_long_steps_are_shown_in_part_unless_asked_otherwise() -> None:
     candidate, _ = interleaved(num_microbatches=64)
     many = candidate.model_copy(update={"num_microbatches": 2**20})
     assert 2 <= default_num_shown(many) < 2**20
+
+
+def test_the_layers_of_a_pass_fill_it_in_order_and_their_terms_fill_them() -> None:
+    of = job()
+    candidate = plan(of, "fsdp4, fsdp4, tp4", "tp4, fsdp4, fsdp4", num_microbatches=4)
+    timeline, layers = predict(candidate, of).timeline, layer_times(candidate, of)
+    events = slices(trace_events(timeline, candidate, num_shown=4, layers=layers))
+    passes = [event for event in events if event["pid"] == 1 and event["cat"] in ("forward", "backward")]
+    first, last = passes[0], passes[-1]
+    assert [each["name"] for each in inside(first, events, "layer")] == ["block 2", "block 3", "head"]
+    assert [each["name"] for each in inside(last, events, "layer")] == ["head", "block 3", "block 2"]
+    for whole in (first, last):
+        parts = inside(whole, events, "layer")
+        assert sum(each["dur"] for each in parts) == pytest.approx(whole["dur"], abs=0.01)
+        for layer in parts:
+            terms = inside(layer, events, "term")
+            assert {"compute", "fsdp"} <= {each["name"] for each in terms} or layer["name"] == "block 2"
+            assert sum(each["dur"] for each in terms) == pytest.approx(layer["dur"], abs=0.02)
+    assert not inside(passes[2], events, "layer"), "of other microbatches than the first and the last"
+
+
+def inside(whole: dict, events: list[dict], category: str) -> list[dict]:
+    end = whole["ts"] + whole["dur"] + 2e-3
+    return [
+        event
+        for event in events
+        if (event["pid"], event["tid"], event["cat"]) == (whole["pid"], whole["tid"], category)
+        and whole["ts"] - 2e-3 <= event["ts"]
+        and event["ts"] + event["dur"] <= end
+    ]

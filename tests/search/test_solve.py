@@ -40,6 +40,15 @@ def test_the_best_plan_over_settings_is_the_exhaustive_one() -> None:
             assert result.gap == 0.0
 
 
+def test_a_setting_with_a_layer_without_a_legal_strategy_is_infeasible_within_any_budget() -> None:
+    settings, _ = settings_and_plans(0)
+    legal = settings[0].legal.copy()
+    legal[settings[0].layers[0]] = False
+    hopeless = replace(settings[0], legal=legal)
+    assert search([hopeless], 2**60).best is None
+    assert search([settings[1], hopeless], 2**60).best == search([settings[1]], 2**60).best
+
+
 def test_the_ranked_settings_are_exact_as_far_as_asked_for() -> None:
     for seed in range(60):
         settings, plans = settings_and_plans(seed)

@@ -3,10 +3,11 @@
 import logging
 import signal
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from steelyard import __version__
 from steelyard.cli import (
     check,
     demo,
@@ -32,13 +33,30 @@ _ENDING = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in sig
 
 app = typer.Typer(
     name="steelyard",
-    help="Find the fastest way to train a Transformer on the GPUs at hand, see that it fits, and run it.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     epilog="Exit codes: 0 done; 1 nothing fits, or a process of the run failed; 2 a mistake in what was given.",
 )
+
+
+def show_version(asked: bool) -> None:
+    """Prints the version and ends, where it is asked for."""
+    if asked:
+        print(f"steelyard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Find the fastest way to train a Transformer on the GPUs at hand, see that it fits, and run it."""
+
+
 app.command("plan")(plan.plan)
 app.command("frontier")(frontier.frontier)
 app.command("solve")(solve.solve)

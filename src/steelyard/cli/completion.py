@@ -1,4 +1,6 @@
-"""What the shell completes beside commands and options: names of models and of devices."""
+"""What the shell completes beside commands and options: names that the packages know."""
+
+from collections.abc import Callable, Iterable
 
 from steelyard.hardware import devices, links
 from steelyard.model.read import model_names
@@ -13,6 +15,15 @@ def complete_network(incomplete: str) -> list[str]:
     """The links of the catalogue that begin so, with the number of ports that was typed before."""
     ports, times, name = incomplete.rpartition("x") if incomplete[:1].isdigit() else ("", "", incomplete)
     return [ports + times + link.name for link in links() if link.name.startswith(name)]
+
+
+def complete_one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Completes to those of ``names`` that begin so."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
 
 
 def complete_cluster(incomplete: str) -> list[str]:

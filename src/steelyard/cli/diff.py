@@ -6,19 +6,25 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, print_json
+from steelyard.cli.options import AsJson, check_page, print_json, write_page
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.report.compare_view import changed_layers, compare_view, fullest_terms, step_terms
+from steelyard.report.html import compare_page
 
 
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan file.", metavar="FIRST")],
     second: Annotated[Path, typer.Argument(help="Another plan of the same model.", metavar="SECOND")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the comparison as a page: a path that ends in .html.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two plans of a model: time by term, memory by term, layers that differ."""
+    if output is not None:
+        check_page(output)
     one, other = read_plan(first), read_plan(second)
     if one.chain().num_layers != other.chain().num_layers:
         raise InvalidPlanError(
@@ -27,10 +33,15 @@ def diff(
             expected=f"{one.chain().num_layers} layers, as {one.model.name} in {first} has",
             hint="compare plans of the same model",
         )
+    if output is not None:
+        names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
+        write_page(output, compare_page(one, other, names))
     if as_json:
         print_json({"first": _terms(one), "second": _terms(other), "layers": _changes(one, other)})
     else:
         Console().print(compare_view(one, other))
+        if output is not None:
+            print(f"written to {output}")
 
 
 def _terms(plan: Plan) -> dict[str, Any]:

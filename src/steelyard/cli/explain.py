@@ -9,11 +9,9 @@ from rich.console import Console
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import Job
-from steelyard.errors import InvalidClusterError
 from steelyard.plan.choices import Explanation, WhyNot
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, explain_plan, job_of, parse_pin, why_not, why_not_plan, with_price
+from steelyard.planning import PlanOptions, explain_plan, job_or_reason, parse_pin, why_not, why_not_plan, with_price
 from steelyard.report.explain_view import explain_view, why_not_view
 
 
@@ -29,7 +27,7 @@ def explain(
         str | None,
         typer.Option(
             "--why-not",
-            help="What it would cost to insist: tp=8, fsdp8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
+            help="What it would cost to insist: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
         ),
     ] = None,
     everything: Annotated[
@@ -43,11 +41,10 @@ def explain(
     """Show why a plan and not another: what binds, what each rival costs, what memory is worth."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json) as show:
-        reason = None if cluster or network or profile or plan.prediction is None else _why_not_searched(plan)
-        if reason is not None:
-            explanation = Explanation(binds="", notes=(reason,))
+        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        if isinstance(job, str):
+            explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {job}",))
         else:
-            job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
             if why is None:
                 explanation = explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
             else:
@@ -71,20 +68,3 @@ def _insist(job: Job, asked: str) -> WhyNot:
         return why_not_plan(job, read_plan(asked), asked=Path(asked).name)
     pin = parse_pin(asked, option="--why-not", num_layers=job.chain.num_layers, with_settings=True)
     return why_not(job, PlanOptions(), pin)
-
-
-def _why_not_searched(plan: Plan) -> str | None:
-    """Why the rivals of a plan cannot be searched from its file alone; None where they can."""
-    if plan.prediction is not None and plan.prediction.profile.is_measured:
-        return (
-            "the plan was made from a measured profile. Its rivals, and what memory is worth, need that profile: "
-            "add --profile profile.json"
-        )
-    try:
-        job_of(plan)
-    except InvalidClusterError as error:
-        return (
-            f"the plan is for the cluster {plan.cluster!r}, which is not known here ({error.found}). Its rivals need "
-            "it: add --cluster with the file or name of the cluster"
-        )
-    return None

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from steelyard.cli.completion import complete_one_of
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried_file_or_folder
 from steelyard.cli.progress import progress
 from steelyard.cost.execution import OURS
@@ -25,7 +26,14 @@ SAME = 5e-4
 
 def export(
     path: Annotated[Path | None, typer.Argument(help="A plan file.", metavar="PLAN", show_default=False)] = None,
-    to: Annotated[str, typer.Option("--to", help="The framework or launcher; list shows them all.")] = "list",
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="The framework or launcher; list shows them all.",
+            autocompletion=complete_one_of(("list", *TARGETS)),
+        ),
+    ] = "list",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -53,7 +61,7 @@ def export(
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan = read_plan(path)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
-        fitted = _fitted(plan, target, cluster=cluster, network=network, memory=memory, profile=profile)
+        fitted = _fitted(plan, path.parent, target, cluster=cluster, network=network, memory=memory, profile=profile)
     headline = _headline(fitted, target)
     request = Request(
         plan=fitted.plan,
@@ -76,6 +84,7 @@ def export(
 
 def _fitted(
     plan: Plan,
+    folder: Path,
     target: Target,
     *,
     cluster: str | None,
@@ -90,14 +99,7 @@ def _fitted(
     if not unsupported(plan, target.capabilities) and (plan.prediction is None or target.execution == OURS):
         kept = tuple(demand.text for demand in demands_of(plan.asked, num_layers=plan.chain().num_layers))
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
-    if plan.prediction is not None and plan.prediction.profile.is_measured and profile is None:
-        raise UserError(
-            field="--profile",
-            found=f"nothing, for a plan made from a measured profile that {target.name} does not run as it is",
-            expected="that profile, with which the best plan within its means is searched",
-            hint="add --profile profile.json, or --to pytorch, which runs any plan",
-        )
-    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
+    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=folder)
     return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
 
 

@@ -16,6 +16,7 @@ from steelyard.cli.options import (
     PrecisionOption,
     ProfileOption,
     SeqLen,
+    check_page,
     cluster_with,
     most_tp,
     print_json,
@@ -60,7 +61,7 @@ def frontier(
 ) -> None:
     """Show every time/memory trade-off, and what more or fewer devices would do."""
     if output is not None:
-        _check_page(output)
+        check_page(output)
     counts = None if devices is None else parse_counts(devices)
     with progress("counting the model's layers", silent=as_json) as show:
         job = make_job(
@@ -104,13 +105,3 @@ def parse_counts(text: str) -> tuple[int, ...]:
             hint="write for example --devices 8,16,32",
         )
     return tuple(int(part) for part in parts)
-
-
-def _check_page(path: Path) -> None:
-    if path.suffix.lower() != ".html":
-        raise UserError(
-            field="--output",
-            found=repr(str(path)),
-            expected="a path that ends in .html",
-            hint=f"write for example -o {path.with_suffix('.html').name}",
-        )

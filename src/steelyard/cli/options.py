@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard.cli.completion import complete_cluster, complete_model, complete_network
+from steelyard.errors import UserError
 from steelyard.hardware import Cluster, parse_cluster, with_network
 from steelyard.output import check_file, check_folder
 
@@ -79,3 +80,14 @@ def cluster_with(cluster: str, network: str | None) -> Cluster:
     """The cluster that ``--cluster`` and ``--network`` name together."""
     machines = parse_cluster(cluster)
     return machines if network is None else with_network(machines, network)
+
+
+def check_page(path: Path) -> None:
+    """Raises `UserError` unless ``--output`` names a page."""
+    if path.suffix.lower() != ".html":
+        raise UserError(
+            field="--output",
+            found=repr(str(path)),
+            expected="a path that ends in .html",
+            hint=f"write for example -o {path.with_suffix('.html').name}",
+        )

@@ -46,13 +46,14 @@ from steelyard.planning import (
     pin_error,
     plan_fewest_devices,
     plan_job,
+    samples_not_measured,
     with_baselines,
     with_fallbacks,
 )
 from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import Partition, Problem, save_problem
-from steelyard.units import format_bytes, format_count, format_plural
+from steelyard.units import format_bytes, format_count, format_plural, parse_count
 
 Objective = Literal["time", "devices"]
 Chosen = TypeVar("Chosen")
@@ -141,12 +142,19 @@ def plan(
             min=0,
         ),
     ] = FALLBACKS,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0)
+    ] = None,
     problem: Annotated[
         Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
+    whole = _parse_training(tokens, price)
     aim: Objective = check_choice("--objective", objective, Objective)
     batch, length = parse_size("--global-batch", global_batch), parse_size("--seq-len", seq_len)
     _check_one_is_free(length, batch, aim, profile)
@@ -187,7 +195,7 @@ def plan(
             result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
         if result.plan is not None:
             kept = _completed(result, options, tables, num_fallbacks=fallbacks if output is not None else 0, show=show)
-            result = replace(result, plan=kept)
+            result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
         if problem is not None:
             save_problem(problem, tables or make_problem(result.job, options))
     _show_notes(notes, on_error=as_json or result.plan is None)
@@ -268,7 +276,9 @@ def _search(
         fewest = plan_fewest_devices(job, options, top=top, progress=show)
         return fewest.result, device_lines(fewest.tried), None
     tables = make_problem(job, options)
-    return plan_job(job, options, top=top, problem=tables), [], tables
+    unmeasured = samples_not_measured(job, options)
+    notes = [] if unmeasured is None else [f"left out: {unmeasured.values} {unmeasured.what} ({unmeasured.reason})"]
+    return plan_job(job, options, top=top, problem=tables), notes, tables
 
 
 def _search_lengths(
@@ -373,6 +383,20 @@ def parse_size(option: str, text: str) -> int | None:
             hint=f"write for example {option} 64",
         )
     return int(text)
+
+
+def _parse_training(tokens: str | None, price: float | None) -> int | None:
+    """The tokens of the whole training, if any; raises `UserError` for another text, or for a price without them."""
+    if tokens is not None:
+        return parse_count(tokens, field="--tokens")
+    if price is not None:
+        raise UserError(
+            field="--price",
+            found="a price without tokens",
+            expected="--tokens beside it: their device-hours are what is paid",
+            hint="write for example --tokens 15T --price 2.5",
+        )
+    return None
 
 
 def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[Chosen, ...]:

@@ -1,5 +1,6 @@
 """``steelyard profile``: measures layers and collectives on the processes of this host."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,11 @@ from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
 from steelyard.report.profile_table import profile_view
 
+SAMPLES = "1,2,4"
+MOST_SAMPLES = 32
+"""On a rank, that a batch asks for: of more a plan takes several microbatches."""
+BUDGET_S = 120.0
+
 
 def profile(
     model: Model,
@@ -23,10 +29,17 @@ def profile(
         int, typer.Option("--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1)
     ],
     samples: Annotated[
-        str, typer.Option("--samples", help="Samples of a microbatch on one rank to measure, as in 1,2,4.")
-    ] = "1,2,4",
+        str | None,
+        typer.Option("--samples", help="Samples of a microbatch on one rank to measure; default: 1,2,4."),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option("--global-batch", help="Measure the samples on a rank that plans of this batch can use.", min=1),
+    ] = None,
     precision: PrecisionOption = "bf16",
-    budget_s: Annotated[float, typer.Option("--budget", help="About how many seconds to measure.", min=1)] = 60.0,
+    budget_s: Annotated[
+        float, typer.Option("--budget", help="About how many seconds it may take, the start included.", min=1)
+    ] = BUDGET_S,
     merge: Annotated[
         Path | None, typer.Option("--merge", help="A profile of this model and machine to add the new one to.")
     ] = None,
@@ -39,12 +52,13 @@ def profile(
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
+    began_s, sizes = time.time(), parse_samples(samples, global_batch)
     chain = load_any_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = tuple(d for d in range(1, processes + 1) if processes % d == 0)
     traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)
     measured = launch_profiler(
-        chain, traced, num_processes=processes, samples=parse_samples(samples), budget_s=budget_s
+        chain, traced, num_processes=processes, samples=sizes, budget_s=budget_s, began_s=began_s
     )
     if earlier is not None:
         measured = merge_profiles(earlier, measured)
@@ -56,10 +70,23 @@ def profile(
     print(f"written to {output}; plan with: steelyard plan {model} --profile {output} --cluster 1x{processes}xcpu …")
 
 
-def parse_samples(text: str) -> tuple[int, ...]:
-    """The sorted counts in ``1,2,4``; raises `UserError` for anything else."""
+def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[int, ...]:
+    """The sorted counts in ``1,2,4``, or those that serve a global batch; raises `UserError` for another text or both.
+
+    Doubled from 1 until their times hold for the whole batch on a rank, as far as `MOST_SAMPLES`.
+    """
+    if global_batch is not None:
+        if text is not None:
+            raise UserError(
+                field="--samples",
+                found=f"{text} beside --global-batch {global_batch}",
+                expected="one of them: the samples to measure follow from the batch",
+                hint="leave one out",
+            )
+        most = min(max(global_batch - 1, 2), MOST_SAMPLES)
+        return tuple(2**power for power in range(most.bit_length()))
     try:
-        counts = tuple(sorted({int(part) for part in text.split(",")}))
+        counts = tuple(sorted({int(part) for part in (SAMPLES if text is None else text).split(",")}))
     except ValueError:
         counts = ()
     if not counts or counts[0] < 1:

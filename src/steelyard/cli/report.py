@@ -8,12 +8,12 @@ import typer
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
-from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
+from steelyard.errors import UserError
 from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import job_of, search_for_report, with_cost
+from steelyard.planning import job_or_reason, search_for_report, with_cost
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
@@ -51,12 +51,12 @@ def report(
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
-        reason = None if cluster or network or profile or plan.prediction is None else _why_only_the_file(plan)
-        if reason is not None:
+        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        if isinstance(job, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
-            found = ReportContents(plan=plan, plan_file=path.name, study=nothing, record=record, notes=(reason,))
+            note = f"The schedule, the frontier and the rivals are left out: {job}."
+            found = ReportContents(plan=plan, plan_file=path.name, study=nothing, record=record, notes=(note,))
         else:
-            job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
             cost = predict(plan, job)
             study = search_for_report(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
@@ -102,23 +102,6 @@ def _short(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(dict.fromkeys(map(str, value))) + f" ({len(value)} layers)"
     return str(value)
-
-
-def _why_only_the_file(plan: Plan) -> str | None:
-    """Why the page shows only what the plan file holds; None where costs can be found again."""
-    if plan.prediction is not None and plan.prediction.profile.is_measured:
-        return (
-            "The plan was made from a measured profile. The schedule, the frontier and the rivals need that profile: "
-            "add --profile profile.json."
-        )
-    try:
-        job_of(plan)
-    except (InvalidClusterError, InvalidProfileError) as error:
-        return (
-            f"The schedule, the frontier and the rivals are left out, since {plan.cluster!r} is not known here "
-            f"({error.found}): add --cluster with the file or name of the cluster."
-        )
-    return None
 
 
 def _as_json(found: ReportContents) -> dict[str, Any]:

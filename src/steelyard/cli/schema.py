@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
+from steelyard.cli.completion import complete_one_of
 from steelyard.cli.options import print_json
 from steelyard.errors import UserError, nearest
 from steelyard.hardware.files import ClusterFile
@@ -27,7 +28,12 @@ FILES: dict[str, type[BaseModel]] = {
 """Files, and what ``--json`` prints: of frontier, of explain (its ``explanation``), of report (its ``study``)."""
 
 
-def schema(name: Annotated[str, typer.Argument(help=", ".join(FILES) + ".", metavar="NAME")]) -> None:
+def schema(
+    name: Annotated[
+        str,
+        typer.Argument(help=", ".join(FILES) + ".", metavar="NAME", autocompletion=complete_one_of(FILES)),
+    ],
+) -> None:
     """Print the JSON schema of a file, or of what --json prints."""
     if name not in FILES:
         raise UserError(

@@ -8,7 +8,7 @@ import typer
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
-from steelyard.cost.predict import predict
+from steelyard.cost.predict import layer_times, predict
 from steelyard.output import write_file
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import job_of
@@ -38,12 +38,13 @@ def timeline(
     profile: ProfileOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the simulated timeline of a step: passes, sends and bubbles of every stage, for ui.perfetto.dev."""
+    """Write the simulated timeline of a step for ui.perfetto.dev: passes, with their layers, sends and bubbles."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
-        job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
+        job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
     played = predict(plan, job).timeline
-    content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan))
+    layers = layer_times(plan, job)
+    content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan), layers=layers)
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     write_file(output, text + "\n", "--output")
     shown = content["otherData"]

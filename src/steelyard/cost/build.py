@@ -7,12 +7,19 @@ import numpy as np
 from steelyard.cost.communication import send_recv_s
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
-from steelyard.cost.layer import LayerBytes, LayerCost, held_params, layer_bytes, layer_cost, pipeline_buffer_bytes
+from steelyard.cost.layer import (
+    LayerBytes,
+    LayerCost,
+    held_params,
+    layer_bytes,
+    layer_cost,
+    pipeline_buffer_bytes,
+    refusal,
+)
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
-from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
 from steelyard.units import MIB
@@ -28,7 +35,8 @@ KnownTimes = dict[tuple[int, Strategy, int, int], float]
 
 
 def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownTimes | None = None) -> CostTables:
-    """Costs of every layer kind under every strategy; a strategy that a kind does not allow is marked illegal.
+    """Costs of every layer kind under every strategy; one that a kind does not allow, or for which measured times do
+    not reach, is marked illegal.
 
     ``known`` saves work between settings of one job.
     """
@@ -40,8 +48,7 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
     static, activation, transient = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for k, kind in enumerate(job.chain.kinds):
         for s, strategy in enumerate(strategies):
-            reason = illegal_reason(kind, strategy, setting.batch)
-            if reason is not None:
+            if refusal(kind, strategy, setting) is not None:
                 continue
             held: LayerBytes
             if (k, strategy, *place) in known:

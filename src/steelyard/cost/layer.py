@@ -45,6 +45,7 @@ from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
 from steelyard.plan.kinds.kind import Divides, Levels, Load, Over, Phase, States, Traffic, Working, needs_nothing
+from steelyard.plan.legality import illegal_reason
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
@@ -154,6 +155,23 @@ def layer_profile(
             hint="profile or trace the model with these degrees",
         )
     return layer
+
+
+def refusal(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
+    """Why no plan of this setting may run a layer of this kind so: forbidden, or beyond what the profile measured."""
+    return illegal_reason(kind, strategy, setting.batch) or unmeasured_reason(kind, strategy, setting)
+
+
+def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
+    """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
+    layer = setting.job.layer(kind.name, strategy.shape)
+    if layer is None or not layer.times or layer.reaches(measured_samples(layer, rank_samples(strategy, setting))):
+        return None
+    sizes = [time.samples for time in layer.times]
+    return (
+        f"{rank_samples(strategy, setting):g} samples on a rank: the profile measured {', '.join(map(str, sizes))} and "
+        f"holds for {sizes[0] / 2:g} to {2 * sizes[-1]}"
+    )
 
 
 def rank_samples(strategy: Strategy, setting: Setting) -> float:

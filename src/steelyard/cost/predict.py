@@ -6,7 +6,7 @@ The terms of time are those that the search added up (`steelyard.cost.layer`). T
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -67,6 +67,31 @@ def predict(plan: Plan, job: Job) -> PlanCost:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """A layer of a plan by name, and the seconds of its passes by term, computation and collectives."""
+
+    name: str
+    forward_s: Mapping[str, float]
+    backward_s: Mapping[str, float]
+
+
+def layer_times(plan: Plan, job: Job) -> tuple[LayerTimes, ...]:
+    """What the passes of `predict` are made of: a microbatch in each layer, with the switch from the layer before."""
+    setting = _setting(plan, job)
+    switches_s, found = _switches_s(plan.strategies, setting), []
+    for layer, cost in enumerate(_layer_costs(plan, setting)):
+        switch = {"switch": switches_s[layer] / 2} if switches_s[layer] else {}
+        found.append(
+            LayerTimes(
+                name=job.chain.layer_name(layer),
+                forward_s=switch | cost.forward_s,
+                backward_s=cost.backward_s | switch,
+            )
+        )
+    return tuple(found)
+
+
 def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
     """Bytes on a rank of each stage by term, as `predict` finds them; the profile needs no times.
 
@@ -112,10 +137,7 @@ class _PartCost:
 
 def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
     strategies = plan.strategies
-    distinct = tuple(dict.fromkeys(strategies))
-    switch = switch_table(distinct, setting)
-    place = {strategy: index for index, strategy in enumerate(distinct)}
-    switches = [0.0] + [float(switch[place[before], place[after]]) for before, after in pairwise(strategies)]
+    switches = _switches_s(strategies, setting)
     costs = _layer_costs(plan, setting)
     parts = []
     for index, part in enumerate(plan.stages):
@@ -131,6 +153,14 @@ def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
             )
         )
     return parts
+
+
+def _switches_s(strategies: Sequence[Strategy], setting: Setting) -> list[float]:
+    """For each layer the seconds of the switch from the one before, there and back."""
+    distinct = tuple(dict.fromkeys(strategies))
+    switch = switch_table(distinct, setting)
+    place = {strategy: index for index, strategy in enumerate(distinct)}
+    return [0.0] + [float(switch[place[before], place[after]]) for before, after in pairwise(strategies)]
 
 
 def _copies_sent(strategy: Strategy, setting: Setting) -> int:

@@ -7,7 +7,7 @@ from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
-from steelyard.plan.cost_source import CostSource
+from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import LayerProfile, Profile, Shape
@@ -31,7 +31,8 @@ class Job:
     ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold.
     ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
     all times are multiplied by ``time_factor``, which one measured run gives. ``imbalance`` is how many times the mean
-    number of tokens the rank with the most of them gets, where experts are divided over ranks.
+    number of tokens the rank with the most of them gets, where experts are divided over ranks. ``profile_file`` is
+    where the profile was read from, if it was.
     """
 
     chain: ModelChain
@@ -45,6 +46,7 @@ class Job:
     rates: Efficiency | None = None
     time_factor: float = 1.0
     imbalance: float = ASSUMED_IMBALANCE
+    profile_file: ProfileFile | None = None
 
     @cached_property
     def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:
@@ -77,6 +79,7 @@ class Job:
             **identity.model_dump(),
             time_factor=self.time_factor,
             rates=rates,
+            file=self.profile_file,
             imbalance=self.imbalance if divides_experts else None,
         )
 

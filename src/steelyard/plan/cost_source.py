@@ -31,6 +31,15 @@ class CatalogueRates(PlanPart):
         return f"fitted to published runs of {self.generation}"
 
 
+class ProfileFile(PlanPart):
+    """The file that a profile was read from."""
+
+    path: str
+    """As it was given, so relative to where the plan was made, or absolute."""
+    sha256: str
+    """Of its content."""
+
+
 class CostSource(ProfileIdentity):
     """The identity of a profile with what else the times rest on."""
 
@@ -39,6 +48,8 @@ class CostSource(ProfileIdentity):
     rates: CatalogueRates | None = None
     """Absent where times were measured or the rates given, and in plans that were written before it was said."""
 
+    file: ProfileFile | None = None
+    """Absent where the profile was traced or given as a value, and in plans that were written before it was kept."""
     imbalance: float | None = Field(default=None, ge=1)
     """How many times the mean the rank computes whose experts most tokens take, which is assumed; absent for models
     without experts, and in plans that were written before they were divided."""

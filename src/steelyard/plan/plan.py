@@ -21,6 +21,7 @@ from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
+from steelyard.plan.training import Training
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 
@@ -206,6 +207,8 @@ class Plan(PlanPart):
     asked: Asked | None = None
     """Absent where the user left everything to the search, or wrote the plan by hand."""
     prediction: Prediction | None = None
+    training: Training | None = None
+    """Days and money for as many tokens as were asked for; absent where none were."""
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
 
@@ -236,6 +239,18 @@ class Plan(PlanPart):
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
         return _plan_of(self, self.fallbacks[index]).model_copy(update={"fallbacks": self.fallbacks[index + 1 :]})
+
+    def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
+        """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
+        assert self.prediction is not None, "days and money follow from a prediction"
+        training = Training.of(
+            tokens,
+            step_time_s=self.prediction.step_time_s,
+            tokens_per_step=self.global_batch * self.seq_len,
+            num_devices=self.num_devices,
+            price=price,
+        )
+        return self.model_copy(update={"training": training})
 
     @property
     def num_devices(self) -> int:
@@ -284,7 +299,7 @@ class Plan(PlanPart):
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
     """The plan with what its fallback has instead, and no fallbacks."""
-    own = {name: getattr(plan, name) for name in Plan.model_fields if name != "fallbacks"}
+    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in ("fallbacks", "training")}
     return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
 
 

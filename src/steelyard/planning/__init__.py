@@ -3,6 +3,7 @@
 | module             | from → to                                                                        |
 |--------------------|----------------------------------------------------------------------------------|
 | `job`              | config, cluster, batch → job, with its profile (traced, or given as measured)    |
+| `profile_file`     | plan from a measured profile → that profile's file, if it is as it was           |
 | `problem`          | job and options → cost tables, one for every pipeline setting                    |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
 | `plan_from_search` | outcome of a search → plan without prediction                                    |
@@ -35,8 +36,9 @@ from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.job import make_job
 from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
+from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.pins import Pin, parse_pin
-from steelyard.planning.price import job_of, price_plan, uniform_plan, with_cost, with_price
+from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
@@ -62,6 +64,7 @@ __all__ = [
     "find_trade_offs",
     "grow_batch",
     "job_of",
+    "job_or_reason",
     "longest_sequence",
     "make_job",
     "make_problem",
@@ -72,6 +75,7 @@ __all__ = [
     "plan_for_framework",
     "plan_job",
     "price_plan",
+    "samples_not_measured",
     "search_for_report",
     "stage_strategies",
     "uniform_plan",

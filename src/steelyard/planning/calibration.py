@@ -77,9 +77,8 @@ def _calibrate_by_plan(job: Job, run: MeasuredRun, path: Path) -> Job:
     same_size = plan.num_devices == job.cluster.num_devices
     only_named = plan.hardware is None and plan.cluster == job.cluster.name
     cluster = job.cluster if same_size and only_named else None
-    ran = job_of(
-        plan, cluster=cluster, profile=job.profile if _serves(job.profile, plan, same_size=same_size) else None
-    )
+    profile = job.profile if _serves(job.profile, plan, same_size=same_size) else None
+    ran = job_of(plan, cluster=cluster, profile=profile, folder=(path.parent / run.plan).parent)
     if ran.cluster.device.name != job.cluster.device.name:
         raise _other_device(job, ran.cluster.device.name, path)
     return replace(job, time_factor=run.step_time_s / predict(plan, replace(ran, time_factor=1.0)).step_time_s)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cost.build import usable_bytes
+from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
+from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.certificate import Certificate
@@ -163,11 +165,22 @@ def _why_lost(job: Job, outcome: SettingOutcome) -> str:
     """The reason of the search; bytes that are missing are those of a device, the allocator's slack included."""
     miss = outcome.result.miss
     if miss is None:
-        return outcome.reason
+        return _why_unmeasured(job, outcome.tables) or outcome.reason
     missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes
     return (
         f"does not fit: misses {format_bytes(missing)}; {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
     )
+
+
+def _why_unmeasured(job: Job, tables: CostTables) -> str:
+    """Why some layer has no strategy in a setting though its kind allows some: the profile's times do not reach."""
+    setting = Setting(job=job, pipeline=tables.pipeline)
+    for kind in job.chain.kinds if job.profile.identity.is_measured else ():
+        if all(refusal(kind, each, setting) for each in tables.strategies):
+            nearest_first = sorted(tables.strategies, key=lambda each: rank_samples(each, setting))
+            reasons = (unmeasured_reason(kind, each, setting) for each in nearest_first)
+            return next((f"left out, {reason}" for reason in reasons if reason is not None), "")
+    return ""
 
 
 def device_bytes(job: Job, tensor_bytes: int) -> int:
@@ -178,6 +191,9 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
 def _miss_text(job: Job, found: Acceptance, settings: list[Setting]) -> str:
     miss, index = found.search.nearest_miss, found.search.nearest_index
     if miss is None or index is None:
+        unmeasured = {_why_unmeasured(job, outcome.tables): None for outcome in found.search.settings}
+        if all(unmeasured):
+            return f"a profile that reaches further: every pipeline setting is {next(iter(unmeasured))}"
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
     needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
     setting = settings[index]

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from steelyard.cost.build import build_tables
+from steelyard.cost.layer import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
-from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
@@ -59,7 +59,7 @@ def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyV
     tables = build_tables(setting, stage_strategies(job, setting.devices_per_stage, options))
 
     def why_illegal(kind: int, strategy: Strategy) -> str | None:
-        return illegal_reason(job.chain.kinds[kind], strategy, setting.batch)
+        return refusal(job.chain.kinds[kind], strategy, setting)
 
     return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, setting.devices_per_stage, options)
 

@@ -7,6 +7,7 @@ from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
+from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.acceptance import walked_bytes
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
@@ -17,7 +18,6 @@ from steelyard.search import sampled_frontier
 
 SHOWN_BUDGETS = 2
 """The frontier reaches up to this many times the budget, to show what more memory would buy."""
-SECONDS_PER_HOUR = 3600
 BILLION = 10**9
 
 Progress = Callable[[str], None]

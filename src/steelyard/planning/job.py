@@ -9,8 +9,8 @@ from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import chain_of_any, load_any_model
-from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Precision
+from steelyard.planning.profile_file import read_profile
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import parse_bytes
@@ -48,8 +48,9 @@ def make_job(
             hint="give --imbalance what training reported, or leave it out",
         )
     chain.check_seq_len(seq_len)
+    file = None
     if isinstance(profile, str | Path):
-        profile = parse_file(Path(profile), Profile, InvalidProfileError, what="profile")
+        profile, file = read_profile(profile)
     if profile is None:
         degrees = tuple(d for d in range(1, machines.devices_per_node + 1) if machines.devices_per_node % d == 0)
         profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
@@ -64,6 +65,7 @@ def make_job(
         precision=precision,
         budget_bytes=machines.device.known_memory_bytes(),
         imbalance=imbalance,
+        profile_file=file,
     )
 
 

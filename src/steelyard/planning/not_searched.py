@@ -1,15 +1,15 @@
 """What the search never looked at, and why: pipeline settings and strategies that were not built into tables."""
 
-from collections.abc import Iterable
-from itertools import groupby
-
+from steelyard.cost.layer import rank_samples, unmeasured_reason
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import ExcludedValues, StrategyVerdict
 from steelyard.plan.kinds import KINDS, level_kinds
+from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
+from steelyard.units import format_ranges
 
 
 def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValues, ...]:
@@ -35,7 +35,9 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValue
         if count not in searched
     }
     used = {setting.pipeline.schedule for setting in settings}
+    unmeasured = samples_not_measured(job, options)
     return (
+        *(() if unmeasured is None else (unmeasured,)),
         *_by_reason("stages", why_not_stages),
         ExcludedValues(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
         *_by_reason("microbatches", why_not_counts),
@@ -45,6 +47,25 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValue
             for each in SCHEDULES.values()
             if each not in used or each.why_not_everywhere
         ),
+    )
+
+
+def samples_not_measured(job: Job, options: PlanOptions) -> ExcludedValues | None:
+    """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
+    beyond: dict[float, str] = {}
+    settings = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_settings(job, options)}
+    for setting in settings.values() if job.profile.identity.is_measured else ():
+        for strategy in stage_strategies(job, setting.devices_per_stage, options):
+            for kind in job.chain.kinds:
+                reason = unmeasured_reason(kind, strategy, setting)
+                if reason is not None and illegal_reason(kind, strategy, setting.batch) is None:
+                    beyond[rank_samples(strategy, setting)] = reason.partition(": ")[2]
+    if not beyond:
+        return None
+    return ExcludedValues(
+        what="samples on a rank",
+        values=", ".join(f"{count:g}" for count in sorted(beyond)),
+        reason=f"{beyond[max(beyond)]}; steelyard profile --global-batch {job.global_batch} measures all",
     )
 
 
@@ -102,14 +123,7 @@ def _verdict(strategy: str, reason: str) -> StrategyVerdict:
 def _by_reason(what: str, reasons: dict[int, str]) -> list[ExcludedValues]:
     return [
         ExcludedValues(
-            what=what, values=ranges_text(value for value, why in reasons.items() if why == reason), reason=reason
+            what=what, values=format_ranges(value for value, why in reasons.items() if why == reason), reason=reason
         )
         for reason in dict.fromkeys(reasons.values())
     ]
-
-
-def ranges_text(values: Iterable[int]) -> str:
-    """Whole numbers with runs drawn together, ``3, 5–7``."""
-    ordered = sorted(values)
-    runs = [[value for _, value in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)

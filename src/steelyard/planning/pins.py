@@ -1,6 +1,7 @@
 """Decisions that a user takes beforehand: which strategies some layers may take, and what it costs to insist.
 
-A pin reads ``layers 0-3: tp=4``, ``blocks 8-15: fsdp8, remat=full`` or, for all layers, ``tp=8``. Layer 0 is the
+A pin reads ``layers 0-3: tp=4``, ``blocks 8-15: fsdp8, remat=full`` or, for all layers, ``tp=8``. The name of a kind
+alone, ``fsdp``, asks for it at whatever degree is best, of all blocks where no layers are named. Layer 0 is the
 embedding, as in a plan file; block 0 is layer 1. In the cost tables a pinned layer becomes a kind of its own, with
 fewer strategies legal, so that the search needs to know nothing of pins.
 """
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
-from steelyard.plan.kinds import kind_named, level_kinds, variants
+from steelyard.plan.kinds import KINDS, kind_named, level_kinds, variants
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig
 
@@ -22,6 +23,7 @@ SHOWN_CHOICES = 6
 """Values that a message lists before it ends in …"""
 _PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
 _SETTING_KEYS = ("stages", "microbatches", "schedule")
+_ANY_DEGREE = "2 or more"
 
 
 def pin_keys() -> tuple[str, ...]:
@@ -38,10 +40,12 @@ class Pin:
     first: int | None
     last: int | None
     wanted: tuple[tuple[str, str], ...]
+    is_lax: bool = False
+    """Whether layers that a kind can never divide are left as they are; so where no layers are named."""
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether the strategy has all that is wanted of it."""
-        return all(_value(strategy, key) == value for key, value in self.wanted if key not in _SETTING_KEYS)
+        return all(_has(strategy, key, value) for key, value in self.wanted if key not in _SETTING_KEYS)
 
     def demands(self, strategy: Strategy) -> bool:
         """Whether the strategy has all that is wanted of it, a kind of parallelism among it."""
@@ -79,10 +83,12 @@ def parse_pin(text: str, *, option: str, num_layers: int, with_settings: bool = 
     ``with_settings`` allows stages, microbatches and schedule beside the means of a layer.
     """
     place, colon, rest = text.rpartition(":")
-    first, last = _layers(place.strip(), option, num_layers) if colon else (None, None)
     keys = pin_keys() + (_SETTING_KEYS if with_settings else ())
     wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
-    return Pin(text=text, first=first, last=last, wanted=wanted)
+    if not colon and any(value == _ANY_DEGREE for _, value in wanted):
+        place = "blocks"
+    first, last = _layers(place.strip(), option, num_layers) if colon or place else (None, None)
+    return Pin(text=text, first=first, last=last, wanted=wanted, is_lax=not colon)
 
 
 def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
@@ -111,10 +117,14 @@ def _allowed(pin: Pin, kind: int, tables: CostTables) -> NDArray[np.bool_]:
     """[S] the strategies that a pin allows a kind; those of `Pin.of_levels` where other kinds alone can have them."""
     allowed = np.array([pin.allows(strategy) for strategy in tables.strategies], dtype=bool)
     able = (tables.legal & allowed).any(axis=1)
-    if pin.first is None and able.any() and not able[kind]:
+    if pin.is_lax and able.any() and not able[kind]:
         lax = pin.of_levels()
         return np.array([lax.allows(strategy) for strategy in tables.strategies], dtype=bool)
     return allowed
+
+
+def _has(strategy: Strategy, key: str, value: str) -> bool:
+    return kind_named(key) in strategy.kinds if value == _ANY_DEGREE else _value(strategy, key) == value
 
 
 def _value(strategy: Strategy, key: str) -> str:
@@ -149,7 +159,7 @@ def _layers(place: str, option: str, num_layers: int) -> tuple[int, int]:
 def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str, str]]:
     key, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals:
-        return _levels(part, option)
+        return [(part, _ANY_DEGREE)] if part in KINDS else _levels(part, option)
     if key not in keys:
         raise UserError(field=option, found=repr(key), expected="one of " + ", ".join(keys), hint=nearest(key, keys))
     choices = tuple(each.value for each in Remat) if key == "remat" else None

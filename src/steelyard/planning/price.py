@@ -5,13 +5,14 @@ from pathlib import Path
 
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
-from steelyard.errors import UserError
+from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster, with_network
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.profile_file import recorded_profile
 from steelyard.profiles.profile import Profile
 from steelyard.schedules import USUAL, PipelineConfig
 
@@ -34,14 +35,20 @@ def job_of(
     network: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | Profile | None = None,
+    folder: Path | None = None,
 ) -> Job:
     """The job that a plan is for: on its cluster within its budget, or on another one with the memory of that one.
 
     ``network`` takes the place of the link between nodes, ``memory`` of either budget. Times are scaled, and experts as
-    uneven, as they were for the plan's prediction.
+    uneven, as they were for the plan's prediction. On its own cluster a plan made from a measured profile has that
+    profile, whose file is also looked for in the plan's ``folder``; raises `InvalidProfileError` where it is not there
+    as it was.
     """
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster or plan.machines()
-    if cluster is None and memory is None and plan.prediction is not None:
+    source = plan.prediction.profile if plan.prediction else None
+    if profile is None and cluster is None and source is not None and source.is_measured:
+        profile = recorded_profile(source, folder=folder)
+    if memory is None and cluster is None and plan.prediction is not None:
         memory = plan.prediction.budget_bytes
     job = make_job(
         plan.chain(),
@@ -57,6 +64,33 @@ def job_of(
     imbalance = plan.prediction.profile.imbalance
     job = job if imbalance is None else replace(job, imbalance=imbalance)
     return replace(job, time_factor=plan.prediction.time_factor)
+
+
+def job_or_reason(
+    plan: Plan,
+    path: Path,
+    *,
+    cluster: str | None = None,
+    network: str | None = None,
+    memory: str | None = None,
+    profile: str | None = None,
+) -> Job | str:
+    """The job of the plan in a file, as `job_of` makes it, or why its costs are not at hand.
+
+    The reason is for a prediction that stands without them: raises `UserError` where there is none, or where
+    ``cluster``, ``network`` or ``profile`` is what was wrong.
+    """
+    try:
+        return job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
+    except (InvalidClusterError, InvalidProfileError) as error:
+        if plan.prediction is None or cluster or network or profile:
+            raise
+        if isinstance(error, InvalidProfileError):
+            return f"{error.found}; {error.hint}"
+        return (
+            f"the plan is for the cluster {plan.cluster!r}, which is not known here ({error.found}); add --cluster "
+            "with the file or name of the cluster"
+        )
 
 
 def with_price(plan: Plan, job: Job) -> Plan:
@@ -77,7 +111,8 @@ def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
     )
-    return plan.model_copy(update={"prediction": prediction})
+    priced, training = plan.model_copy(update={"prediction": prediction}), plan.training
+    return priced if training is None else priced.with_training(training.tokens, price=training.price_per_device_hour)
 
 
 def uniform_plan(job: Job, strategy_text: str) -> Plan:

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from steelyard.cost.layer import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.choices import WhyNot
-from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
@@ -115,7 +115,7 @@ def _reasons(setting: Setting, strategy: Strategy, kinds: Collection[int]) -> se
     found: dict[str, list[str]] = {}
     for kind in kinds:
         layer = setting.job.chain.kinds[kind]
-        reason = illegal_reason(layer, strategy, setting.batch)
+        reason = refusal(layer, strategy, setting)
         if reason is not None:
             found.setdefault(reason, []).append(layer.name)
     whole = len(kinds)

@@ -46,16 +46,17 @@ def group_shapes(world_size: int) -> tuple[GroupShape, ...]:
 
 
 def measure_collectives(
-    device: torch.device, *, budget_s: float, sizes_bytes: Sequence[int] = SIZES_BYTES
+    device: torch.device, *, left_s: Callable[[], float], sizes_bytes: Sequence[int] = SIZES_BYTES
 ) -> Iterator[CollectiveProfile]:
     """Latency (s) and rate (bytes/s) of every kind of collective and shape of group; a collective call.
 
+    ``left_s`` says how many seconds are left for those not yet measured; all processes must get the same answer.
     ``send_recv`` is between two ranks, so it has groups of two alone.
     """
     wanted = _wanted(dist.get_world_size())
     meshes = {shape: shape_mesh(shape, device.type) for shape in group_shapes(dist.get_world_size())}
-    for shape, kind in wanted:
-        share_s = budget_s / len(wanted) / len(sizes_bytes)
+    for number, (shape, kind) in enumerate(wanted):
+        share_s = left_s() / (len(wanted) - number) / len(sizes_bytes)
         times_s = [
             _time_of_call(collective_call(kind, num_bytes, meshes[shape], device), device, budget_s=share_s)
             for num_bytes in sizes_bytes
@@ -97,7 +98,7 @@ def shape_mesh(shape: GroupShape, device_type: str) -> DeviceMesh:
 def _time_of_call(call: Callable[[], object], device: torch.device, *, budget_s: float) -> float:
     """Seconds of one of several calls in a row."""
     call()
-    num_calls = num_repetitions(seconds_of(call, device), budget_s / 4, least=2, most=_MOST_CALLS)
+    num_calls = num_repetitions(seconds_of(call, device), budget_s / 4, least=1, most=_MOST_CALLS)
 
     def several() -> None:
         for _ in range(num_calls):

@@ -16,12 +16,19 @@ _MODULE = "steelyard.profiler"
 
 
 def launch_profiler(
-    chain: ModelChain, trace: Profile, *, num_processes: int, samples: Sequence[int], budget_s: float = 20.0
+    chain: ModelChain,
+    trace: Profile,
+    *,
+    num_processes: int,
+    samples: Sequence[int],
+    budget_s: float = 20.0,
+    began_s: float | None = None,
 ) -> Profile:
     """The profile of ``chain`` on ``num_processes`` devices of this host, as `measure` makes it.
 
     ``trace`` is a traced profile of ``chain``; ``samples`` are the samples of one rank in a microbatch; ``budget_s``
-    bounds the measuring, about, without the start of the processes. Progress and errors of the processes go to stderr.
+    bounds the measuring, about, without the start of the processes, or all that is done since the Unix time
+    ``began_s``. Progress and errors of the processes go to stderr.
     Raises `InvalidProfileError` for wrong arguments, and `RankFailedError` if a process failed (the others are ended).
     """
     check_trace(trace, chain, seq_len=trace.identity.seq_len, precision=trace.identity.precision)
@@ -32,6 +39,7 @@ def launch_profiler(
         config.write_text(json.dumps(dict(chain.config)))
         traced.write_text(dump_json(trace))
         arguments = ["--model", str(config), "--traced", str(traced), "-o", str(output), "--budget", str(budget_s)]
+        arguments += [] if began_s is None else ["--began", str(began_s)]
         arguments += ["--samples", *map(str, samples)]
         run_processes(_MODULE, arguments, num_processes=num_processes)
         return parse_file(output, Profile, InvalidProfileError, what="profile")

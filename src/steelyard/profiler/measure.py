@@ -18,7 +18,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy, shape_strategies
-from steelyard.profiler.clock import barrier
+from steelyard.profiler.clock import Deadline, barrier, over_ranks
 from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives, num_collectives
 from steelyard.profiler.layers import (
     Laps,
@@ -43,34 +43,14 @@ _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Takes one short line about what is measured next, and the share of the whole measurement that is done."""
-_OVERHEADS_BEGIN = 0.9
+_BESIDE_SHARE, _COLLECTIVES_BEGIN, _OVERHEADS_BEGIN = 0.2, 0.65, 0.95
+"""Of a measurement: what the optimizer, sharding and shared cores take, then layers until collectives begin, then
+these."""
 _NUM_ROUNDS = 3
 
 
 def _log_progress(line: str, done: float) -> None:
     _log.info("%s (%.0f%% done)", line, 100 * done)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Seconds that the parts of a measurement may take; each part repeats at least three times whatever its budget.
-
-    Layers on a GPU twice: there is no need for rounds, and the first repetition warms up.
-    """
-
-    layers_s: float
-    collectives_s: float
-    overheads_s: float
-
-    @classmethod
-    def of(cls, total_s: float) -> "Budget":
-        """The usual division of ``total_s`` seconds."""
-        return cls(layers_s=0.5 * total_s, collectives_s=0.25 * total_s, overheads_s=0.25 * total_s)
-
-    @property
-    def layers_share(self) -> float:
-        """The part of the whole that layers take."""
-        return self.layers_s / (self.layers_s + self.collectives_s + self.overheads_s)
 
 
 def measure(
@@ -88,21 +68,30 @@ def measure(
 
     ``trace`` is a traced profile of the same model, sequence length and precision; those of its layers whose
     tensor-parallel degree divides the world size are measured, the others are left out. ``sizes_bytes`` are the
-    sizes of whole tensors that collectives are measured with. Raises `InvalidProfileError` for a trace of something
-    else, or if nothing can be measured.
+    sizes of whole tensors that collectives are measured with. ``budget_s`` is kept about: a part that takes longer
+    leaves less to those after it, and what cannot be left out is measured once at least. Raises `InvalidProfileError`
+    for a trace of something else, or if nothing can be measured.
     """
     check_trace(trace, chain, seq_len=seq_len, precision=precision)
     world_size = dist.get_world_size()
     check_samples(samples)
     layers = measurable_layers(trace, world_size)
     device = current_device()
-    budget = Budget.of(budget_s)
-    run = _Run(chain=chain, seq_len=seq_len, precision=precision, device=device, budget=budget, progress=progress)
+    budget_s = over_ranks([max(budget_s, 0.0)], device, dist.ReduceOp.MIN)[0]  # processes start one after another
+    run = _Run(
+        chain=chain,
+        seq_len=seq_len,
+        precision=precision,
+        device=device,
+        budget_s=budget_s,
+        deadline=Deadline(budget_s, device),
+        progress=progress,
+    )
     timed, beside = run.compute(layers, samples)
     collectives = run.collectives(sizes_bytes) if world_size > 1 else ()
     progress("end of a step, overlap", _OVERHEADS_BEGIN)
-    step_overhead_s = measure_step_overhead(device, budget_s=budget.overheads_s / 10)
-    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=budget.overheads_s / 10)}
+    step_overhead_s = measure_step_overhead(device, budget_s=run.deadline.left_s() / 4)
+    changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=run.deadline.left_s())}
     barrier(device)
     return trace.model_copy(
         update={
@@ -195,30 +184,29 @@ class _Run:
     seq_len: int
     precision: Precision
     device: torch.device
-    budget: Budget
+    budget_s: float
+    deadline: Deadline
     progress: Progress
+
+    def left_until(self, share: float) -> float:
+        """Seconds that are left until so large a share of the budget is spent; a collective call."""
+        return max(self.deadline.left_s() - (1 - share) * self.budget_s, 0.0)
 
     def compute(
         self, layers: Sequence[LayerProfile], samples: Sequence[int]
     ) -> tuple[tuple[LayerProfile, ...], _Beside]:
         """The layers with their times; undivided the optimizer, sharding, and how processes share cores.
 
-        On a CPU in rounds, so that a slow moment of the machine falls on all settings and not on one.
+        On a CPU in rounds, so that a slow moment of the machine falls on all settings and not on one; in as many as
+        there is time for. On a GPU in one of two repetitions: the first warms up.
         """
         shapes = [
             each for each in _shapes(dist.get_world_size()) if any(layer.degrees == each.shape for layer in layers)
         ]
         meshes = {each.num_devices: layer_meshes(each.num_devices, self.device.type) for each in shapes}
-        num_rounds = 1 if self.device.type == "cuda" else _NUM_ROUNDS
-        budget_s = self.budget.layers_s / len(shapes) / num_rounds
-        rounds: dict[Strategy, list[Laps]] = {each: [] for each in shapes}
-        times: dict[tuple[str, Strategy], tuple[MeasuredTime, ...]] = {}
-        beside: _Beside | None = None
-        for number, each in enumerate(shapes * num_rounds):
-            done = number / (len(shapes) * num_rounds) * self.budget.layers_share
-            self.progress(f"layers, {each} ({number % len(shapes) + 1} of {len(shapes)})", done)
-            build = partial(
-                build_short_chain,
+
+        def build(each: Strategy, shard_mesh: DeviceMesh | None = None) -> ShortChain:
+            return build_short_chain(
                 self.chain,
                 [layer.kind for layer in layers if layer.degrees == each.shape],
                 strategy=each,
@@ -226,18 +214,31 @@ class _Run:
                 precision=self.precision,
                 device=self.device,
                 mesh=meshes[each.num_devices],
+                shard_mesh=shard_mesh,
             )
-            short = build()
-            rounds[each].append(measure_laps(short, samples, budget_s=budget_s, least=2 if num_rounds == 1 else 1))
-            if len(rounds[each]) == num_rounds:
-                found = times_of(short, rounds[each])
-                times.update({(kind, each): seconds for kind, seconds in found.items()})
-            if beside is None:
-                beside = self._beside(short, lambda mesh, build=build: build(shard_mesh=mesh), samples)
-        assert beside is not None
+
+        self.progress("optimizer, sharding, shared cores", 0.0)
+        beside = self._beside(build(shapes[0]), partial(build, shapes[0]), samples)
+        num_rounds = 1 if self.device.type == "cuda" else _NUM_ROUNDS
+        rounds: dict[Strategy, list[Laps]] = {each: [] for each in shapes}
+        times: dict[Strategy, dict[str, tuple[MeasuredTime, ...]]] = {}
+        round_s, left_s = 0.0, self.left_until(_COLLECTIVES_BEGIN)
+        for number in range(num_rounds):
+            is_last = number == num_rounds - 1 or (number > 0 and left_s < 2 * round_s)
+            for place, each in enumerate(shapes):
+                done = _BESIDE_SHARE + (_COLLECTIVES_BEGIN - _BESIDE_SHARE) * number / num_rounds
+                self.progress(f"layers, {each} ({place + 1} of {len(shapes)})", done)
+                num_left = len(shapes) * (1 if is_last else num_rounds - number) - place
+                budget_s = self.left_until(_COLLECTIVES_BEGIN) / num_left
+                short = build(each)
+                rounds[each].append(measure_laps(short, samples, budget_s=budget_s, least=2 if num_rounds == 1 else 1))
+                times[each] = times_of(short, rounds[each])
+            round_s, left_s = left_s - (left := self.left_until(_COLLECTIVES_BEGIN)), left
+            if is_last or left_s <= round_s:
+                break
         of_shape = {frozenset(each.shape.items()): each for each in shapes}
         timed = tuple(
-            layer.model_copy(update={"times": times[layer.kind, of_shape[frozenset(layer.degrees.items())]]})
+            layer.model_copy(update={"times": times[of_shape[frozenset(layer.degrees.items())]][layer.kind]})
             for layer in layers
         )
         return timed, beside
@@ -245,7 +246,7 @@ class _Run:
     def _beside(self, short: ShortChain, shard: Callable[[DeviceMesh], ShortChain], samples: Sequence[int]) -> _Beside:
         """What the chain takes beside its layers: measured once, undivided where that was measured."""
         middle, is_whole = middle_of(samples), short.strategy.num_devices == 1 and dist.get_world_size() > 1
-        share_s = self.budget.overheads_s / 10
+        share_s = _BESIDE_SHARE * self.budget_s / 8
         return _Beside(
             optimizer_s_per_param=measure_optimizer(short, budget_s=share_s),
             sharding=measure_sharding(short, shard, samples=middle, budget_s=4 * share_s) if is_whole else (),
@@ -256,13 +257,15 @@ class _Run:
         """All collectives, with a line of progress for each."""
         return tuple(
             self._reported(
-                measure_collectives(self.device, budget_s=self.budget.collectives_s, sizes_bytes=sizes_bytes),
+                measure_collectives(
+                    self.device, left_s=lambda: self.left_until(_OVERHEADS_BEGIN), sizes_bytes=sizes_bytes
+                ),
                 num_collectives(dist.get_world_size()),
             )
         )
 
     def _reported(self, found: Iterable[CollectiveProfile], total: int) -> Iterable[CollectiveProfile]:
-        begin = self.budget.layers_share
+        begin = _COLLECTIVES_BEGIN
         self.progress("collectives", begin)
         for number, collective in enumerate(found, start=1):
             span = "strided" if collective.strided else "neighbouring"

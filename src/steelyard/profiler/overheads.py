@@ -99,7 +99,7 @@ def _added_s(replicated: ShortChain, sharded: ShortChain, samples: int, *, budge
         return over_ranks(laps_s, replicated.device, dist.ReduceOp.MAX)
 
     first_s = sum(both_s())
-    rows = [both_s() for _ in range(num_repetitions(first_s, budget_s))]
+    rows = [both_s() for _ in range(num_repetitions(first_s, budget_s - first_s, least=1))]
     return fast_half_mean([row[0] for row in rows]) - fast_half_mean([row[1] for row in rows])
 
 

@@ -5,6 +5,7 @@ The first process shows a bar of progress and writes the profile.
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traced", required=True, type=Path, help="traced profile of the model")
     parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 4], help="samples of a rank in a microbatch")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds that measuring may take, about")
+    parser.add_argument(
+        "--began", type=float, help="Unix time from which the budget counts; default: the first message"
+    )
     parser.add_argument("-o", "--output", required=True, type=Path, help="where the profile is written")
     return parser
 
@@ -49,7 +53,7 @@ def _measure_and_write(options: argparse.Namespace) -> None:
             precision=trace.identity.precision,
             samples=options.samples,
             trace=trace,
-            budget_s=options.budget,
+            budget_s=options.budget - (time.time() - options.began if options.began is not None else 0.0),
             progress=_show if dist.get_rank() == 0 else _keep_quiet,
         )
         if dist.get_rank() == 0:

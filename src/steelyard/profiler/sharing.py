@@ -25,7 +25,7 @@ def measure_busy_speeds(short: ShortChain, *, samples: int, budget_s: float) -> 
     rounds = [[_seconds(short, samples, count) for count in counts]]
     rounds += [
         [_seconds(short, samples, count) for count in counts]
-        for _ in range(num_repetitions(sum(rounds[0]), budget_s, least=3))
+        for _ in range(num_repetitions(sum(rounds[0]), budget_s - sum(rounds[0]), least=1))
     ]
     typical_s = [fast_half_mean(column) for column in zip(*rounds[1:], strict=True)]
     return non_rising([typical_s[-1] / seconds for seconds in typical_s])

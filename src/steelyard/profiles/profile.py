@@ -220,6 +220,10 @@ class LayerProfile(ProfilePart):
             )
         return seconds
 
+    def reaches(self, samples: float) -> bool:
+        """Whether the measured times hold for so many samples on a rank."""
+        return bool(self.times) and self.times[0].samples <= samples * 2 and samples <= 2 * self.times[-1].samples
+
     def time_s(self, samples: float) -> MeasuredTime:
         """Measured seconds at ``samples``, linear between measured sizes.
 
@@ -228,7 +232,7 @@ class LayerProfile(ProfilePart):
         `InvalidProfileError`, since nothing is extrapolated in silence.
         """
         sizes = [time.samples for time in self.times]
-        if not sizes or samples * 2 < sizes[0] or samples > 2 * sizes[-1]:
+        if not self.reaches(samples):
             raise InvalidProfileError(
                 field=f"layers.{self.kind}.times",
                 found=f"measurements for {sizes} samples ({self.shape_text})",

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.plan import Plan
-from steelyard.units import format_bytes, format_plural, format_seconds
+from steelyard.units import format_bytes, format_plural, format_ranges, format_seconds
 
 ALLOWANCES = ("context", "allocator slack")
 """Terms of a prediction that are no tensors: a dry run cannot find them, and takes them as they are predicted."""
@@ -105,7 +105,7 @@ def term_table(checked: Sequence[CheckedRank]) -> Table:
     table.add_row("in the first step", *_left(checked, lambda rank: format_bytes(rank.first_step_bytes)))
     table.add_row("context and slack", *_left(checked, lambda rank: format_bytes(rank.allowance_bytes)))
     table.add_row("left of the budget", *_left(checked, _budget_text))
-    table.add_row("stands for", *_left(checked, lambda rank: rank_ranges(rank.ranks)))
+    table.add_row("stands for", *_left(checked, lambda rank: format_ranges(rank.ranks)))
     table.add_row("took", *_left(checked, lambda rank: format_seconds(rank.wall_s)))
     return table
 
@@ -119,7 +119,7 @@ def total_table(checked: Sequence[CheckedRank]) -> Table:
         table.add_row(
             str(rank.rank),
             str(rank.stage),
-            rank_ranges(rank.ranks),
+            format_ranges(rank.ranks),
             format_bytes(rank.peak_bytes),
             format_bytes(rank.budget.tensor_bytes),
             _ratio(rank),
@@ -133,23 +133,11 @@ def total_table(checked: Sequence[CheckedRank]) -> Table:
 def misfit_lines(checked: Sequence[CheckedRank]) -> list[str]:
     """A line for each group of ranks that does not fit: which, and by how much."""
     return [
-        f"does not fit: rank {rank.rank} of stage {rank.stage} (ranks {rank_ranges(rank.ranks)}) needs "
+        f"does not fit: rank {rank.rank} of stage {rank.stage} (ranks {format_ranges(rank.ranks)}) needs "
         f"{format_bytes(rank.over_bytes)} ({rank.over_bytes} bytes) more than {format_bytes(rank.budget.budget_bytes)}"
         for rank in checked
         if not rank.fits
     ]
-
-
-def rank_ranges(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order as text, ``0–7, 9``."""
-    parts: list[str] = []
-    start = 0
-    for index in range(1, len(ranks) + 1):
-        if index == len(ranks) or ranks[index] != ranks[index - 1] + 1:
-            first, last = ranks[start], ranks[index - 1]
-            parts.append(str(first) if first == last else f"{first}–{last}")
-            start = index
-    return ", ".join(parts)
 
 
 def _pair(checked: Sequence[CheckedRank], name: str) -> list[str]:

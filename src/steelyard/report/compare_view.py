@@ -83,13 +83,14 @@ def _term_table(
     for name in dict.fromkeys((*first, *second)):
         before, after = first.get(name, 0.0), second.get(name, 0.0)
         if max(abs(before), abs(after)) > LEAST:
-            table.add_row(name, show(before), show(after), _signed(after - before, show))
+            table.add_row(name, show(before), show(after), signed(after - before, show))
     before, after = sum(first.values()), sum(second.values())
-    table.add_row("total", show(before), show(after), _signed(after - before, show), style="bold")
+    table.add_row("total", show(before), show(after), signed(after - before, show), style="bold")
     return table
 
 
-def _signed(value: float, show: Callable[[float], str]) -> str:
+def signed(value: float, show: Callable[[float], str]) -> str:
+    """A difference with its sign, as ``show`` prints amounts."""
     if abs(value) < LEAST:
         return "–"
     return ("+" if value >= 0 else "−") + show(abs(value))

@@ -107,10 +107,11 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
     A row takes one line, cut off where it is longer, unless ``whole``.
     """
     table = plain_table(title)
-    table.add_column("", no_wrap=True, min_width=max((len(rival.name) for rival in rivals), default=0))
-    for column, width in (("step", len("9.99 ms")), ("slower", len("+99.9%"))):
-        table.add_column(column, justify="right", no_wrap=True, min_width=width)
-    table.add_column("plan", no_wrap=not whole, overflow="fold" if whole else "ellipsis")
+    table.expand = True  # a ratio has a meaning then: the last column takes what the others leave
+    table.add_column("", no_wrap=True)
+    for column in ("step", "slower"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("plan", no_wrap=not whole, overflow="fold" if whole else "ellipsis", ratio=1)
     for rival in rivals:
         if rival.step_time_s is None:
             missing = rival.missing_bytes

@@ -6,8 +6,8 @@ from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.plan import Alternative, LayerRun, Plan, Prediction
-from steelyard.units import GB, format_bytes, format_plural, format_seconds
+from steelyard.plan.plan import Alternative, Plan, Prediction
+from steelyard.units import GB, format_bytes, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 SAME_SHARE = 5e-4
@@ -49,7 +49,9 @@ def headline(plan: Plan) -> str:
         f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
         f"{format_bytes(max(stage.total_bytes for stage in prediction.stages))} of "
-        f"{format_bytes(prediction.budget_bytes)} per device" + (f"\n{compared}" if compared else "")
+        f"{format_bytes(prediction.budget_bytes)} per device"
+        + (f"\n{compared}" if compared else "")
+        + (f"\n{plan.training}" if plan.training else "")
     )
 
 
@@ -84,6 +86,30 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
     return [f"Links assumed, per device and direction: {'; '.join(words)}"]
 
 
+def gain_sentence(plan: Plan) -> str:
+    """What is gained over each plain plan, with the days and money of a whole training; empty where none was searched.
+
+    ``It takes 2.2% less time than plain FSDP (141 days, $67.9 K); plain DDP does not fit``
+    """
+    prediction, training = plan.prediction, plan.training
+    gains, misfits = [], []
+    for each in prediction.baselines if prediction else ():
+        if each.step_time_s is None:
+            misfits.append(f"{each.name} does not fit")
+            continue
+        gain = 1 - prediction.step_time_s / each.step_time_s if prediction else 0.0
+        saved = []
+        if training is not None and gain > SAME_SHARE:
+            part = gain / (1 - gain)
+            saved = [format_days(part * training.days)]
+            saved += [] if training.cost is None else [format_money(part * training.cost)]
+        words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as long as"
+        gains.append(f"{words} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
+    takes = [f"It takes {', '.join(gains)}"] if gains else []
+    text = "; ".join((*takes, *misfits))
+    return text[:1].upper() + text[1:]
+
+
 def stage_table(plan: Plan) -> Table:
     """A row for every run of equal layers: stage (and its chunk), ranks, layers, strategy."""
     chain = plan.chain()
@@ -94,9 +120,9 @@ def stage_table(plan: Plan) -> Table:
         for run_index, run in enumerate(stage.runs):
             first = run_index == 0
             table.add_row(
-                _part_name(plan, index) if first else "",
+                part_name(plan, index) if first else "",
                 f"{stage.ranks[0]}–{stage.ranks[1]}" if first else "",
-                _layers_text(chain, run),
+                layers_text(chain, *run.layers),
                 str(run.strategy.without_remat()),
                 str(run.remat),
                 end_section=run_index == len(stage.runs) - 1,
@@ -160,8 +186,8 @@ def alternative_step(alternative: Alternative) -> str:
     return ("≤ " if alternative.is_bound else "") + format_seconds(alternative.step_time_s)
 
 
-def _part_name(plan: Plan, index: int) -> str:
-    """The stage of a part of the pipeline and, interleaved, which chunk it is."""
+def part_name(plan: Plan, index: int) -> str:
+    """The number of the stage of a part of the pipeline and, interleaved, which chunk of it."""
     chunk, stage = divmod(index, plan.num_stages)
     return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"
 
@@ -176,17 +202,17 @@ def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:
     return list(dict.fromkeys(name for column in columns for name in column))
 
 
-def _layers_text(chain: ModelChain, run: LayerRun) -> str:
-    first, last = run.layers
-    names = []
-    if chain.kind_of(first).role is LayerRole.EMBEDDING:
-        names.append("embedding")
-        first += 1
-    ends_in_head = chain.kind_of(last).role is LayerRole.HEAD
-    if ends_in_head:
-        last -= 1
-    if first <= last:
-        names.append(f"block {first - 1}" if first == last else f"blocks {first - 1}–{last - 1}")
-    if ends_in_head:
-        names.append("head")
-    return ", ".join(names)
+def layers_text(chain: ModelChain, first: int, last: int) -> str:
+    """Consecutive layers by name, both ends included: ``embedding, blocks 0–6``."""
+    has_embedding = chain.kind_of(first).role is LayerRole.EMBEDDING
+    has_head = chain.kind_of(last).role is LayerRole.HEAD
+    names = ["embedding"] if has_embedding else []
+    start, end = first + has_embedding, last - has_head
+    if start == end:
+        names.append(chain.layer_name(start))
+    elif start < end:
+        words = chain.layer_name(start), chain.layer_name(end)
+        numbers = [each.removeprefix("block ") for each in words]
+        plain = all(each.isdigit() for each in numbers)
+        names.append(f"blocks {'–'.join(numbers)}" if plain else " to ".join(words))
+    return ", ".join([*names, *(["head"] if has_head else [])])

@@ -6,14 +6,18 @@ that it reduces beside its passes. Times are in microseconds, as the format want
 A step of many microbatches is shown in part: the passes of the first and of the last ones, where pipelines differ; what
 lies between is one slice that says how many passes it stands for.
 
+The passes of the first and of the last microbatch have their layers inside them, and each layer its computation and
+collectives by name, one after another, in the proportion of their predicted seconds.
+
 Source: Trace Event Format (Google, 2016), the types ``X`` (complete event) and ``M`` (metadata).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from steelyard.cost.predict import LayerTimes
 from steelyard.cost.simulator import Bubble, Event, Send, Timeline
 from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
@@ -21,6 +25,7 @@ from steelyard.units import format_plural
 MAX_EVENTS = 80_000
 """Slices of a trace that is shown whole; each takes about 90 bytes of the file."""
 PASSES, _SENDS, _SYNCS = range(3)
+_DIRECTIONS = ("forward", "backward")
 _TRACK_NAMES = {PASSES: "passes", _SENDS: "sends", _SYNCS: "gradient sync"}
 
 TraceEvent = dict[str, Any]
@@ -39,8 +44,13 @@ class Slice:
     chunk: int | None = None
 
 
-def trace_events(timeline: Timeline, plan: Plan, *, num_shown: int) -> dict[str, Any]:
-    """The content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last."""
+def trace_events(
+    timeline: Timeline, plan: Plan, *, num_shown: int, layers: Sequence[LayerTimes] = ()
+) -> dict[str, Any]:
+    """The content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last.
+
+    ``layers`` are all of the plan, to be shown inside the passes; none leave these whole.
+    """
     events: list[TraceEvent] = []
     hidden = hidden_microbatches(plan.num_microbatches, num_shown)
     for stage in range(timeline.pipeline.num_stages):
@@ -48,7 +58,12 @@ def trace_events(timeline: Timeline, plan: Plan, *, num_shown: int) -> dict[str,
         events += _metadata(plan, stage, sorted({each.track for each in slices}))
         for track in _TRACK_NAMES:
             ordered = sorted((each for each in slices if each.track == track), key=lambda each: each.start_s)
-            events += (_complete(each, stage) for each in without_hidden(ordered, hidden))
+            for each in without_hidden(ordered, hidden):
+                events.append(_complete(each, stage))
+                if layers and each.category in _DIRECTIONS and each.microbatch in (0, plan.num_microbatches - 1):
+                    part = plan.stages[(each.chunk or 0) * plan.num_stages + stage]
+                    inside = _layer_slices(each, [layers[layer] for layer in part.layers])
+                    events += (_complete(one, stage) for one in inside)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -62,6 +77,21 @@ def trace_events(timeline: Timeline, plan: Plan, *, num_shown: int) -> dict[str,
             "microbatches_shown": plan.num_microbatches - len(hidden),
         },
     }
+
+
+def _layer_slices(whole: Slice, layers: Sequence[LayerTimes]) -> Iterator[Slice]:
+    """The layers of a pass, last first where it goes backward, each with its terms inside where it has several."""
+    terms = [(each.name, each.forward_s if whole.category == "forward" else each.backward_s) for each in layers]
+    total_s = sum(sum(seconds.values()) for _, seconds in terms)
+    scale, start_s = (whole.end_s - whole.start_s) / total_s if total_s else 0.0, whole.start_s
+    for name, seconds in terms if whole.category == "forward" else reversed(terms):
+        end_s = start_s + scale * sum(seconds.values())
+        yield replace(whole, name=name, category="layer", start_s=start_s, end_s=end_s, chunk=None)
+        for term, term_s in seconds.items() if len(seconds) > 1 else ():
+            after_s = min(start_s + scale * term_s, end_s)
+            yield replace(whole, name=term, category="term", start_s=start_s, end_s=after_s, chunk=None)
+            start_s = after_s
+        start_s = end_s
 
 
 def default_num_shown(plan: Plan) -> int:

@@ -19,7 +19,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search.balance import Partition
 from steelyard.search.evaluate import Solution
-from steelyard.search.least_memory import NearestMiss
+from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
 from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
 from steelyard.search.side_inputs import SideProspect, assess, partition_with, settle, sketch
 from steelyard.units import format_bytes, format_seconds
@@ -114,6 +114,7 @@ def search(
             found=f"{len(given)} settings, {len(weights)} sample counts",
             expected="one or more settings, each with a sample count of 1 or more",
         )
+    budget_bytes = min(budget_bytes, IMPOSSIBLE - 1)  # a layer without a legal strategy fits into no budget
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if partition != "exact":
         results = [partition_with(partition, each, budget_bytes) for each in given]

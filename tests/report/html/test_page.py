@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
 
@@ -12,6 +13,7 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.predict import predict
 from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import Explanation, PlanStudy
+from steelyard.plan.plan import Baseline
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import with_price
 from steelyard.report.explain_view import explain_view
@@ -21,13 +23,15 @@ from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.chart import Chart, Line, chart, staircase
 from steelyard.report.html.markup import VOID
 from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strategy_classes, time_colours
-from steelyard.report.html.strategies import describe_strategy, layer_text
+from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
-from steelyard.report.plan_table import plan_view
+from steelyard.report.html.trade_off_charts import trade_off_charts
+from steelyard.report.plan_table import gain_sentence, layers_text, plan_view
+from steelyard.units import format_bytes, format_days, format_money
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs
 
-SECTIONS = ("strategies", "time", "memory", "timeline", "frontier", "rivals", "assumptions")
+SECTIONS = ("strategies", "time", "memory", "timeline", "frontier", "rivals", "assumptions", "glossary")
 
 
 class Balance(HTMLParser):
@@ -86,7 +90,7 @@ def test_a_page_of_trade_offs_is_whole_and_no_text_of_it_becomes_markup() -> Non
     page = read(frontier_page(trade_offs()))
     assert page.scripts == 0
     assert HOSTILE in "".join(page.text)
-    assert {"panel-0", "panel-1", "panel-2", "numbers"} <= set(page.ids)
+    assert {"panel-0", "panel-1", "panel-2", "panel-3", "numbers"} <= set(page.ids)
     assert "cost of 10⁹ tokens" in "".join(page.text)
 
 
@@ -185,6 +189,117 @@ def test_every_colour_of_a_term_is_in_the_style() -> None:
     assert {name for name in classes | set(HUES) if f".{name} {{" not in style} == set()
 
 
+def test_a_colour_that_time_and_memory_share_has_one_meaning() -> None:
+    pairs = {
+        (time, size) for time, one in time_colours().items() for size, other in MEMORY_COLOURS.items() if one == other
+    }
+    assert pairs == {
+        ("compute", "working set"),
+        ("remat", "activations"),
+        ("pipeline", "pipeline buffers"),
+        ("optimizer", "optimizer"),
+        ("waiting", "allocator slack"),
+        ("fixed", "context"),
+        ("fsdp", "gathered parameters"),
+    }
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "dp"])
+def test_layers_have_the_colour_of_the_time_that_their_kind_takes(name: str) -> None:
+    strategy = parse_strategy(f"{name}4")
+    assert strategy_classes((strategy,))[strategy] == time_colours()[name]
+
+
+def test_strategies_of_one_kind_differ_in_shade() -> None:
+    found = [parse_strategy(text) for text in ("fsdp8", "fsdp8", "fsdp8 zero2", "fsdp4-tp2", "single")]
+    classes = strategy_classes(found)
+    assert [classes[each] for each in found[1:]] == ["vermilion", "vermilion lighter", "vermilion darker", "blue"]
+
+
+@pytest.mark.parametrize("look", ["line", "mark.step", "mark.here", "slower", "faster"])
+def test_charts_have_no_colour_of_a_term(look: str) -> None:
+    style = resources.files("steelyard.report.html").joinpath("style.css").read_text(encoding="utf-8")
+    rule = re.search(rf"^\.{re.escape(look)}(?:,[^{{]*)? {{([^}}]*)}}", style, flags=re.MULTILINE)
+    assert rule
+    assert not {name for name in HUES if f"--{name}" in rule.group(1)}
+
+
+def test_legends_say_how_much_each_term_is_and_which_share() -> None:
+    found = single()
+    (stage,) = found.prediction.stages
+    share = stage.memory_bytes["activations"] / stage.total_bytes
+    text = "".join(read(report_page(found)).text)
+    assert f"activations {format_bytes(stage.memory_bytes['activations'])} ({share:.1%})" in text
+    assert "compute mean " in "".join(read(report_page(pipelined())).text)
+    assert re.search(r"backward \d+\.\d%", text)
+
+
+def test_a_name_is_explained_where_it_stands_and_in_the_glossary() -> None:
+    page = report_page(pipelined())
+    glossary = page[page.index('id="glossary"') :]
+    for name in ("MFU", "working set", "fixed", "switch", "fsdp", "microbatch"):
+        assert f"<dt>{name}</dt>" in glossary, name
+    for name in ("MFU", "working set", "fixed", "switch"):
+        assert re.search(rf'<b title="[^"]+">{name}</b>', page), name
+
+
+def test_names_that_a_page_does_not_use_are_not_explained() -> None:
+    page = report_page(single())
+    assert "<dt>bubble</dt>" not in page[page.index('id="glossary"') :]
+
+
+# what is decided and gained
+
+
+def test_the_network_is_named_with_its_rate() -> None:
+    assert "Between nodes inter: 10.0 GB/s for a device and direction" in report_page(pipelined())
+    text = report_page(single())
+    assert "Inside a node intra: 100.0 GB/s for a device and direction" in text
+    assert "etween nodes" not in text[: text.index('id="decision"')]
+
+
+def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
+    found = single()
+    step_s = found.prediction.step_time_s
+    baselines = (
+        Baseline(name="plain DDP", missing_bytes=1),
+        Baseline(name="plain FSDP", step_time_s=step_s / 0.8),
+        Baseline(name="plain 3D", step_time_s=step_s),
+    )
+    prediction = found.prediction.model_copy(update={"baselines": baselines})
+    planned = found.plan.model_copy(update={"prediction": prediction})
+    assert gain_sentence(planned) == (
+        "It takes 20.0% less time than plain FSDP, as long as plain 3D; plain DDP does not fit"
+    )
+    long = planned.with_training(10**15, price=2.0)
+    assert long.training is not None
+    assert long.training.cost is not None
+    saved = f"({format_days(long.training.days / 4)}, {format_money(long.training.cost / 4)})"
+    assert f"20.0% less time than plain FSDP {saved}" in gain_sentence(long)
+    page = "".join(read(report_page(replace(found, plan=long))).text)
+    assert gain_sentence(long) in page
+    assert long.training.brief[1] in page
+    assert gain_sentence(found.plan) == ""
+
+
+def test_a_prediction_says_how_far_such_ones_typically_are_off() -> None:
+    assert "predicted, typically ± 16%" in report_page(on("h100-80gb"))
+    assert "no run of such a device to compare" in report_page(single())
+
+
+# charts of trade-offs
+
+
+def test_cost_and_throughput_begin_at_zero_and_throughput_has_its_ideal() -> None:
+    drawn = {each.y_label: each for each in trade_off_charts(trade_offs())}
+    for label in ("tokens/s", "cost of a billion tokens"):
+        ticks = re.findall(r'class="tick y"[^>]*>([^<]+)<', str(chart(drawn[label])))
+        assert float(ticks[0].replace(",", "")) == 0, label
+    ideal = next(line for line in drawn["tokens/s"].lines if line.look == "ideal")
+    assert ideal.points == ((4, 400.0), (8, 800.0))
+    assert "as many tokens/s for every device as on 4" in str(chart(drawn["tokens/s"]))
+
+
 def test_a_term_that_is_not_known_gets_a_colour_that_no_other_has() -> None:
     found = colours(("compute", "expert", "tp"), time_colours())
     assert len(set(found.values())) == 3
@@ -226,10 +341,10 @@ def test_every_kind_of_remat_has_words() -> None:
 
 def test_layers_by_name() -> None:
     chain = job().chain
-    assert layer_text(chain, 0, 5) == "embedding, block 0 to block 3, head"
-    assert layer_text(chain, 2, 2) == "block 1"
-    assert layer_text(chain, 0, 1) == "embedding, block 0"
-    assert layer_text(chain, 4, 5) == "block 3, head"
+    assert layers_text(chain, 0, 5) == "embedding, blocks 0–3, head"
+    assert layers_text(chain, 2, 2) == "block 1"
+    assert layers_text(chain, 0, 1) == "embedding, block 0"
+    assert layers_text(chain, 4, 5) == "block 3, head"
 
 
 # the schedule

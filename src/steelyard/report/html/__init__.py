@@ -14,14 +14,16 @@
 | `rivals`      | why the others lost                                                                 |
 | `measured`    | what a run measured beside what was predicted                                       |
 | `assumptions` | what the figures rest on, and what is not modelled                                  |
+| `glossary`    | what the names mean                                                                 |
 | `page`        | all of them                                                                         |
 | `document`    | the frame of a page, with ``style.css`` and a script inside                         |
 
-`frontier_page` makes a page of trade-offs alone.
+`frontier_page` makes a page of trade-offs alone, `compare_page` one of two plans.
 """
 
+from steelyard.report.html.compare_page import compare_page
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.frontier_page import frontier_page
 from steelyard.report.html.page import report_page
 
-__all__ = ["ReportContents", "frontier_page", "report_page"]
+__all__ = ["ReportContents", "compare_page", "frontier_page", "report_page"]

@@ -118,12 +118,13 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     yield "upper bound", "memory terms are added as if their peaks came together; see each bar for the terms"
 
 
+def link_text(link: Link) -> str:
+    """A link's name and rate."""
+    return f"{link.name}: {link.bytes_per_s / GB:,.3g} GB/s for a device and direction"
+
+
 def _link_facts(link: Link) -> Child:
-    return [
-        f"{link.name}: {link.bytes_per_s / GB:,.3g} GB/s for a device and direction, "
-        f"{format_seconds(link.latency_s)} latency",
-        _cite(link.source),
-    ]
+    return [f"{link_text(link)}, {format_seconds(link.latency_s)} latency", _cite(link.source)]
 
 
 def _cite(source: str) -> Html:

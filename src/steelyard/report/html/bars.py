@@ -2,28 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from steelyard.plan.kinds import KINDS
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.glossary import term
+from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
 from steelyard.units import format_bytes, format_plural, format_seconds
 
-WORDS = {
-    "compute": "forward and backward of the layers",
-    "remat": "recomputing activations",
-    "pipeline": "handing activations and gradients between stages",
-    "switch": "redistribution between layers of unlike layout",
-    "optimizer": "update of the parameters",
-    "waiting": "the pipeline's bubbles",
-    "fixed": "once a step, whatever its size",
-    "gathered parameters": "whole parameters of the layers in flight",
-    "activations": "saved for the backward pass, of all microbatches in flight",
-    "working set": "the largest short-lived memory of one layer",
-    "pipeline buffers": "sent and received activations and gradients",
-    "context": "process, libraries and communicators",
-    "allocator slack": "what the allocator reserves beyond what it gives out",
-    "imbalance": "waiting for the rank whose experts most tokens take",
-}
 LABEL_SHARES = (0.02, 0.0085)
 """Share of a bar that a name inside it needs, and for each of its letters, at the page's full width."""
 
@@ -46,8 +30,8 @@ def time_section(found: ReportContents) -> Html:
         "time",
         "Where the time goes",
         tag("p", lead),
-        _bars(stages, names, colours(names, time_colours()), step_s, format_seconds),
-        _legend(names, colours(names, time_colours())),
+        stacked_bars(stages, names, colours(names, time_colours()), step_s, format_seconds),
+        _legend(stages, names, colours(names, time_colours()), format_seconds),
         folded("As a table", _table(stages, names, format_seconds, "a step")),
     )
 
@@ -71,8 +55,10 @@ def memory_section(found: ReportContents) -> Html:
         "memory",
         "What fills the memory",
         tag("p", lead),
-        _bars(stages, names, colours(names, MEMORY_COLOURS), max(budget, *totals) * 1.0, format_bytes, limit=budget),
-        _legend(names, colours(names, MEMORY_COLOURS), budget=f"the budget of {format_bytes(budget)}"),
+        stacked_bars(
+            stages, names, colours(names, MEMORY_COLOURS), max(budget, *totals) * 1.0, format_bytes, limit=budget
+        ),
+        _legend(stages, names, colours(names, MEMORY_COLOURS), format_bytes, f"the budget of {format_bytes(budget)}"),
         folded("As a table", _table(stages, names, format_bytes, "memory", left_of=budget)),
     )
 
@@ -102,7 +88,7 @@ def _names(stages: Sequence[Mapping[str, float]]) -> list[str]:
     return [*usual, *(name for name in found if name not in usual and name not in last), *last]
 
 
-def _bars(
+def stacked_bars(
     stages: Sequence[Mapping[str, float]],
     names: Sequence[str],
     colour: Mapping[str, str],
@@ -110,7 +96,10 @@ def _bars(
     show: Callable[[float], str],
     *,
     limit: float | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Html:
+    """A bar for each of ``stages``, or of what else ``labels`` name; ``whole`` is as wide as the page."""
+    labels = labels or [f"stage {index}" for index in range(len(stages))]
     rows = []
     for index, stage in enumerate(stages):
         total = sum(stage.values())
@@ -130,7 +119,7 @@ def _bars(
         rows.append(
             tag(
                 "div",
-                tag("div", tag("b", f"stage {index}"), class_="side") if len(stages) > 1 else None,
+                tag("div", tag("b", labels[index]), class_="side") if len(stages) > 1 else None,
                 tag("div", parts, class_="bar"),
                 tag("div", show(shown), class_="end over" if over else "end"),
                 class_="row",
@@ -147,19 +136,23 @@ def _has_room(name: str, share: float) -> bool:
     return share >= margin + letter * len(name)
 
 
-def _legend(names: Sequence[str], colour: Mapping[str, str], budget: str | None = None) -> Html:
-    items = [
-        tag("li", tag("i", class_=f"swatch {colour[name]}"), tag("span", tag("b", name), _words(name)))
-        for name in names
-    ]
+def _legend(
+    stages: Sequence[Mapping[str, float]],
+    names: Sequence[str],
+    colour: Mapping[str, str],
+    show: Callable[[float], str],
+    budget: str | None = None,
+) -> Html:
+    """Each term with its value, of several stages the mean, and its share of them all."""
+    total = sum(sum(stage.values()) for stage in stages)
+    items: list[tuple[str, Child]] = []
+    for name in names:
+        value = sum(stage.get(name, 0.0) for stage in stages)
+        mean = "" if len(stages) == 1 else "mean "
+        items.append((colour[name], [term(name), f" {mean}{show(value / len(stages))} ({value / total:.1%})"]))
     if budget is not None:
-        items.append(tag("li", tag("i", class_="swatch line"), tag("span", tag("b", "dashed line"), f" {budget}")))
-    return tag("ul", items, class_="legend")
-
-
-def _words(name: str) -> Html | None:
-    words = KINDS[name].term if name in KINDS else WORDS.get(name)
-    return tag("small", words) if words else None
+        items.append(("line", [tag("b", "dashed line"), f" {budget}"]))
+    return legend(items)
 
 
 def _table(

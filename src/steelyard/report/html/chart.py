@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from steelyard.report.html.markup import Html, tag
+from steelyard.report.html.markup import Html, legend, tag
 
 LEAST_SPAN = 0.04
 """Of the values: what an axis spans at least, so that next to no difference looks like none."""
@@ -42,6 +42,10 @@ class Chart:
     limit: tuple[float, str] | None = None
     x_ticks: tuple[float, ...] | None = None
     """Where x has marks; chosen evenly where absent."""
+    from_zero: bool = False
+    """Whether y begins at zero, so that heights compare as amounts."""
+    legend: tuple[tuple[str, str], ...] = ()
+    """Looks of points and lines, and what they mean."""
 
 
 def nice_ticks(low: float, high: float, wanted: int = 6) -> tuple[float, ...]:
@@ -67,10 +71,10 @@ def chart(drawn: Chart) -> Html:
     """The chart as an element that fills the width of its place."""
     places = [point for line in drawn.lines for point in line.points] + [(mark.x, mark.y) for mark in drawn.marks]
     xs = [x for x, _ in places] + ([drawn.limit[0]] if drawn.limit else [])
-    ys = [y for _, y in places]
+    ys = [y for _, y in places] + ([0.0] if drawn.from_zero else [])
     x_ticks, y_ticks = drawn.x_ticks or nice_ticks(*_range(xs)), nice_ticks(*_range(ys), 5)
     frame = _Frame(x_ticks, y_ticks)
-    return tag(
+    figure = tag(
         "figure",
         tag("div", drawn.y_label, class_="y-label"),
         tag(
@@ -93,6 +97,7 @@ def chart(drawn: Chart) -> Html:
         role="group",
         aria_label=drawn.title,
     )
+    return Html(figure + legend(drawn.legend)) if drawn.legend else figure
 
 
 class _Frame:

@@ -62,6 +62,12 @@ def folded(summary: str, *children: Child) -> Html:
     return tag("details", tag("summary", summary), *children)
 
 
+def legend(items: Iterable[tuple[str, Child]], *, is_tall: bool = False) -> Html:
+    """What each look means: classes of a swatch, and words; ``is_tall`` where the words are sentences."""
+    rows = [tag("li", tag("i", class_=f"swatch {look}"), tag("span", words)) for look, words in items]
+    return tag("ul", rows, class_="legend tall" if is_tall else "legend")
+
+
 def section(name: str, title: str, *children: Child) -> Html:
     """A section of the page with its heading; ``name`` is its place in the address."""
     return tag("section", tag("h2", title), *children, id=name)

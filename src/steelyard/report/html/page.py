@@ -6,6 +6,7 @@ from steelyard.report.html.assumptions import assumption_section
 from steelyard.report.html.bars import memory_section, time_section
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.document import document
+from steelyard.report.html.glossary import glossary_section
 from steelyard.report.html.markup import Html, tag
 from steelyard.report.html.measured import measured_section
 from steelyard.report.html.rivals import rival_section
@@ -27,6 +28,7 @@ def report_page(found: ReportContents) -> str:
         trade_off_section(found),
         rival_section(found),
         assumption_section(found),
+        glossary_section(found),
     )
     title = f"{found.plan.model.name} on {found.plan.cluster}"
     content = (summary(found), *sections, _footer(found))

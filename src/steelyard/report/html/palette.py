@@ -1,13 +1,18 @@
 """Colours by name, for terms and strategies; the values stand in ``style.css``, one for light and one for dark.
 
-The hues are those of Okabe and Ito (2008), which people with any common colour blindness can tell apart, with a brown
-darker and a pink lighter than all of them. Where there is more to tell than hues can, a pattern does: stripes for
-recomputation, hatching for what is no work.
+A colour has one meaning on the whole page. What a kind of parallelism spends has its colour, and so have the layers
+that it divides and what it gathers; what is kept has the colour of what it is kept for (activations and remat, the
+optimizer's states and its time). Two strategies of a kind differ in shade. Lines and points of charts have none of
+these colours.
+
+The hues are those of Okabe and Ito (2008), which people with any common colour blindness can tell apart, with a brown,
+a wine and an indigo darker and a pink lighter than all of them. Where there is more to tell than hues can, a pattern
+does: stripes for recomputation, hatching for what is no work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from steelyard.plan.kinds import KINDS
+from steelyard.plan.kinds import FSDP, KINDS
 from steelyard.plan.strategy import Remat, Strategy
 
 _TIME_COLOURS = {
@@ -21,17 +26,21 @@ _TIME_COLOURS = {
     "imbalance": "pink hatched",
 }
 MEMORY_COLOURS = {
-    "parameters": "blue",
-    "gradients": "sky",
+    "parameters": "indigo",
+    "gradients": "wine",
     "optimizer": "slate",
-    "gathered parameters": "green",
-    "activations": "orange",
-    "working set": "vermilion",
-    "pipeline buffers": "purple",
+    "gathered parameters": FSDP.hue,
+    "activations": "sky",
+    "working set": "blue",
+    "pipeline buffers": "green",
     "context": "grey",
     "allocator slack": "idle",
 }
-HUES = ("blue", "orange", "green", "purple", "sky", "vermilion", "yellow", "slate", "brown", "pink", "grey")
+HUES = (
+    *("blue", "orange", "green", "purple", "sky", "vermilion", "yellow", "slate", "brown", "pink", "grey"),
+    *("indigo", "wine"),
+)
+SHADES = ("", "darker", "lighter", "darkest")
 PATTERNS = {Remat.NONE: "", Remat.SELECTIVE: "striped", Remat.FULL: "crossed"}
 
 
@@ -51,15 +60,28 @@ def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
 
 
 def strategy_classes(strategies: Sequence[Strategy]) -> dict[Strategy, str]:
-    """The classes of each strategy: a hue for how it is parallel, the most used first, and a pattern for remat."""
+    """The classes of each strategy: the hue of the kind that divides most, a shade, and a pattern for remat.
+
+    The most used strategy of a hue has the hue itself.
+    """
     counts: dict[str, int] = {}
     for strategy in strategies:
         counts[division(strategy)] = counts.get(division(strategy), 0) + 1
-    hue = {
-        name: HUES[index % len(HUES)]
-        for index, name in enumerate(sorted(counts, key=lambda each: (-counts[each], each)))
+    hues = {division(strategy): _hue(strategy) for strategy in strategies}
+    shade: dict[str, str] = {}
+    for name in sorted(counts, key=lambda each: (-counts[each], each)):
+        alike = sum(hues[other] == hues[name] for other in shade)
+        shade[name] = SHADES[alike % len(SHADES)]
+    return {
+        each: " ".join((_hue(each), shade[division(each)], PATTERNS[each.remat])).replace("  ", " ").strip()
+        for each in dict.fromkeys(strategies)
     }
-    return {each: f"{hue[division(each)]} {PATTERNS[each.remat]}".strip() for each in dict.fromkeys(strategies)}
+
+
+def _hue(strategy: Strategy) -> str:
+    """That of the level of the largest degree, the outermost of several; of compute where nothing is divided."""
+    largest = max(strategy.levels, key=lambda level: level.degree, default=None)
+    return _TIME_COLOURS["compute"] if largest is None else largest.kind.hue
 
 
 def division(strategy: Strategy) -> str:

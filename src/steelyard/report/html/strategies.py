@@ -9,8 +9,9 @@ from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan, StagePlan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag
 from steelyard.report.html.palette import strategy_classes
+from steelyard.report.plan_table import layers_text, part_name
 from steelyard.units import format_plural
 
 MOST_CELLS = 32
@@ -52,28 +53,6 @@ def _shards_first(kind: Kind) -> bool:
     return kind.states is not States.SHARDED
 
 
-def layer_text(chain: ModelChain, first: int, last: int) -> str:
-    """Layers by name, ``embedding, blocks 0–6``."""
-    names = [chain.layer_name(first)] if first == last else []
-    if first < last:
-        start, end = first, last
-        has_embedding = chain.kind_of(start).role is LayerRole.EMBEDDING
-        has_head = chain.kind_of(end).role is LayerRole.HEAD
-        names += ["embedding"] if has_embedding else []
-        start, end = start + has_embedding, end - has_head
-        if start <= end:
-            words = [chain.layer_name(start), chain.layer_name(end)]
-            names.append(words[0] if start == end else f"{words[0]} to {words[1]}")
-        names += ["head"] if has_head else []
-    return ", ".join(names)
-
-
-def part_name(plan: Plan, index: int) -> str:
-    """The stage of a part of the pipeline and, interleaved, its chunk."""
-    chunk, stage = divmod(index, plan.num_stages)
-    return f"stage {stage}" + (f", chunk {chunk}" if plan.num_chunks > 1 else "")
-
-
 def ranks_text(part: StagePlan) -> str:
     """The ranks of a part, ``0–31``."""
     first, last = part.ranks
@@ -100,7 +79,7 @@ def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str]
         "div",
         tag(
             "div",
-            tag("b", part_name(plan, index)),
+            tag("b", f"stage {part_name(plan, index)}"),
             tag("small", tag("span", "rank " if part.num_devices == 1 else "ranks "), ranks_text(part)),
             class_="side",
         ),
@@ -110,34 +89,20 @@ def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str]
 
 
 def _legend(plan: Plan, classes: dict[Strategy, str]) -> Html:
-    counts = Counter(plan.strategies)
-    ordered = sorted(counts, key=lambda each: -counts[each])
-    return tag(
-        "ul",
-        [
-            tag(
-                "li",
-                tag("i", class_=f"swatch {classes[strategy]}"),
-                tag(
-                    "span",
-                    tag("b", str(strategy)),
-                    f" on {format_plural(counts[strategy], 'layer')}",
-                    tag("small", describe_strategy(strategy)),
-                ),
-            )
-            for strategy in ordered
-        ],
-        class_="legend tall",
-    )
+    items: list[tuple[str, Child]] = []
+    for strategy, count in Counter(plan.strategies).most_common():
+        share = f" on {format_plural(count, 'layer')} ({count / len(plan.strategies):.0%})"
+        items.append((classes[strategy], [tag("b", str(strategy)), share, tag("small", describe_strategy(strategy))]))
+    return legend(items, is_tall=True)
 
 
 def _rows(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, ...]]:
     for index, part in enumerate(plan.stages):
         for place, run in enumerate(part.runs):
             yield (
-                part_name(plan, index) if place == 0 else "",
+                f"stage {part_name(plan, index)}" if place == 0 else "",
                 ranks_text(part) if place == 0 else "",
-                layer_text(chain, *run.layers),
+                layers_text(chain, *run.layers),
                 str(run.strategy),
                 describe_strategy(run.strategy),
             )

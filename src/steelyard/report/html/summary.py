@@ -1,9 +1,12 @@
 """The decision in one sentence, and its figures."""
 
-from steelyard.plan.plan import Plan
+from steelyard.cost.accuracy import typical_error
+from steelyard.plan.plan import Plan, Prediction
+from steelyard.report.html.assumptions import link_text
 from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.glossary import term
 from steelyard.report.html.markup import Child, Html, join, tag
-from steelyard.report.plan_table import baseline_line
+from steelyard.report.plan_table import gain_sentence
 from steelyard.units import format_bytes, format_count, format_plural, format_seconds
 
 
@@ -14,6 +17,7 @@ def summary(found: ReportContents) -> Html:
         "header",
         tag("p", "Training plan", class_="kicker"),
         tag("h1", plan.model.name, tag("span", " on "), plan.cluster),
+        tag("p", network, class_="hint") if (network := network_text(found)) else None,
         tag("p", decision(found), class_="decision", id="decision"),
         tag("div", [_tile(*each) for each in _tiles(found)], class_="tiles", id="figures"),
         [tag("p", note, class_="note") for note in (*found.notes, *found.study.explanation.notes)],
@@ -35,9 +39,25 @@ def decision(found: ReportContents) -> Html:
             f"Train it {_pipeline(plan)}, {_batch(plan)}, most layers as ",
             tag("b", most_used(plan), class_="whole"),
             f": a step of {tokens} tokens takes {_unbroken(prediction.step_time_s)} and {verdict}.",
-            f" It is {compared}." if (compared := baseline_line(prediction)) else "",
+            f" {gained}." if (gained := gain_sentence(plan)) else "",
         ]
     )
+
+
+def network_text(found: ReportContents) -> str:
+    """What joins the devices, by name and rate; empty where the cluster is not at hand or measured."""
+    cluster = None if found.job is None else found.job.cluster
+    if cluster is None or cluster.device.needs_profile:
+        return ""
+    between = cluster.inter_link if cluster.num_nodes > 1 else None
+    links = (("Between nodes", between), ("inside a node" if between else "Inside a node", cluster.intra_link))
+    return "; ".join(f"{where} {link_text(link)}" for where, link in links if link is not None)
+
+
+def accuracy_text(prediction: Prediction) -> str:
+    """How far a step typically turns out from its prediction."""
+    error = typical_error(prediction.profile)
+    return "predicted; no run of such a device to compare" if error is None else f"predicted, typically ± {error:.0%}"
 
 
 def _unbroken(seconds: float) -> str:
@@ -65,7 +85,7 @@ def _batch(plan: Plan) -> str:
     return f"with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
 
 
-def _tiles(found: ReportContents) -> list[tuple[str, str, Child]]:
+def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
     """Name, figure and what stands below it."""
     plan, prediction, record = found.plan, found.prediction, found.record
     share = found.peak_bytes / prediction.budget_bytes if prediction.budget_bytes else 1.0
@@ -74,8 +94,12 @@ def _tiles(found: ReportContents) -> list[tuple[str, str, Child]]:
     if record is not None:
         measured_speed = f"measured {record.tokens_per_s / record.num_devices:,.0f}"
     all_devices = format_count(prediction.tokens_per_s_per_device * plan.num_devices)
-    tiles: list[tuple[str, str, Child]] = [
-        ("step time", format_seconds(prediction.step_time_s), measured_s or f"{_count(plan)} samples a step"),
+    tiles: list[tuple[Child, str, Child]] = [
+        (
+            "step time",
+            format_seconds(prediction.step_time_s),
+            f"{measured_s or f'{plan.global_batch:,} samples a step'}; {accuracy_text(prediction)}",
+        ),
         (
             "tokens/s/device",
             f"{prediction.tokens_per_s_per_device:,.0f}",
@@ -83,7 +107,7 @@ def _tiles(found: ReportContents) -> list[tuple[str, str, Child]]:
         ),
     ]
     if prediction.mfu is not None:
-        tiles.append(("MFU", f"{prediction.mfu:.1%}", "model FLOP, remat not counted"))
+        tiles.append((term("MFU"), f"{prediction.mfu:.1%}", "model FLOP, remat not counted"))
     tiles.append(
         (
             "memory of the fullest device",
@@ -91,13 +115,11 @@ def _tiles(found: ReportContents) -> list[tuple[str, str, Child]]:
             [f"{share:.0%} of {format_bytes(prediction.budget_bytes)}", _gauge(share)],
         )
     )
+    if plan.training is not None:
+        tiles.append((f"{format_count(plan.training.tokens)} tokens", *plan.training.brief))
     if found.timeline is not None and plan.num_stages > 1:
         tiles.append(("bubbles", f"{found.timeline.bubble_share():.1%}", "of all stages' time"))
     return [*tiles, ("proof", *prediction.certificate.brief)]
-
-
-def _count(plan: Plan) -> str:
-    return f"{plan.global_batch:,}"
 
 
 def _gauge(share: float) -> Html:
@@ -105,7 +127,7 @@ def _gauge(share: float) -> Html:
     return tag("span", fill, class_="gauge", aria_hidden="true")
 
 
-def _tile(name: str, figure: str, below: Child) -> Html:
+def _tile(name: Child, figure: str, below: Child) -> Html:
     return tag(
         "div", tag("div", name, class_="name"), tag("div", figure, class_="figure"), tag("div", below, class_="below")
     )

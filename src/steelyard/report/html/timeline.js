@@ -66,7 +66,7 @@
         if (wide < (isBubble ? 130 : LABEL) || start + span < left || start > left + shown) continue;
         const text = document.createElement("em");
         text.textContent = isBubble ? names[name].replace("bubble: ", "") : microbatch < 0 ? names[name] : microbatch;
-        text.className = isBubble || names[name].startsWith("backward") ? "dark" : "";
+        text.className = isBubble ? "dark" : "";
         if (isBubble) text.style.color = "var(--soft)";
         const from = Math.max(start, left), to = Math.min(start + span, left + shown);
         text.style.left = `${((from - left) / shown) * 100}%`;

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from steelyard.cost.simulator import Timeline
 from steelyard.plan.plan import Plan
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.markup import Html, folded, legend, section, table, tag
 from steelyard.report.trace_events import PASSES, Slice, hidden_microbatches, stage_slices, without_hidden
 from steelyard.units import format_seconds
 
@@ -56,7 +56,7 @@ def timeline_section(found: ReportContents) -> Html | None:
             class_="timeline",
             id="schedule",
         ),
-        _legend(kinds),
+        _legend(stages, kinds, timeline.step_time_s),
     ]
     if len(stages) > 1:
         parts.append(folded("Bubbles by name", _bubble_table(timeline)))
@@ -110,7 +110,7 @@ def _picture(stages: Sequence[Sequence[Slice]], kinds: Sequence[str], step_s: fl
             for each in slices
             if each.category == kind
         )
-        paths.append(tag("path", d=drawn, class_=f"pass {kind.replace(' ', '-')}"))
+        paths.append(tag("path", d=drawn, class_=f"pass {_look(kind)}"))
     return tag(
         "svg",
         paths,
@@ -153,15 +153,18 @@ def _name(each: Slice) -> str:
     return (each.name if each.category in ("bubble", "not shown") else KINDS.get(each.category, each.category)) + chunk
 
 
-def _legend(kinds: Sequence[str]) -> Html:
-    return tag(
-        "ul",
-        [
-            tag("li", tag("i", class_=f"swatch pass {kind.replace(' ', '-')}"), tag("span", KINDS[kind]))
-            for kind in kinds
-        ],
-        class_="legend",
-    )
+def _legend(stages: Sequence[Sequence[Slice]], kinds: Sequence[str], step_s: float) -> Html:
+    """Each kind of pass with its share of all stages' time."""
+
+    def share(kind: str) -> float:
+        seconds = sum(each.end_s - each.start_s for slices in stages for each in slices if each.category == kind)
+        return seconds / len(stages) / step_s
+
+    return legend((f"pass {_look(kind)}", [tag("b", KINDS[kind]), f" {share(kind):.1%}"]) for kind in kinds)
+
+
+def _look(kind: str) -> str:
+    return kind.replace(" ", "-")
 
 
 def _bubble_table(timeline: Timeline) -> Html:

@@ -1,16 +1,20 @@
 """Time against memory: the frontier, this plan on it, the plans that lost, and the budget."""
 
-from steelyard.report.html.chart import Chart, Line, Mark, chart, staircase
+from collections.abc import Sequence
+
+from steelyard.plan.plan import Alternative
+from steelyard.report.html.chart import Chart, Mark, chart
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag
-from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
+from steelyard.report.html.trade_off_charts import memory_chart
+from steelyard.units import format_bytes, format_count, format_seconds
 
 
 def trade_off_section(found: ReportContents) -> Html:
     """What more memory would buy, and what less would cost."""
     points = found.study.points
     others = [each for each in found.prediction.alternatives if each.step_time_s and each.memory_bytes]
-    parts = [tag("p", _lead(found)), chart(_chart(found)), _legend(bool(points), bool(others))]
+    parts = [tag("p", _lead(found)), chart(_chart(found, others))]
     if points:
         rows = [
             (
@@ -49,51 +53,21 @@ def _lead(found: ReportContents) -> str:
     return text
 
 
-def _chart(found: ReportContents) -> Chart:
-    prediction = found.prediction
-    unit, name = (GIB, "GiB") if prediction.budget_bytes >= GIB else (MIB, "MiB")
-    points = [(point.memory_bytes / unit, point.step_time_s) for point in reversed(found.study.points)]
+def _chart(found: ReportContents, others: Sequence[Alternative]) -> Chart:
+    prediction, points = found.prediction, found.study.points
     marks = [
         Mark(
-            x=point.memory_bytes / unit,
-            y=point.step_time_s,
-            title=f"{format_bytes(point.memory_bytes)}, {format_seconds(point.step_time_s)}: {point.setting}; "
-            f"{point.strategies}",
-            look="step",
-        )
-        for point in found.study.points
-    ]
-    marks += [
-        Mark(
-            x=each.memory_bytes / unit,
-            y=each.step_time_s,
-            title=f"{each.description}: {format_bytes(each.memory_bytes)}, {format_seconds(each.step_time_s)}, "
-            f"{each.reason}",
+            x=each.memory_bytes or 0,
+            y=each.step_time_s or 0.0,
+            title=f"{each.description}: {format_bytes(each.memory_bytes or 0)}, "
+            f"{format_seconds(each.step_time_s or 0.0)}, {each.reason}",
             look="other",
         )
-        for each in prediction.alternatives
-        if each.step_time_s and each.memory_bytes
+        for each in others
     ]
     own = f"this plan: {format_bytes(found.peak_bytes)}, {format_seconds(prediction.step_time_s)}"
-    here = Mark(x=found.peak_bytes / unit, y=prediction.step_time_s, title=own, look="here", label="this plan")
-    return Chart(
-        title="Step time against memory per device",
-        x_label=f"memory per device ({name})",
-        y_label="step time (s)",
-        lines=(Line(points=staircase(points)),),
-        marks=(*marks, here),
-        limit=(prediction.budget_bytes / unit, f"budget {format_bytes(prediction.budget_bytes)}"),
-    )
-
-
-def _legend(has_frontier: bool, has_others: bool) -> Html:
-    items = [("here", "this plan")]
-    if has_frontier:
-        items.append(("step", "least time within a budget"))
-    if has_others:
-        items.append(("other", "best plans of other pipeline settings, which lost"))
-    return tag(
-        "ul",
-        [tag("li", tag("i", class_=f"swatch point {look}"), tag("span", text)) for look, text in items],
-        class_="legend",
+    marks.append(Mark(x=found.peak_bytes, y=prediction.step_time_s, title=own, look="here", label="this plan"))
+    shown = ("here", *(["step"] if points else []), *(["other"] if others else []))
+    return memory_chart(
+        [point.model_copy(update={"is_chosen": False}) for point in points], prediction.budget_bytes, marks, shown
     )

@@ -1,25 +1,37 @@
-"""Trade-offs as charts: time against memory, time and money against devices."""
+"""Trade-offs as charts: time against memory; time, throughput and money against devices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.report.html.chart import Chart, Line, Mark, staircase
-from steelyard.units import GIB, MIB, format_bytes, format_seconds
+from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
+
+_LOOKS = {
+    "here": "this plan",
+    "step": "least time within a budget",
+    "other": "best plans of other pipeline settings, which lost",
+}
 
 
 def trade_off_charts(found: TradeOffs) -> tuple[Chart, ...]:
-    """Time against memory; time, and money where there is a price, against devices where several counts were asked."""
-    drawn = [_memory_chart(found)] if found.points else []
+    """Time against memory; time, throughput, and money where there is a price, against devices where several counts
+    were asked."""
+    drawn = [memory_chart(found.points, found.budget_bytes)] if found.points else []
     counted = [point for point in found.devices if point.step_time_s is not None]
     if len(counted) > 1:
-        drawn.append(_device_chart(found, counted))
+        drawn += [_device_chart(found, counted), _throughput_chart(found, counted)]
         if found.price_per_device_hour is not None:
             drawn.append(_cost_chart(found, counted))
     return tuple(drawn)
 
 
-def _memory_chart(found: TradeOffs) -> Chart:
-    unit, name = (GIB, "GiB") if found.budget_bytes >= GIB else (MIB, "MiB")
+def memory_chart(
+    points: Sequence[FrontierPoint], budget_bytes: int, others: Sequence[Mark] = (), legend: tuple[str, ...] = ()
+) -> Chart:
+    """Least step time within a memory budget; ``others`` are further plans, x in bytes, and ``legend`` which looks to
+    explain."""
+    unit, name = (GIB, "GiB") if budget_bytes >= GIB else (MIB, "MiB")
 
     def title(point: FrontierPoint) -> str:
         size, seconds = format_bytes(point.memory_bytes), format_seconds(point.step_time_s)
@@ -27,15 +39,16 @@ def _memory_chart(found: TradeOffs) -> Chart:
 
     marks = tuple(
         _mark(point.memory_bytes / unit, point.step_time_s, title(point), is_chosen=point.is_chosen)
-        for point in reversed(found.points)
+        for point in reversed(points)
     )
     return Chart(
         title="Least step time within a memory budget",
         x_label=f"memory per device ({name})",
         y_label="step time (s)",
         lines=(Line(points=staircase(_places(marks))),),
-        marks=marks,
-        limit=(found.budget_bytes / unit, f"budget {format_bytes(found.budget_bytes)}"),
+        marks=(*marks, *(replace(mark, x=mark.x / unit) for mark in others)),
+        limit=(budget_bytes / unit, f"budget {format_bytes(budget_bytes)}"),
+        legend=tuple((f"point {look}", words) for look, words in _LOOKS.items() if look in legend),
     )
 
 
@@ -52,6 +65,24 @@ def _device_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
     return _by_devices("Least step time on a number of devices", "step time (s)", marks)
 
 
+def _throughput_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
+    """Tokens a second, beside what they would be if all devices were worth as much as on the fewest."""
+    marks = tuple(
+        _mark(
+            point.num_devices,
+            point.tokens_per_s or 0.0,
+            f"{point.cluster}: {format_count(point.tokens_per_s or 0.0)} tokens/s",
+            is_chosen=point.cluster == found.cluster,
+        )
+        for point in counted
+    )
+    fewest = min(marks, key=lambda mark: mark.x)
+    ideal = Line(points=tuple((mark.x, fewest.y * mark.x / fewest.x) for mark in marks), look="ideal")
+    drawn = _by_devices("Throughput on a number of devices", "tokens/s", marks)
+    words = f"ideal: as many tokens/s for every device as on {fewest.x:.0f}"
+    return replace(drawn, lines=(*drawn.lines, ideal), from_zero=True, legend=(("ideal", words),))
+
+
 def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
     marks = tuple(
         _mark(
@@ -62,7 +93,8 @@ def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
         )
         for point in counted
     )
-    return _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
+    drawn = _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
+    return replace(drawn, from_zero=True)
 
 
 def _by_devices(title: str, y_label: str, marks: tuple[Mark, ...]) -> Chart:
