@@ -42,6 +42,8 @@ class Capabilities:
     """What each variant of these kinds may be; a variant that is not named only its default."""
     variants_beside: Mapping[str, Allowed] = field(default_factory=dict)
     """What takes the place of some of these where a layer uses another kind as well, by the name of that one."""
+    experts_within_shards: bool = False
+    """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """By the name of a kind, why a layer cannot use it, where there is more to say than that it cannot."""
     remats: frozenset[Remat] = frozenset()
@@ -64,6 +66,9 @@ class Capabilities:
             return f"{' with '.join(sorted(kind.name for kind in kinds))} in one layer"
         if any(level.kind.divides is Divides.TENSORS for level in strategy.levels[:-1]):
             return "tensor parallelism over ranks that are not neighbours"
+        shards = strategy.state_shards
+        if self.experts_within_shards and strategy.expert_degree > shards:
+            return f"experts over {strategy.expert_degree} ranks where {shards} share the states of the other layers"
         for kind in strategy.kinds:
             for variant in kind.variants:
                 value, beside = strategy.variant(variant.key), self._beside(variant.key, kinds)
