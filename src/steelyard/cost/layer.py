@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from steelyard.cost.communication import Group, collective_s
-from steelyard.cost.compute import compute_time, launch_s, measured_samples, optimizer_s, work_s
+from steelyard.cost.compute import compute_time, launch_s, optimizer_s, work_s
 from steelyard.cost.execution import StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
@@ -324,7 +324,7 @@ def traffic_group(traffic: Traffic, kind: Kind, strategy: Strategy, setting: Set
 def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: Setting, samples: float) -> float:
     """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated."""
     job, strategy = setting.job, sent.strategy
-    measured = layer.recomputation_s(strategy.remat, measured_samples(layer, samples)) if layer.times else None
+    measured = layer.recomputation_s(strategy.remat, samples) if layer.times else None
     again = layer.recomputation(strategy.remat)
     terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
     for kind in strategy.kinds:
