@@ -60,9 +60,7 @@ def job_of(model: str, cluster: str, share: float, seq_len: int, batch: int) -> 
     if machines.inter_link is not None:
         link = replace(machines.inter_link, bytes_per_s=share * machines.inter_link.bytes_per_s)
         machines = replace(machines, inter_link=link)
-    return make_job(
-        model, machines, global_batch=batch, seq_len=seq_len, precision="bf16", memory=None, profile=None
-    )
+    return make_job(model, machines, global_batch=batch, seq_len=seq_len, precision="bf16", memory=None, profile=None)
 
 
 def searched(job: Job, *, every_group: bool = False) -> SearchResult:
@@ -111,7 +109,7 @@ def show(name: str, found: SearchResult, more: SearchResult) -> None:
     if found.best is None or more.best is None:
         print(f"{name:<44} nothing fits")
         return
-    found_s, more_s = found.best.step_time_s, more.best.step_time_s
+    found_s, more_s = found.best.score_s, more.best.score_s
     proof = "proven" if found.status == more.status == "optimal" else "time ran out"
     print(f"{name:<44} {found_s:9.3f} s {more_s:9.3f} s {100 * (1 - more_s / found_s):6.2f} %  {proof}", flush=True)
 
