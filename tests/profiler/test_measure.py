@@ -2,9 +2,9 @@
 
 import pytest
 
+from steelyard.plan.strategy import Remat
 from steelyard.planning import PlanOptions, make_job, parse_pin, plan_job
 from steelyard.processes.start import RankFailedError
-from steelyard.plan.strategy import Remat
 from steelyard.profiler import launch
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.merge import merge_profiles

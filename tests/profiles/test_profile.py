@@ -171,7 +171,7 @@ def test_a_part_of_a_sample_takes_what_every_size_takes_and_its_part_of_the_rest
 
 
 def test_a_part_of_a_sample_is_out_of_reach_where_one_sample_is():
-    with pytest.raises(InvalidProfileError, match="reach 0.25 samples"):
+    with pytest.raises(InvalidProfileError, match=r"reach 0\.25 samples"):
         layer_with({4: 1.0, 8: 2.0}).time_s(0.25)
 
 

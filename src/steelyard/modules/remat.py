@@ -68,7 +68,7 @@ _pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 
 
 def kept_whole(compute: Callable[[], Results]) -> Results:
-    """What ``compute`` returns, outside autograd. Selective remat keeps that and nothing that was made on the way to it.
+    """What ``compute`` returns, outside autograd. Selective remat keeps that, and nothing made on the way to it.
 
     A layer that is computed again takes what was kept and does not compute.
     """
