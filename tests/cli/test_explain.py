@@ -160,7 +160,7 @@ def test_why_not_shows_the_best_plan_that_does_what_is_asked(run: Run, plan_path
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ("tp=3", "no strategy of the tree"),
+        ("tp=3", "tp 3 does not divide the"),
         ("stages=3", "stages are 1, 2, 4"),
         ("dp4, remat=none, microbatches=1", "does not fit"),
         ("fsdp=4, microbatches=16", "does not divide"),

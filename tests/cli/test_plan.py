@@ -206,7 +206,7 @@ def test_exit_codes_are_documented_where_help_is(run: Run) -> None:
 @pytest.mark.parametrize(
     ("pins", "named", "reason"),
     [
-        (["layers 0-3: tp=3"], "'layers 0-3: tp=3'", "no strategy of the tree for 8 devices or fewer has it"),
+        (["layers 0-3: tp=3"], "'layers 0-3: tp=3'", "tp 3 does not divide the"),
         (["tp=8", "blocks 0-3: tp=2"], "'tp=8', 'blocks 0-3: tp=2'", "leave one out"),
         (["blocks 0-1: fsdp8", "embedding: remat=selective"], "'embedding: remat=selective'", "embedding"),
     ],

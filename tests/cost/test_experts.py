@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from steelyard.cost.compute import optimizer_s, work_s
+from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.layer import held_params, layer_cost, layer_load, layer_profile, sharded_params
 from steelyard.cost.setting import Job, Setting
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
+from steelyard.plan.kinds.ep import EP
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
+from steelyard.profiles.profile import LayerProfile, Work
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.tracer.trace import trace
 from tests.runtime.models import FAMILY_CONFIGS
@@ -96,6 +100,23 @@ def test_a_rank_gathers_its_part_of_the_experts_and_trains_its_shard(
     assert sharded_params(layer, strategy) == -(-dense // strategy.state_shards) + shard
 
 
+@pytest.mark.parametrize("remat", Remat)
+def test_products_read_the_weights_of_a_ranks_own_experts_alone(setting: Setting, remat: Remat) -> None:
+    """Forward once, backward once beside their gradients, and once more where they are computed again."""
+    works = [
+        works_of(layer_profile(BLOCK, Strategy.of(parse_strategy("fsdp8").levels, remat, ep=ep), setting), remat)
+        for ep in (2, 8)
+    ]
+    fewer = 2 * (EXPERTS // 2 - EXPERTS // 8)
+    less = [two.matmul_bytes.at(SAMPLES) - eight.matmul_bytes.at(SAMPLES) for two, eight in zip(*works, strict=True)]
+    assert less == pytest.approx([fewer, 2 * fewer, *([fewer] if remat is not Remat.NONE else [])])
+
+
+def works_of(layer: LayerProfile, remat: Remat) -> list[Work]:
+    again = [] if remat is Remat.NONE else [layer.recomputation(remat).work]
+    return [layer.forward, layer.backward, *again]
+
+
 def test_experts_are_gathered_over_the_ranks_that_ep_leaves(setting: Setting) -> None:
     found = sent("fsdp8 ep4", setting)
     assert found["forward", "expert shards"] == 2 * EXPERTS // 4
@@ -105,6 +126,57 @@ def test_experts_are_gathered_over_the_ranks_that_ep_leaves(setting: Setting) ->
 def test_replicas_sum_the_gradients_of_experts_over_the_ranks_that_ep_leaves(setting: Setting) -> None:
     found = sent("dp8 ep4", setting)
     assert found["step", "expert replicas"] == 4 * EXPERTS // 4
+
+
+def test_the_host_reads_the_counts_once_forward_and_once_where_the_exchange_is_repeated(setting: Setting) -> None:
+    strategy = parse_strategy("fsdp8 ep4 remat=full")
+    load = layer_load(layer_profile(BLOCK, strategy, setting, imbalance=1.0), strategy, setting)
+    waits = {each.phase: each.num_waits for each in EP.traffic(load)}
+    assert waits == {"forward": 1, "backward": 0, "recomputation": 1}
+
+
+def test_a_read_of_the_host_costs_a_launch_where_the_host_launches(setting: Setting) -> None:
+    graphs = replace(setting, job=replace(setting.job, execution=Execution(eager_launch=False)))
+    strategy = parse_strategy("fsdp8 ep4")
+    waited, launched = (layer_cost(BLOCK, strategy, each).forward_s["ep"] for each in (setting, graphs))
+    assert waited - launched == pytest.approx(setting.job.efficiency.collective_launch_s)
+
+
+def test_the_busiest_rank_takes_the_time_of_its_own_work_longer(setting: Setting) -> None:
+    strategy, more = parse_strategy("fsdp8 ep4"), uneven(setting, 1.5)
+    mean, most = (layer_profile(BLOCK, strategy, more, imbalance=each) for each in (1.0, 1.5))
+    expected = work_s(most.forward, SAMPLES, more.job) - work_s(mean.forward, SAMPLES, more.job)
+    assert layer_cost(BLOCK, strategy, more).forward_s["imbalance"] == pytest.approx(expected)
+
+
+def test_what_the_busiest_rank_computes_again_takes_longer_too(setting: Setting) -> None:
+    graphs = replace(setting, job=replace(setting.job, execution=Execution(eager_launch=False)))
+    strategy = parse_strategy("fsdp8 ep4 remat=selective")
+    even, more = (layer_cost(BLOCK, strategy, each).backward_s["remat"] for each in (graphs, uneven(graphs, 1.5)))
+    assert more > even
+
+
+OWN = Execution(states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1))
+
+
+@pytest.mark.parametrize(("text", "shards"), [("dp8 ep4", 2), ("dp8 ep8", 1), ("dp4-tp2 ep4", 1)])
+def test_a_framework_keeps_a_ranks_experts_and_shards_them_over_the_ranks_that_ep_leaves(
+    setting: Setting, text: str, shards: int
+) -> None:
+    strategy = parse_strategy(text)
+    held = EXPERTS // (strategy.expert_degree * strategy.tensor_degree)
+    layer = layer_profile(BLOCK, strategy, setting)
+    dense = layer.num_params - layer.expert_params
+    kept = layer_cost(BLOCK, strategy, replace(setting, job=replace(setting.job, execution=OWN))).static_bytes
+    assert kept["parameters"] == 2 * (dense + held)
+    assert kept["optimizer"] == -(-12 * dense // strategy.data_degree) + 12 * held // shards
+
+
+def test_a_framework_steps_a_ranks_own_experts_once(setting: Setting) -> None:
+    job = replace(setting.job, execution=OWN)
+    found = layer_cost(BLOCK, parse_strategy("dp8 ep4"), replace(setting, job=job)).once_s["optimizer"]
+    dense = layer_profile(BLOCK, parse_strategy("dp8"), setting).num_params - EXPERTS
+    assert found == pytest.approx(optimizer_s(dense / 8 + EXPERTS / 8, job))
 
 
 @pytest.mark.parametrize("remat", Remat)

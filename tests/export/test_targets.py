@@ -472,6 +472,12 @@ def test_torchtitan_divides_experts_of_blocks_that_have_some() -> None:
     assert "expert_parallel_degree=8," in text_of(plan, "torchtitan", ".py")
 
 
+def test_torchtitan_knows_qwen3_with_experts_by_flavor_and_by_name() -> None:
+    plan = divided_experts("qwen3-30b-a3b", ep=8, num_layers=48)
+    assert titan(plan)["model"] == {"name": "qwen3", "flavor": "30B-A3B"}
+    assert "import qwen3_30b_a3b\n" in text_of(plan, "torchtitan", ".py")
+
+
 @pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("dp8", 8, 8)])
 def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
     plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)

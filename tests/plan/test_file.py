@@ -69,7 +69,7 @@ def test_a_plan_cannot_be_changed():
 
 
 def test_a_plan_that_cannot_be_written_names_the_path(tmp_path):
-    with pytest.raises(InvalidPlanError, match=r"^plan: found .*absent.*No such file"):
+    with pytest.raises(UserError, match=r"^plan: found .*absent.*No such file"):
         write_plan(read(CONTENT), tmp_path / "absent" / "plan.json")
 
 

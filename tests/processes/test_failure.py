@@ -1,5 +1,6 @@
 """Which of several failures is shown."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ from steelyard.errors import UserError
 from steelyard.processes.failure import (
     FAILURES_VARIABLE,
     RESTART_VARIABLE,
+    End,
     Failure,
     begin_attempt,
     previous_failures,
-    read_exit_codes,
+    read_ends,
     read_failures,
-    write_exit_codes,
+    write_ends,
     write_failure,
 )
 from steelyard.processes.start import describe, first_failure
@@ -25,37 +27,63 @@ def failure(rank: int, time_s: float, message: str = "a mistake") -> Failure:
     return Failure(rank=rank, exit_code=1, time_s=time_s, kind="ValueError", message=message, traceback="Trace\n")
 
 
+STILL = End(exit_code=-9, stood_still=True)
+
+
+def codes(exit_codes: dict[int, int]) -> dict[int, End]:
+    return {rank: End(exit_code=code) for rank, code in exit_codes.items()}
+
+
 def test_failures_and_exit_codes_survive_the_folder(tmp_path: Path) -> None:
     late, early = failure(0, 2.0), failure(1, 1.0)
     write_failure(late, tmp_path)
     write_failure(early, tmp_path)
-    write_exit_codes({0: 1, 1: -9}, tmp_path)
+    ends = codes({0: 1, 1: -9}) | {2: STILL}
+    write_ends(ends, tmp_path)
     assert read_failures(tmp_path) == [early, late]
-    assert read_exit_codes(tmp_path) == {0: 1, 1: -9}
+    assert read_ends(tmp_path) == ends
 
 
 def test_the_earliest_failure_is_the_first() -> None:
-    assert first_failure([failure(0, 2.0), failure(1, 1.0)], {0: 1, 1: 1}) == failure(1, 1.0)
+    assert first_failure([failure(0, 2.0), failure(1, 1.0)], codes({0: 1, 1: 1})) == failure(1, 1.0)
 
 
 def test_a_killed_rank_comes_before_those_that_lost_it() -> None:
-    found = first_failure([failure(0, 2.0, LOST_PEER)], {0: 1, 1: -9})
+    found = first_failure([failure(0, 2.0, LOST_PEER)], codes({0: 1, 1: -9}))
     assert found is not None
     assert describe(found) == "rank 1 was ended by SIGKILL (often: the machine ran out of memory)"
 
 
 def test_a_rank_that_was_ended_after_a_failure_is_not_the_first() -> None:
-    assert first_failure([failure(0, 2.0)], {0: 1, 1: -15}) == failure(0, 2.0)
+    assert first_failure([failure(0, 2.0)], codes({0: 1, 1: -15})) == failure(0, 2.0)
 
 
 def test_a_killed_rank_comes_before_one_that_torchrun_ended_for_it() -> None:
-    found = first_failure([], {0: -15, 1: -9})
+    found = first_failure([], codes({0: -15, 1: -9}))
     assert found is not None
     assert describe(found).startswith("rank 1 was ended by SIGKILL")
 
 
+def test_a_rank_that_stood_still_comes_before_those_that_waited_for_it() -> None:
+    waited = failure(0, 2.0, "Timed out waiting 15000ms for recv operation to complete")
+    expected = r"^rank 1 stood still: .* \(stopped, or waiting for a disk\); rank 0 waited for it: Timed out waiting"
+    found = first_failure([waited], codes({0: 1, 2: -15}) | {1: STILL})
+    assert found is not None
+    assert re.search(expected, describe(found))
+    found = first_failure([], codes({0: -6, 2: -6}) | {1: STILL})
+    assert found is not None
+    assert describe(found).startswith("rank 1 stood still")
+
+
+def test_a_rank_that_stood_still_comes_after_one_that_failed_by_itself() -> None:
+    assert first_failure([failure(0, 2.0)], codes({0: 1}) | {1: STILL}) == failure(0, 2.0)
+    found = first_failure([failure(0, 2.0, LOST_PEER)], codes({0: 1, 2: -9}) | {1: STILL})
+    assert found is not None
+    assert describe(found).startswith("rank 2 was ended by SIGKILL")
+
+
 def test_a_lost_peer_is_shown_where_nothing_better_is_known() -> None:
-    assert first_failure([failure(0, 2.0, LOST_PEER)], {0: 1}) == failure(0, 2.0, LOST_PEER)
+    assert first_failure([failure(0, 2.0, LOST_PEER)], codes({0: 1})) == failure(0, 2.0, LOST_PEER)
     assert first_failure([], {}) is None
 
 

@@ -1,17 +1,27 @@
 """For every family of models plans that mix strategies, small enough that all of them take a minute on two cores."""
 
+from pathlib import Path
+
 from steelyard.model.read import chain_from_config
+from steelyard.model.split import ModelSplit
+from tests.modules.split_configs import split_config
 from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 NUM_DEVICES = 4
 
 
+SPLIT = ModelSplit.model_validate_json((Path(__file__).parent / "cohere2_split.json").read_text())
+"""Of a type without a family file: what `steelyard.modules.split_proof.split_model` finds for its small config."""
+
+
 def _case(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32", num_chunks: int = 1) -> Case:
     """Two steps of two microbatches of four samples."""
-    chain = chain_from_config(FAMILY_CONFIGS[config], name=config)
+    split = None if config in FAMILY_CONFIGS else SPLIT
+    content = FAMILY_CONFIGS[config] if split is None else split_config(config)
+    chain = chain_from_config(content, name=config, split=split)
     plan = make_plan(
-        FAMILY_CONFIGS[config],
+        content,
         *stages,
         num_microbatches=2,
         global_batch=8,
@@ -20,6 +30,7 @@ def _case(config: str, *stages: str, schedule: str = "1f1b", precision: str = "f
         precision=precision,
         num_devices=NUM_DEVICES,
         num_chunks=num_chunks,
+        split=split,
     )
     return Case(plan=plan, num_steps=2)
 
@@ -54,6 +65,8 @@ CASES: dict[str, Case] = {
     "t5, cut inside the decoder": _case("t5", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"),
     "swin, one stage": _case("swin", "fsdp4, dp4, fsdp4 remat=full, dp4, fsdp4 remat=selective, dp4, fsdp4"),
     "swin, two stages": _case("swin", "dp2, fsdp2, dp2 remat=full", "fsdp2, fsdp2, dp2, dp2"),
+    "cohere2 without a family, one stage": _case("cohere2", "fsdp4, tp2-fsdp2+sp remat=selective, dp2-tp2, tp2-dp2+sp"),
+    "cohere2 without a family, two stages": _case("cohere2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
     "gpt2, bf16": _case("gpt2", "dp2, tp2+sp", "fsdp2, tp2", precision="bf16"),
     "gemma2, bf16": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp", precision="bf16"),
     "mixtral, bf16": _case("mixtral", "dp2, tp2", "fsdp2, tp2+sp", precision="bf16"),

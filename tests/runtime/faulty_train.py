@@ -28,9 +28,18 @@ def end_now(*_arguments: Any, **_options: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop_now(*_arguments: Any, **_options: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def die_in_forward(_step: int) -> None:
     """In the middle of the step: its peers wait for it in a collective."""
     LayerLoop.forward = end_now  # type: ignore[method-assign]
+
+
+def stop_in_forward(_step: int) -> None:
+    """As a debugger, a suspended job or a machine out of memory leaves a process: it lives and does nothing."""
+    LayerLoop.forward = stop_now  # type: ignore[method-assign]
 
 
 def die_while_saving(step: int) -> None:
@@ -83,6 +92,7 @@ def shrink_data(_step: int) -> None:
 
 FAULTS = {
     "kill-step": die_in_forward,
+    "stop-step": stop_in_forward,
     "kill-save": die_while_saving,
     "full-disk": fill_disk,
     "shrink": shrink_data,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from steelyard.model.split import ModelSplit
 from steelyard.plan.plan import Plan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 
@@ -102,6 +103,7 @@ def make_plan(
     precision: str = "fp32",
     num_devices: int = 8,
     num_chunks: int = 1,
+    split: ModelSplit | None = None,
 ) -> Plan:
     """A plan whose stages are given as strategies separated by commas, one per layer.
 
@@ -118,7 +120,11 @@ def make_plan(
         first_layer += len(strategies)
     return Plan.model_validate(
         {
-            "model": {"name": "test", "config": CONFIGS[config] if isinstance(config, str) else config},
+            "model": {
+                "name": "test",
+                "config": CONFIGS[config] if isinstance(config, str) else config,
+                "split": split and split.model_dump(mode="json"),
+            },
             "cluster": "test",
             "seq_len": seq_len,
             "global_batch": global_batch,

@@ -1,12 +1,18 @@
 """The folder of checkpoints: whatever happens at whatever instant, the last complete one is found and whole."""
 
+import errno
+import fcntl
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import pytest
 
@@ -19,7 +25,9 @@ from steelyard.runtime.checkpoint_folder import (
     checkpoint_path,
     commit,
     complete_checkpoints,
+    content_fault,
     find_checkpoint,
+    lock_folder,
     newest_intact,
     part_path,
     plan_hash,
@@ -51,7 +59,8 @@ def write(folder: Path, step: int, *, keep_last: int = 2) -> Path:
     part.mkdir(parents=True)
     for rank in range(2):
         (part / f"__{rank}_0.distcp").write_bytes(CONTENT)
-    return commit(folder, info(step), keep_last=keep_last)
+    checksums = {f"__{rank}_0.distcp": crc32(CONTENT) for rank in range(2)}
+    return commit(folder, info(step), checksums, keep_last=keep_last)
 
 
 class KilledError(BaseException):
@@ -161,6 +170,92 @@ def test_a_checkpoint_without_a_file_is_an_error(tmp_path: Path) -> None:
         read_info(tmp_path / "step-00000003")
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_is_found_by_the_share_that_reads_the_file_and_by_no_other(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    assert [content_fault(path, index=index, num_shares=3) for index in range(3)] == [None] * 3
+    flip_a_bit(path / "__1_0.distcp")
+    found = [content_fault(path, index=index, num_shares=3) for index in range(3)]
+    assert sorted(map(str, found)) == [f"{path}/__1_0.distcp with other content than was written", "None", "None"]
+
+
+def test_latest_passes_over_a_checkpoint_whose_content_is_damaged_and_says_so(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    known = {write(tmp_path, 6): "a file is damaged"}
+    assert find_checkpoint("latest", tmp_path, known) == (tmp_path / "step-00000003", ["a file is damaged"])
+
+
+def test_a_checkpoint_that_is_named_and_damaged_inside_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    with pytest.raises(InvalidCheckpointError, match="found a file is damaged"):
+        find_checkpoint(str(path), None, {path: "a file is damaged"})
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_whole(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    found = json.loads((path / INFO_FILE).read_text())
+    del found["checksums"]
+    (path / INFO_FILE).write_text(json.dumps(found))
+    flip_a_bit(path / "__1_0.distcp")
+    assert content_fault(path, index=0, num_shares=1) is None
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_does_not_outlive_those_that_come_after_it(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    damaged = write(tmp_path, 6)
+    prepare_folder(tmp_path, resumed=tmp_path / "step-00000003", known={damaged: "a file is damaged"})
+    write(tmp_path, 4, keep_last=1)
+    assert newest_intact(tmp_path) == (tmp_path / "step-00000004", [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006.damaged"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("step", -1), ("num_samples", -1), ("num_samples", 10**30), ("step", "3"), ("step", 4)]
+)
+def test_a_position_that_no_run_has_is_refused(tmp_path: Path, entry: str, value: object) -> None:
+    path = write(tmp_path, 3)
+    found = json.loads((path / INFO_FILE).read_text())
+    (path / INFO_FILE).write_text(json.dumps(found | {entry: value}))
+    with pytest.raises(InvalidCheckpointError, match=rf"run\.json.*{entry}"):
+        read_info(path)
+
+
+LOCKS = """
+import sys, time
+from pathlib import Path
+from steelyard.runtime.checkpoint_folder import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_run_into_one_folder_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "checkpoints"
+    with subprocess.Popen([sys.executable, "-c", LOCKS, str(folder)], stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        with pytest.raises(InvalidCheckpointError, match=rf"another run is writing \(process {first.pid} on "):
+            lock_folder(folder)
+        first.kill()
+    lock_folder(folder).close()
+
+
+def test_a_folder_whose_file_system_has_no_locks_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock_folder(tmp_path).close()
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"version": 2}', "\0"])
 def test_a_damaged_description_is_an_error(tmp_path: Path, content: str) -> None:
     path = write(tmp_path, 3)
@@ -208,7 +303,7 @@ def test_a_run_that_goes_on_from_another_folder_wants_an_empty_one(tmp_path: Pat
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidCheckpointError, match="can be written"):
-        prepare_folder(tmp_path / "file" / "folder", resumed=None)
+        lock_folder(tmp_path / "file" / "folder")
 
 
 def test_a_foreign_or_other_models_checkpoint_is_found_before_any_process_starts(

@@ -180,6 +180,7 @@ def test_the_last_checkpoints_are_kept_and_no_other(runs: Runs) -> None:
         f"step-{STEPS:08d}",
     ]
     assert sorted(path.name for path in runs.checkpoints("mixed").iterdir()) == [
+        ".lock",
         f"step-{MIDDLE:08d}",
         f"step-{STEPS:08d}",
     ]

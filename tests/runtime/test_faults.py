@@ -13,7 +13,7 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.processes.start import run_processes
+from steelyard.processes.start import RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime import launch as launching
 from steelyard.runtime.checkpoint_folder import newest_intact
@@ -121,6 +121,34 @@ def test_a_full_disk_is_a_clear_message_and_leaves_the_checkpoint_before_it(
         train(one_stage(), options, "0:full-disk:4")
     assert "room for --keep-last checkpoints and one more" in str(raised.value)
     assert newest_step(options) == "step-00000002"
+
+
+def test_a_checkpoint_that_the_disk_has_changed_is_passed_over_and_the_run_goes_on_as_if_it_had_not_been(
+    train: Train, options: TrainOptions, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(one_stage(), options)
+    expected = losses(options)
+    assert options.checkpoint_dir is not None
+    damaged = options.checkpoint_dir / f"step-{NUM_STEPS:08d}" / "__1_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    capfd.readouterr()
+    train(one_stage(), replace(options, resume="latest"))
+    assert losses(options) == expected
+    assert [line for line in capfd.readouterr().out.splitlines() if not line.startswith("step")] == [
+        f"passed over a damaged checkpoint: {damaged} with other content than was written",
+        f"resumed after step {NUM_STEPS - 2} from {options.checkpoint_dir}/step-{NUM_STEPS - 2:08d}",
+    ]
+
+
+def test_a_rank_that_stands_still_is_named_after_the_time_that_the_others_wait(
+    train: Train, options: TrainOptions
+) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 stood still: .*; rank 0 waited for it: ") as raised:
+        train(one_stage(), replace(options, timeout_s=20, checkpoint_dir=None), "0:stop-step:3")
+    assert [step for step, _ in losses(options)] == [1, 2]
+    assert "ran out" not in str(raised.value)
 
 
 def test_data_that_shrinks_is_a_clear_message_and_leaves_the_checkpoint_before_it(

@@ -11,7 +11,8 @@ import torch
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.progress import Step, check_tensorboard, model_flop_utilisation, reported, step_metrics
+from steelyard.runtime.outputs import check_outputs
+from steelyard.runtime.progress import Step, model_flop_utilisation, reported, step_metrics
 from steelyard.runtime.stage_clock import StageClock
 from tests.plan.examples import COST_SOURCE
 from tests.runtime.models import make_plan
@@ -86,6 +87,31 @@ def test_a_resumed_run_adds_to_its_metrics(tmp_path: Path) -> None:
     assert steps == [1, 2, 3, 4]
 
 
+def test_a_device_that_is_full_is_one_message_about_metrics() -> None:
+    with pytest.raises(UserError, match="--metrics: found /dev/full: No space left on device"):
+        report(TrainOptions(steps=2, metrics=Path("/dev/full")))
+
+
+@pytest.mark.parametrize("options", [{"metrics": "."}, {"record": "missing/record.json"}, {"export_hf": "file/out"}])
+def test_what_a_run_will_write_is_tried_before_it(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    (name, path) = next(iter(options.items()))
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}: found "):
+        check_outputs(TrainOptions(**{name: Path(path)}))
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_folder_of_metrics_is_made_but_not_by_trying(tmp_path: Path) -> None:
+    options = TrainOptions(steps=2, metrics=tmp_path / "new" / "m.jsonl")
+    check_outputs(options)
+    assert list(tmp_path.iterdir()) == []
+    report(options)
+    assert len((tmp_path / "new" / "m.jsonl").read_text().splitlines()) == 2
+
+
 def test_a_new_run_replaces_old_metrics(tmp_path: Path) -> None:
     options = TrainOptions(steps=2, metrics=tmp_path / "m.jsonl")
     report(options)
@@ -107,9 +133,9 @@ def test_tensorboard_that_is_not_installed_is_a_mistake_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    check_tensorboard(TrainOptions())
+    check_outputs(TrainOptions())
     with pytest.raises(UserError, match="no package tensorboard"):
-        check_tensorboard(TrainOptions(tensorboard=tmp_path))
+        check_outputs(TrainOptions(tensorboard=tmp_path))
 
 
 def test_the_clock_counts_work_once_and_nothing_else() -> None:

@@ -1,5 +1,6 @@
 """Weights read from Hugging Face folders, and what is wrong with those that cannot be."""
 
+import errno
 import json
 import shutil
 from contextlib import ExitStack
@@ -16,10 +17,13 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, hub_config
+from steelyard.runtime import weights
+from steelyard.runtime.outputs import check_export
 from steelyard.runtime.state import ParameterNames, parameter_names, saved_tensors
 from steelyard.runtime.stored_weights import stored_parameters
-from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, check_export, load_weights
-from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
+from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, export_weights, load_weights
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
+from tests.runtime.processes import one_process
 
 SOME = "model.layers.0.mlp.up_proj.weight"
 
@@ -216,6 +220,20 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_an_export_never_writes_over_something(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpointError, match="which exists"):
         check_export(tmp_path)
+
+
+def test_an_export_onto_a_full_disk_is_one_message_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(tensors: dict[str, Tensor], file: Path, **_options: Any) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weights, "save_file", fill)
+    plan = make_plan("llama", ", ".join(["single"] * chain_of("llama").num_layers), num_devices=1)
+    with one_process(), pytest.raises(InvalidCheckpointError, match=r"--export-hf: found .*No space left"):
+        export_weights(tmp_path / "out", WholeState(chain_of("llama")), plan)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
 
 
 def change_index(folder: Path, change: Any) -> None:

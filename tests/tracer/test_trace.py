@@ -191,6 +191,20 @@ def test_an_unknown_collective_is_an_error() -> None:
             torch.ops._c10d_functional.broadcast(tensor, 0, mesh.get_group().group_name)
 
 
+def test_an_operation_that_reads_nothing_counts_what_it_writes() -> None:
+    with FakeTensorMode():
+        like = torch.empty(8, 4)
+        for make, num_bytes in (
+            (lambda: like.new_empty(16, 4), 0),
+            (lambda: like.new_zeros(16, 4), 16 * 4 * 4),
+            (lambda: torch.zeros_like(like), 8 * 4 * 4),
+            (lambda: torch.empty(8, 4).copy_(like), 2 * 8 * 4 * 4),
+        ):
+            with OpCounter() as counter:
+                make()
+            assert counter.counts.memory_bytes == num_bytes
+
+
 def test_tracing_inside_a_process_group_is_an_error() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

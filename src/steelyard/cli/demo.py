@@ -9,6 +9,7 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, print_json
 from steelyard.model.read import load_model
+from steelyard.output import make_folder, write_file
 from steelyard.plan.file import dump_json, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import PlanOptions, make_job, plan_job, uniform_plan
@@ -40,13 +41,13 @@ def demo(
     from steelyard.tracer.cache import cached_trace
 
     console = Console(stderr=as_json)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--folder")
     chain = load_model(MODEL)
 
     console.rule(f"1. Measure {NUM_PROCESSES} processes of this machine", align="left")
     traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2, NUM_PROCESSES))
     profile = launch_profiler(chain, traced, num_processes=NUM_PROCESSES, samples=(1, 2, 8))
-    (folder / "profile.json").write_text(dump_json(profile) + "\n")
+    write_file(folder / "profile.json", dump_json(profile) + "\n", "--folder")
     console.print(profile_view(profile))
 
     console.rule(f"2. Plan within {memory} per process", align="left")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError
@@ -34,7 +34,9 @@ def explain(
     everything: Annotated[
         bool, typer.Option("--all", help="Also list all that lost, was dominated or was never searched, with reasons.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan with predictions.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=tried, help="Write the plan with predictions.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show why a plan and not another: what binds, what each rival costs, what memory is worth."""

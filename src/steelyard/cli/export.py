@@ -6,11 +6,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried_file_or_folder
 from steelyard.cli.progress import progress
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, describe_uniform, export_plan, target_of
 from steelyard.hardware import Cluster, parse_cluster
+from steelyard.output import make_folder, write_files
 from steelyard.plan.capabilities import Capabilities, unsupported
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
@@ -25,7 +26,13 @@ def export(
     path: Annotated[Path | None, typer.Argument(help="A plan file.", metavar="PLAN", show_default=False)] = None,
     to: Annotated[str, typer.Option("--to", help="The framework or launcher; list shows them all.")] = "list",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A file, or a folder for all files; default: print the first.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            callback=tried_file_or_folder,
+            help="A file, or a folder for all files; default: print the first.",
+        ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="The plan's cluster, where its name is not known here.")
@@ -112,42 +119,33 @@ def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
     That is the file of its suffix, or all of them under this name where they read each other. Raises `UserError` where
     nothing can be written, or the plan itself would be.
     """
-    try:
-        if output.is_dir() or not output.suffix:
-            output.mkdir(parents=True, exist_ok=True)
-            chosen = {output / name: content for name, content in exported.files}
-        else:
-            alike = [content for name, content in exported.files if Path(name).suffix == output.suffix]
-            if not alike:
-                raise UserError(
-                    field="--output",
-                    found=str(output),
-                    expected="a folder, or a file that ends in "
-                    + " or ".join(Path(name).suffix for name, _ in exported.files),
-                    hint=f"write for example -o {exported.files[0][0]}",
-                )
-            chosen = (
-                {output.with_suffix(Path(name).suffix): content for name, content in exported.files}
-                if exported.is_one
-                else {output: alike[0]}
+    if output.is_dir() or not output.suffix:
+        make_folder(output, "--output")
+        chosen = {output / name: content for name, content in exported.files}
+    else:
+        alike = [content for name, content in exported.files if Path(name).suffix == output.suffix]
+        if not alike:
+            raise UserError(
+                field="--output",
+                found=str(output),
+                expected="a folder, or a file that ends in "
+                + " or ".join(Path(name).suffix for name, _ in exported.files),
+                hint=f"write for example -o {exported.files[0][0]}",
             )
-        for file in chosen:
-            if file.exists() and file.samefile(plan):
-                raise UserError(
-                    field="--output",
-                    found=f"{output}, which would write over the plan in {plan}",
-                    expected="another name",
-                    hint=f"write for example -o {exported.files[0][0]}",
-                )
-        for file, content in chosen.items():
-            file.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            field="--output",
-            found=f"{output}: {error.strerror}",
-            expected="a path that can be written",
-            hint="check the path",
-        ) from error
+        chosen = (
+            {output.with_suffix(Path(name).suffix): content for name, content in exported.files}
+            if exported.is_one
+            else {output: alike[0]}
+        )
+    for file in chosen:
+        if file.exists() and file.samefile(plan):
+            raise UserError(
+                field="--output",
+                found=f"{output}, which would write over the plan in {plan}",
+                expected="another name",
+                hint=f"write for example -o {exported.files[0][0]}",
+            )
+    write_files(chosen, "--output")
     return tuple(chosen)
 
 

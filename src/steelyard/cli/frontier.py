@@ -17,11 +17,12 @@ from steelyard.cli.options import (
     SeqLen,
     most_tp,
     print_json,
-    write_page,
+    tried,
 )
 from steelyard.cli.plan import check_precision
 from steelyard.cli.progress import progress
 from steelyard.errors import UserError
+from steelyard.output import write_file
 from steelyard.planning import PlanOptions, find_trade_offs, make_job
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
@@ -35,7 +36,8 @@ def frontier(
     seq_len: SeqLen,
     global_batch: GlobalBatch,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the figures: a path that ends in .html.")
+        Path | None,
+        typer.Option("--output", "-o", callback=tried, help="Write the figures: a path that ends in .html."),
     ] = None,
     memory: Memory = None,
     precision: PrecisionOption = "bf16",
@@ -76,7 +78,7 @@ def frontier(
             progress=show,
         )
     if output is not None:
-        write_page(output, frontier_page(found))
+        write_file(output, frontier_page(found), "--output")
     if as_json:
         print_json(found.model_dump(mode="json", exclude_none=True))
     else:

@@ -1,13 +1,14 @@
 """Options that several commands share, and what they print and write."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from steelyard.cli.completion import complete_cluster, complete_model
-from steelyard.errors import UserError
+from steelyard.output import check_file, check_folder
 
 Model = Annotated[
     str,
@@ -38,24 +39,28 @@ ProfileOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+def tried(context: typer.Context, parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The callback of an option that names a file to write: raises `UserError` before the work if it cannot be."""
+    if path is not None and not context.resilient_parsing:
+        check_file(path, parameter.opts[0])
+    return path
+
+
+def tried_file_or_folder(context: typer.Context, parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The same of an option that names a file by its suffix, or else a folder."""
+    if path is not None and path.suffix and not path.is_dir():
+        return tried(context, parameter, path)
+    if path is not None and not context.resilient_parsing:
+        check_folder(path, parameter.opts[0])
+    return path
+
+
 def print_json(value: Any) -> None:
-    """Prints a value as indented JSON on standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """Prints a value as indented JSON on standard output, in whatever characters that can show."""
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print(json.dumps(value, indent=2, ensure_ascii=not is_unicode))
 
 
 def most_tp(degree: int | None) -> dict[str, int]:
     """The largest degrees of kinds that ``--max-tp`` allows."""
     return {} if degree is None else {"tp": degree}
-
-
-def write_page(path: Path, text: str) -> None:
-    """Writes what ``--output`` asked for; raises `UserError` where that cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            field="--output",
-            found=f"{path}: {error.strerror}",
-            expected="a path that can be written",
-            hint="check the path",
-        ) from error

@@ -18,12 +18,13 @@ from steelyard.cli.options import (
     ProfileOption,
     most_tp,
     print_json,
+    tried,
 )
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.model.chain import ModelChain
-from steelyard.model.read import load_model
+from steelyard.modules.any_model import load_any_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
@@ -77,7 +78,9 @@ def plan(
             metavar="INTEGER|max",
         ),
     ],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")
+    ] = None,
     memory: Memory = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
@@ -135,7 +138,7 @@ def plan(
         ),
     ] = FALLBACKS,
     problem: Annotated[
-        Path | None, typer.Option("--save-problem", help="Write the cost tables for `steelyard solve`.")
+        Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -170,7 +173,7 @@ def plan(
             imbalance=imbalance,
             calibrate_by=calibrate_by,
         )
-        chain = load_model(model)
+        chain = load_any_model(model)
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         if length is None:

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json, tried
 from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
-from steelyard.model.read import load_model
+from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
@@ -18,7 +18,7 @@ from steelyard.report.profile_table import profile_view
 def profile(
     model: Model,
     seq_len: SeqLen,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")],
+    output: Annotated[Path, typer.Option("--output", "-o", callback=tried, help="Where to write the profile.")],
     processes: Annotated[
         int, typer.Option("--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1)
     ],
@@ -35,10 +35,11 @@ def profile(
     """Measure what layers and collectives take on this machine."""
     from rich.console import Console
 
+    from steelyard.modules.any_model import load_any_model
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
-    chain = load_model(model)
+    chain = load_any_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = tuple(d for d in range(1, processes + 1) if processes % d == 0)
     traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)
@@ -47,7 +48,7 @@ def profile(
     )
     if earlier is not None:
         measured = merge_profiles(earlier, measured)
-    output.write_text(dump_json(measured) + "\n")
+    write_file(output, dump_json(measured) + "\n", "--output")
     if as_json:
         print_json(measured.model_dump(mode="json", exclude_none=True))
         return

@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, write_page
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
+from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
@@ -22,7 +23,7 @@ TIME_LIMIT_S = 4.0
 
 def report(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page (.html).")],
+    output: Annotated[Path, typer.Option("--output", "-o", callback=tried, help="Where to write the page (.html).")],
     run: Annotated[
         Path | None, typer.Option("--run", help="A run record of `steelyard train`: measured beside predicted.")
     ] = None,
@@ -68,7 +69,7 @@ def report(
                 record=record,
             )
         text = report_page(found)
-    write_page(output, text)
+    write_file(output, text, "--output")
     if as_json:
         print_json(_as_json(found))
     else:

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
+from steelyard.output import write_file
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import job_of
 from steelyard.report.trace_events import default_num_shown, trace_events
@@ -17,7 +18,9 @@ from steelyard.units import format_bytes, format_seconds
 
 def timeline(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the trace events (JSON).")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=tried, help="Where to write the trace events (JSON).")
+    ],
     microbatches: Annotated[
         int | None,
         typer.Option(
@@ -41,7 +44,7 @@ def timeline(
     played = predict(plan, job).timeline
     content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan))
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    output.write_text(text + "\n", encoding="utf-8")
+    write_file(output, text + "\n", "--output")
     shown = content["otherData"]
     if as_json:
         print_json(shown)

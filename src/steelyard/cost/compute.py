@@ -100,6 +100,11 @@ def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> 
     return work.num_kernels * rate.launch_s + sum(each.count for each in collectives) * rate.collective_launch_s
 
 
+def wait_s(job: Job) -> float:
+    """Seconds that a device stands still where its host reads a result before it launches the next collective."""
+    return job.efficiency.collective_launch_s if job.execution.eager_launch else 0.0
+
+
 def work_s(work: Work, samples: float, job: Job) -> float:
     """Seconds of work on the device once it is launched."""
     peak, rate = job.peak_flop_per_s, job.efficiency

@@ -35,16 +35,24 @@ class StateBytes:
         """Ranks over which a tied matrix is divided where stages exchange its gradients."""
         return strategy.tensor_degree
 
-    def kept_bytes(self, num_params: int, strategy: Strategy, shard_degree: int | None) -> dict[str, int]:
-        """Bytes of a layer's states on one rank."""
-        replicas = strategy.replicas
-        shards = strategy.state_shards if strategy.state_shards > 1 else min(shard_degree or replicas, replicas)
+    def kept_bytes(
+        self, num_params: int, strategy: Strategy, shard_degree: int | None, *, expert_params: int = 0
+    ) -> dict[str, int]:
+        """Bytes of a layer's states on one rank, ``expert_params`` of whose parameters are in routed experts."""
+        experts = expert_params if strategy.expert_degree > 1 else 0
         parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
         first_sharded = {"parameters": 3, "gradients": 2, "optimizer": 1}
-        return {
-            name: -(-num_params * each // (shards if self.zero >= first_sharded[name] else 1))
-            for name, each in parts.items()
-        }
+        divided = (
+            (num_params - experts, strategy.state_shards, strategy.replicas),
+            (experts // strategy.expert_degree, strategy.expert_state_shards, strategy.expert_replicas),
+        )
+
+        def kept(name: str, count: int, shards: int, replicas: int) -> int:
+            if strategy.state_shards == 1:
+                shards = min(shard_degree or replicas, replicas)
+            return -(-count * parts[name] // (shards if self.zero >= first_sharded[name] else 1))
+
+        return {name: sum(kept(name, *part) for part in divided) for name in parts}
 
 
 @final

@@ -36,8 +36,8 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from steelyard.cost.communication import Group, collective_s
-from steelyard.cost.compute import compute_time, launch_s, optimizer_s, work_s
-from steelyard.cost.execution import StateBytes
+from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
+from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
@@ -144,8 +144,7 @@ def layer_profile(
 
     Where ranks divide its experts, of the one that most tokens take, ``imbalance`` times the mean (None: the job's).
     """
-    uneven = 0.0 if strategy.expert_degree == 1 else setting.job.imbalance if imbalance is None else imbalance
-    layer = setting.job.layer(kind.name, strategy.shape, imbalance=uneven)
+    layer = setting.job.layer(kind.name, strategy.shape, expert_degree=strategy.expert_degree, imbalance=imbalance)
     if layer is None:
         degrees = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items()) or "one rank"
         raise InvalidProfileError(
@@ -243,12 +242,11 @@ def _microbatch_time(
             forward[kind.name] = sent.in_line_s(kind, "forward")
             backward[kind.name] = sent.in_line_s(kind, "backward")
     if strategy.expert_degree > 1:
-        forward["imbalance"] = _more_flop(busiest.forward, layer.forward, samples) * compute.forward_s
-        backward["imbalance"] = _more_flop(busiest.backward, layer.backward, samples) * compute.backward_s
+        forward["imbalance"], backward["imbalance"] = _imbalance_s(layer, busiest, compute, samples, setting.job)
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
     if strategy.remat is not Remat.NONE:
-        again_s = _recomputation_s(layer, sent, setting, samples)
+        again_s = _recomputation_s(busiest, sent, setting, samples)
         backward["remat"] = setting.job.execution.remat_fraction * again_s
     for level in strategy.levels:
         kind = level.kind
@@ -257,6 +255,20 @@ def _microbatch_time(
             forward[kind.name] = hooks_s + _beside(sum(forward.values()), sent.beside_s(kind, "forward"), setting)
             backward[kind.name] = hooks_s + _beside(sum(backward.values()), sent.beside_s(kind, "backward"), setting)
     return forward, backward
+
+
+def _imbalance_s(
+    layer: LayerProfile, busiest: LayerProfile, compute: ComputeTime, samples: float, job: Job
+) -> tuple[float, float]:
+    """Seconds, forward and backward, that the rank which computes most takes longer than the mean.
+
+    Of measured layers, which were not measured so, in proportion to the FLOP.
+    """
+    if layer.times:
+        more = (_more_flop(getattr(busiest, name), getattr(layer, name), samples) for name in ("forward", "backward"))
+        return next(more) * compute.forward_s, next(more) * compute.backward_s
+    most = compute_time(busiest, samples, job)
+    return most.forward_s - compute.forward_s, most.backward_s - compute.backward_s
 
 
 def _more_flop(most: Work, mean: Work, samples: float) -> float:
@@ -287,7 +299,8 @@ class _Sent:
                 if each.over not in groups:
                     groups[each.over] = traffic_group(each, kind, strategy, setting)
                 call_s = _collective_s(each.collective, each.tensor_bytes / each.count, groups[each.over], self._job)
-                self._seconds[kind, each.phase, each.beside_compute] += each.count * call_s
+                seconds = each.count * call_s + each.num_waits * wait_s(self._job)
+                self._seconds[kind, each.phase, each.beside_compute] += seconds
                 self._calls[kind, each.phase] += 0 if each.beside_compute else each.count
 
     def is_in_line(self, kind: Kind) -> bool:
@@ -365,26 +378,35 @@ def _once_time(
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
     job, execution, strategy = setting.job, setting.job.execution, sent.strategy
-    replicas = strategy.replicas
-    shards = execution.optimizer_shards(replicas) if replicas > 1 else 1
-    terms = {"optimizer": optimizer_s(_trained(layer, strategy) / shards, job)}
+    terms = {"optimizer": optimizer_s(_stepped(layer, strategy, execution), job)}
     for kind in strategy.kinds:
         reduce_s = gather_s = 0.0
         for each in sent.once(kind):
             group = traffic_group(each, kind, strategy, setting)
+            shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
             if shards == 1:
                 reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
             else:
                 owners = replace(group, size=shards)
-                reduction: CollectiveKind = "reduce_scatter" if shards == replicas else "all_reduce"
+                reduction: CollectiveKind = "reduce_scatter" if shards == group.size else "all_reduce"
                 pieces = execution.shard_pieces
-                new_bytes = held_params(layer, strategy) * job.compute_bytes / strategy.state_shards
+                new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
                 gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
                 reduce_s += pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
         if sent.once(kind):
             terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
             terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
     return terms
+
+
+def _stepped(layer: LayerProfile, strategy: Strategy, execution: Execution) -> float:
+    """Parameters that the optimizer of a rank steps."""
+    if strategy.expert_degree == 1:
+        return _trained(layer, strategy) / execution.optimizer_shards(strategy.replicas)
+    experts = layer.expert_params / (strategy.expert_degree * strategy.expert_state_shards)
+    dense = _trained(layer, strategy) - experts
+    replicas, of_experts = strategy.replicas, strategy.expert_replicas
+    return dense / execution.optimizer_shards(replicas) + experts / execution.optimizer_shards(of_experts)
 
 
 def _trained(layer: LayerProfile, strategy: Strategy) -> float:
@@ -432,7 +454,9 @@ def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job
 def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
     execution = setting.job.execution
     if isinstance(execution.states, StateBytes):
-        return execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree)
+        return execution.states.kept_bytes(
+            layer.num_params, strategy, execution.shard_degree, expert_params=layer.expert_params
+        )
     sharded = sharded_params(layer, strategy)
     static = {
         "parameters": MASTER_BYTES * sharded,

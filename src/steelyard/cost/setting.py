@@ -47,18 +47,24 @@ class Job:
     imbalance: float = ASSUMED_IMBALANCE
 
     @cached_property
-    def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], float], LayerProfile | None]:
+    def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:
         return {}
 
-    def layer(self, kind: str, shape: Shape, *, imbalance: float = 0.0) -> LayerProfile | None:
+    def layer(
+        self, kind: str, shape: Shape, *, expert_degree: int = 1, imbalance: float | None = None
+    ) -> LayerProfile | None:
         """The profile of a kind of layer in a shape, None where there is none.
 
-        With an ``imbalance``, where ranks divide its experts and it computes so many times the pairs of its own tokens.
+        Where ``expert_degree`` ranks divide its experts, of the one that computes ``imbalance`` times (None: the job's)
+        the pairs of its own tokens.
         """
-        key = kind, frozenset(shape.items()), imbalance
+        uneven = self.imbalance if imbalance is None else imbalance
+        key = kind, frozenset(shape.items()), expert_degree, uneven
         if key not in self._layers:
             found = self.profile.layer(kind, shape)
-            self._layers[key] = found.with_divided_experts(imbalance) if found and imbalance else found
+            if found is not None and expert_degree > 1:
+                found = found.with_divided_experts(expert_degree, uneven)
+            self._layers[key] = found
         return self._layers[key]
 
     def cost_source(self) -> CostSource:

@@ -31,23 +31,25 @@ MEANS = Capabilities(
 )
 
 _MODELS = {
-    ("llama", 4096, 32): ("llama3", "8b"),
-    ("llama", 8192, 80): ("llama3", "70b"),
-    ("llama", 16384, 126): ("llama3", "405b"),
-    ("qwen3", 1024, 28): ("qwen3", "0_6b"),
-    ("qwen3", 2048, 28): ("qwen3", "1_7b"),
-    ("qwen3", 5120, 40): ("qwen3", "14b"),
-    ("qwen3", 5120, 64): ("qwen3", "32b"),
-    ("deepseek_v3", 7168, 61): ("deepseek_v3", "671b"),
+    ("llama", 4096, 32): ("llama3", "8B"),
+    ("llama", 8192, 80): ("llama3", "70B"),
+    ("llama", 16384, 126): ("llama3", "405B"),
+    ("qwen3", 1024, 28): ("qwen3", "0.6B"),
+    ("qwen3", 2048, 28): ("qwen3", "1.7B"),
+    ("qwen3", 5120, 40): ("qwen3", "14B"),
+    ("qwen3", 5120, 64): ("qwen3", "32B"),
+    ("qwen3_moe", 2048, 48): ("qwen3", "30B-A3B"),
+    ("deepseek_v3", 7168, 61): ("deepseek_v3", "671B"),
 }
-"""By model type, width and blocks: the folder in torchtitan/models and the end of the configuration's name in 0.3."""
+"""By model type, width and blocks: the folder in torchtitan/models and the flavor there, of those for which 0.3 has a
+configuration (Qwen3's 235B-A22B is a flavor without one)."""
 _LLAMA3_VOCABULARY = 128256
 """Llama 2 has the same widths as Llama 3 and is not in torchtitan any more."""
 
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
-    folder, size = _model(request.plan.chain())
+    folder, flavor = _model(request.plan.chain())
     left_out = [
         "first weights, data and optimizer: those of torchtitan's own configuration",
     ]
@@ -59,8 +61,8 @@ def _write(request: Request) -> Draft:
         left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
     if view.tp > 1 and not view.sp:
         left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
-    files = [(f"{_function(request)}.py", _configuration(view, folder, size, _function(request)))]
-    files.append((f"{_function(request)}.toml", _toml(view, folder, size.replace("_", ".").upper())))
+    files = [(f"{_function(request)}.py", _configuration(view, folder, flavor, _function(request)))]
+    files.append((f"{_function(request)}.toml", _toml(view, folder, flavor)))
     return Draft(
         files=tuple(files),
         carried=view.carried,
@@ -82,7 +84,7 @@ def _model(chain: ModelChain) -> tuple[str, str]:
             found=f"torchtitan for {chain.name} ({chain.family.model_type}, {chain.num_layers - 2} blocks of width "
             f"{chain.hidden_size}, {chain.vocab_size} tokens)",
             expected="a model that torchtitan defines: llama3 8B, 70B, 405B, qwen3 0.6B, 1.7B, 14B, 32B, "
-            "or deepseek_v3 671B",
+            "30B-A3B, or deepseek_v3 671B",
             hint="export --to pytorch, which builds any of our decoder models with transformers",
         )
     return known
@@ -104,7 +106,8 @@ def _fqns(part: PipelinePart, output: str) -> list[str]:
     return names + ["norm", output] * part.has_head
 
 
-def _configuration(view: UniformPlan, folder: str, size: str, function: str) -> str:
+def _configuration(view: UniformPlan, folder: str, flavor: str, function: str) -> str:
+    size = flavor.lower().replace(".", "_").replace("-", "_")
     remat = {Remat.NONE: "None", Remat.SELECTIVE: "SelectiveAC.Config()", Remat.FULL: "FullAC.Config()"}[view.remat]
     wrapper = {Remat.NONE: "", Remat.SELECTIVE: "SelectiveAC", Remat.FULL: "FullAC"}[view.remat]
     lines = [

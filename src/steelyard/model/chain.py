@@ -11,6 +11,7 @@ from typing import Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight
+from steelyard.model.split import ModelSplit
 
 __all__ = ["LayerKind", "LayerRole", "ModelChain", "SharedWeight"]
 
@@ -26,6 +27,8 @@ class ModelChain:
     sizes: Mapping[str, int]
     """The sizes that were read from the config, by key."""
     layout: Layout
+    split: ModelSplit | None = None
+    """How the model splits by its structure, where no family file knows it."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

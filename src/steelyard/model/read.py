@@ -13,6 +13,7 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.families import family_of
 from steelyard.model.family import Sizes
+from steelyard.model.split import ModelSplit, family_of_split
 
 
 @cache
@@ -27,10 +28,16 @@ def load_model(name_or_path: str | Path) -> ModelChain:
 
     Raises `InvalidModelError` if there is no such model, or the config is not of a known family or lacks a size.
     """
+    name, config = load_config(name_or_path)
+    return chain_from_config(config, name=name)
+
+
+def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
+    """The name and the config of a packaged model, or of the config at a path; raises `InvalidModelError`."""
     text = str(name_or_path)
     if text in model_names():
         source = resources.files("steelyard.model") / "configs" / f"{text}.json"
-        return chain_from_config(json.loads(source.read_text()), name=text)
+        return text, json.loads(source.read_text())
     path = Path(text)
     if os.path.isdir(path):
         path = path / "config.json"
@@ -48,14 +55,17 @@ def load_model(name_or_path: str | Path) -> ModelChain:
             field="model", found=f"{path}: {error}", expected="a JSON file", hint="check that the file is complete"
         ) from error
     name = path.parent.name if path.name == "config.json" else path.stem
-    return chain_from_config(config, name=name or "model")
+    return name or "model", config
 
 
-def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
-    """The chain of a Hugging Face config; raises `InvalidModelError` naming the key that is missing or wrong."""
+def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:
+    """The chain of a Hugging Face config, of a family that is known or split as ``split`` says.
+
+    Raises `InvalidModelError` naming the key that is missing or wrong.
+    """
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
-    family = family_of(str(config.get("model_type", "")))
+    family = family_of_split(split) if split else family_of(str(config.get("model_type", "")))
     sizes = Sizes(config)
     layout = family.layout(sizes)
     return ModelChain(
@@ -65,6 +75,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
         config_hash=config_hash(config),
         sizes=sizes.read,
         layout=layout,
+        split=split,
     )
 
 

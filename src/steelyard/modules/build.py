@@ -7,7 +7,8 @@ parameter that several layers hold (a tied embedding) depends on the first of th
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -16,43 +17,55 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
 
 _SEED_STRIDE = 1_000_003
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def hub_config(chain: ModelChain) -> PreTrainedConfig:
     """The `transformers` config object of a chain; raises `InvalidModelError` where transformers refuses it."""
-    entries = {key: copy.deepcopy(value) for key, value in chain.config.items() if key != "model_type"}  # it adds keys
+    return read_hub_config(chain.family.model_type, chain.config)
+
+
+def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig:
+    """The `transformers` config object of a config.json; raises `InvalidModelError` where transformers refuses it."""
+    entries = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}  # it adds keys
     try:
-        return AutoConfig.for_model(chain.family.model_type, **entries)
+        return AutoConfig.for_model(model_type, **entries)
     except (TypeError, ValueError, KeyError) as error:
         raise InvalidModelError(
             field="config",
             found=str(error).splitlines()[0],
-            expected=f"a config that transformers accepts for {chain.family.model_type}",
+            expected=f"a config that transformers accepts for {model_type}",
             hint="compare with the config.json that the model was published with",
         ) from error
 
 
 def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     """The model for the family's task on the meta device: its structure, no memory."""
-    config = hub_config(chain)
-    auto_class = getattr(transformers, chain.family.task.auto_class)
-    options = {"attn_implementation": ATTENTION if chain.family.fused_attention else "eager"}
+    model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
+    chain.family.prepare(model)
+    return model
+
+
+def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: bool) -> PreTrainedModel:
+    """The model of a config for a task, to be trained, on the meta device."""
+    auto_class = getattr(transformers, task.auto_class)
+    options = {"attn_implementation": ATTENTION if fused_attention else "eager"}
     if _has_experts(config):
         options["experts_implementation"] = IMPLEMENTATION
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = auto_class.from_config(config, dtype=torch.float32, **options)
     model.train()
-    chain.family.prepare(model)
     return model
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
-    return any(getattr(config, key, None) is not None for key in ("num_experts", "num_local_experts"))
+    return any(getattr(config, key, None) is not None for key in _NUM_EXPERTS)
 
 
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
@@ -125,6 +138,21 @@ def materialize_layer(
                 _initialize_shared(model, owner, first, seed=seed, layer=first_layer)
 
 
+def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, device: torch.device) -> None:
+    """Gives a module of a model memory on ``device`` and first weights that depend on the seed alone, in place."""
+    module.to_empty(device=device)
+    _initialize(model, module, seed=seed, layer=0)
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Gives one module without parameters its buffers on ``device``, as the model makes them from its config."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    model._init_weights(module)
+
+
 def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
     """Fills a module with first weights that depend on the seed and the layer alone; parts before the whole."""
     with torch.random.fork_rng(devices=[]):
@@ -148,6 +176,10 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
     model = build_meta_model(chain)
     for layer in range(chain.num_layers):
         materialize_layer(model, chain, layer, seed=seed, device=torch.device(device))
+    if chain.split:
+        for module in model.modules():
+            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+                fill_buffers(model, module, torch.device(device))
     rotary = build_rotary(model, chain, torch.device(device))
     if rotary is not None:
         parent, _, name = str(chain.family.rotary).rpartition(".")

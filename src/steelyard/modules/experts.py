@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -90,10 +91,13 @@ def _ranges(ends: Tensor) -> list[tuple[int, int]]:
 
 
 def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
-    if inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0):
-        rows = torch.arange(inputs.size(0), device=inputs.device).unsqueeze(-1) < ends[-1]
-        return nn.functional.grouped_mm(inputs, weights, offs=ends).masked_fill(~rows, 0.0)
-    return grouped_mm(inputs, weights, ends, share)
+    if not (inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0)):
+        return grouped_mm(inputs, weights, ends, share)
+    product = nn.functional.grouped_mm(inputs, weights, offs=ends)
+    if share == 1.0:  # every row lies in a group
+        return product
+    rows = torch.arange(inputs.size(0), device=inputs.device).unsqueeze(-1) < ends[-1]
+    return product.masked_fill(~rows, 0.0)
 
 
 def compute_pairs(experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
@@ -101,9 +105,22 @@ def compute_pairs(experts: nn.Module, inputs_KH: Tensor, ends_E: Tensor, share: 
 
     Expert e ends before row ``ends_E[e]``; ``share`` as in `grouped_mm`.
     """
-    gate_up, down = local_part(experts.gate_up_proj), local_part(experts.down_proj)
-    gate_KF, up_KF = _product(inputs_KH, gate_up.transpose(1, 2), ends_E, share).chunk(2, dim=-1)  # noqa: N806
-    return _product(experts.act_fn(gate_KF) * up_KF, down.transpose(1, 2), ends_E, share)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    wide_KF = _multiply(experts, first, inputs_KH, ends_E, share)  # noqa: N806
+    active_KF = experts._apply_gate(wide_KF) if experts.has_gate else experts.act_fn(wide_KF)  # noqa: N806
+    return _multiply(experts, "down_proj", active_KF, ends_E, share)
+
+
+def _multiply(experts: nn.Module, name: str, inputs_KA: Tensor, ends_E: Tensor, share: float) -> Tensor:  # noqa: N803
+    """Rows times the matrices of their experts, with their biases where there are some; [K, A] to [K, B]."""
+    weights = local_part(getattr(experts, name))
+    product = _product(inputs_KA, weights if experts.is_transposed else weights.transpose(1, 2), ends_E, share)
+    if not experts.has_bias:
+        return product
+    rows = torch.arange(len(inputs_KA), device=inputs_KA.device)
+    group = torch.searchsorted(ends_E, rows, right=True).clamp(max=len(ends_E) - 1)
+    bias_KB = local_part(getattr(experts, f"{name}_bias"))[group]  # noqa: N806
+    return product + bias_KB.masked_fill((rows >= ends_E[-1]).unsqueeze(-1), 0.0)
 
 
 def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
@@ -115,12 +132,78 @@ def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_
     sorted_K, order_K = torch.sort(expert_K, stable=True)  # noqa: N806
     bounds_E = torch.arange(1, num_experts + 1, device=sorted_K.device)  # noqa: N806
     ends_E = torch.searchsorted(sorted_K, bounds_E).to(torch.int32)  # noqa: N806
-    inputs_KH = hidden_TH[order_K // experts_Tk.size(1)]  # noqa: N806
+    places_Tk = inverse(order_K).view_as(experts_Tk)  # noqa: N806
+    inputs_KH = _Repeated.apply(hidden_TH, order_K, places_Tk)  # noqa: N806
     compute = getattr(self, "compute_pairs", compute_pairs)
     outputs_KH = compute(self, inputs_KH, ends_E, share)  # noqa: N806
-    outputs_KH = outputs_KH * weights_Tk.reshape(-1)[order_K].unsqueeze(-1)  # noqa: N806
-    summed_TH = outputs_KH[inverse(order_K)].view(*experts_Tk.shape, hidden_TH.size(1)).sum(dim=1)  # noqa: N806
-    return summed_TH.to(hidden_TH.dtype)
+    return _WeightedSum.apply(outputs_KH, weights_Tk.to(outputs_KH.dtype), order_K, places_Tk).to(hidden_TH.dtype)
+
+
+# Rows move between tokens and pairs by lookups in both directions. What autograd makes of an indexing's backward pass,
+# zeros to which rows are added, moves 2.5 times the bytes, and sorts the index anew on GPUs.
+
+
+class Reordered(torch.autograd.Function):
+    """Rows in another order, each once: ``rows[order]``, where ``back`` is the order's inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        """The rows, reordered."""
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the rows, in their first order."""
+        return gradient.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Repeated(torch.autograd.Function):
+    """The token of each pair, [K, H]; pair t·k + j stands at place ``places_Tk[t, j]``, and ``order_K`` is inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, order_K: Tensor, places_Tk: Tensor) -> Tensor:  # noqa: N803
+        ctx.save_for_backward(places_Tk)
+        return hidden_TH.index_select(0, order_K // places_Tk.size(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_KH: Tensor) -> tuple[Tensor, None, None]:  # noqa: N803
+        return _bag_sums(ctx.saved_tensors[0], gradient_KH), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """The weighted sum [T, H] of each token's pairs, which stand at ``places_Tk``."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs_KH: Tensor, weights_Tk: Tensor, order_K: Tensor, places_Tk: Tensor) -> Tensor:  # noqa: N803
+        ctx.save_for_backward(pairs_KH, weights_Tk, order_K, places_Tk)
+        return _bag_sums(places_Tk, pairs_KH, weights_Tk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TH: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: N803
+        pairs_KH, weights_Tk, order_K, places_Tk = ctx.saved_tensors  # noqa: N806
+        num_tokens, num_chosen = places_Tk.shape
+        starts_T = torch.arange(0, places_Tk.numel(), num_chosen, device=places_Tk.device)  # noqa: N806
+        token_K = torch.arange(num_tokens, device=places_Tk.device).repeat_interleave(num_chosen)  # noqa: N806
+        gradient_TH = gradient_TH.contiguous()  # noqa: N806
+        of_weights_K = torch.ops.aten._embedding_bag_per_sample_weights_backward(  # noqa: N806
+            gradient_TH, pairs_KH, places_Tk.flatten(), starts_T, token_K, _SUM
+        )
+        of_pairs_KH = gradient_TH.index_select(0, order_K // num_chosen)  # noqa: N806
+        of_pairs_KH.mul_(weights_Tk.flatten()[order_K].unsqueeze(-1))
+        return of_pairs_KH, of_weights_K.view_as(weights_Tk), None, None
+
+
+_SUM = 0
+"""The mode of embedding bags that adds."""
+
+
+def _bag_sums(places_Tk: Tensor, rows_KH: Tensor, weights_Tk: Tensor | None = None) -> Tensor:  # noqa: N803
+    """Sums [T, H] of the rows at each token's places, in one kernel that reads each row once."""
+    return nn.functional.embedding_bag(places_Tk, rows_KH, mode="sum", per_sample_weights=weights_Tk)
 
 
 def inverse(order: Tensor) -> Tensor:

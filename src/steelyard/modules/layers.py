@@ -9,7 +9,7 @@ by the model's family; what all blocks share (positions, mask) is computed once 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.family import Family, Run
-from steelyard.modules.build import named_layer_modules
+from steelyard.modules.build import build_rotary, named_layer_modules
+from steelyard.modules.context_attention import reads_mask
+from steelyard.modules.holes import BlockArguments, BlockInputs, split_run, tensors_in
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.plan.strategy import Remat
 
@@ -40,11 +42,14 @@ class SideInputs:
     position_ids: Tensor
     position_embeddings: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     masks: Mapping[str, Tensor | None] = field(default_factory=dict)
+    arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
+    """Of a split model: all that each kind of block is given beside the hidden state."""
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
         rotary = [tensor for pair in self.position_embeddings.values() for tensor in pair]
-        return [self.position_ids, *rotary, *(mask for mask in self.masks.values() if mask is not None)]
+        given = [tensor for each in self.arguments.values() for tensor in tensors_in(each)]
+        return [self.position_ids, *rotary, *(mask for mask in self.masks.values() if mask is not None), *given]
 
 
 class LayerContext:
@@ -83,14 +88,16 @@ class ChainLayer(nn.Module):
     Its modules are attributes under the names that the family gives them.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], family: Family, kind: LayerKind, remat: Remat) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], family: Family, kind: LayerKind, remat: Remat, run: Run | None = None
+    ) -> None:
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
         self.family = family
         self.kind = kind
         self.remat = remat
-        run = family.of_kind(family.run, kind)
+        run = run or family.of_kind(family.run, kind)
         assert run is not None, f"the family {family.model_type} does not say how its {kind.name} runs"
         self.run_by_family: Run = run
         self.divided_tokens: tuple[int, str] | None = None
@@ -155,7 +162,8 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
     kind = chain.kind_of(layer)
-    return _LAYERS[kind.role](named_layer_modules(model, chain, layer), chain.family, kind, remat)
+    run = split_run(model, chain.split, kind.role) if chain.split else None
+    return _LAYERS[kind.role](named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
 
 
 def tensors_of(flow: Flow) -> tuple[Tensor, ...]:
@@ -166,6 +174,34 @@ def tensors_of(flow: Flow) -> tuple[Tensor, ...]:
 def as_flow(tensors: tuple[Tensor, ...]) -> Flow:
     """A tensor alone where there is only one."""
     return tensors if len(tensors) > 1 else tensors[0]
+
+
+def side_inputs_of(
+    layers: Iterable[ChainLayer], model: PreTrainedModel, chain: ModelChain, device: torch.device
+) -> "SideInputSource":
+    """What makes the `SideInputs` that the blocks among these layers read."""
+    blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
+    if chain.split:
+        return SplitSideInputs(model, chain, {block.kind.name for block in blocks})
+    attention = {block.attention_type for block in blocks}
+    masked = {block.attention_type for block in blocks if reads_mask(block)}
+    return SideInputBuilder(model, chain, build_rotary(model, chain, device), attention, masked)
+
+
+class SplitSideInputs(nn.Module):
+    """As `SideInputBuilder`, for a model that is split by its structure."""
+
+    def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: set[str]) -> None:
+        super().__init__()
+        self.model_config = model.config
+        self._inputs = BlockInputs(model, chain, kinds) if kinds else None
+
+    @torch.no_grad()
+    def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
+        """The arguments of every kind of block for samples of ``seq_len`` tokens, made for one sample."""
+        ids_1S = torch.zeros((1, seq_len), dtype=torch.long, device=device)  # noqa: N806
+        arguments = self._inputs(ids_1S, dtype) if self._inputs else {}
+        return SideInputs(position_ids=torch.arange(seq_len, device=device).unsqueeze(0), arguments=arguments)
 
 
 class SideInputBuilder(nn.Module):
@@ -218,3 +254,7 @@ class SideInputBuilder(nn.Module):
         return (create_sliding_window_causal_mask if slides else create_causal_mask)(
             config=config, inputs_embeds=like, attention_mask=None, past_key_values=None, position_ids=positions_1S
         )
+
+
+SideInputSource = SideInputBuilder | SplitSideInputs
+"""What makes the `SideInputs` of a forward pass."""

@@ -14,7 +14,9 @@ Not kept are
 
 - all-gathers of sequence parallelism: a result is tp times as large as what it is made from, and with them selective
   would hold more than none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);
-- batched products (``bmm``): in the supported models they are the attention scores of kernels that are not fused.
+- batched products (``bmm``): in the supported models they are the attention scores of kernels that are not fused;
+- products of routed experts: of k experts for each token, they are wider than all else that is kept. Computing them
+  again is not bound by memory.
 
 Computing again ends where the last tensor that backward needs has been made. So what only makes the layer's output
 (the last matrix product and its reduction) is repeated by neither choice.

@@ -15,9 +15,12 @@ _PLACES = frozenset({"layer_idx", "layer_type", "sliding_window", "is_sliding", 
 _INTERNAL = frozenset({"training", "call_super_init", "dump_patches", "gradient_checkpointing"})
 
 
-def signature(module: nn.Module) -> tuple[Hashable, ...]:
-    """Equal for modules that do the same work on inputs of the same shape."""
-    return tuple(_parts(module))
+def signature(module: nn.Module, *, places: bool = False) -> tuple[Hashable, ...]:
+    """Equal for modules that do the same work on inputs of the same shape.
+
+    ``places`` tells apart what only says where a layer stands or what it attends to.
+    """
+    return tuple(_parts(module, _INTERNAL if places else _PLACES | _INTERNAL))
 
 
 def kinds_by_structure(modules: Sequence[nn.Module]) -> tuple[int, ...]:
@@ -26,11 +29,11 @@ def kinds_by_structure(modules: Sequence[nn.Module]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(signature(module), len(numbers)) for module in modules)
 
 
-def _parts(module: nn.Module) -> Iterator[Hashable]:
+def _parts(module: nn.Module, left_out: frozenset[str]) -> Iterator[Hashable]:
     for path, owner in module.named_modules():
         yield path, type(owner).__module__, type(owner).__qualname__
         for name, value in sorted(vars(owner).items()):
-            if isinstance(value, int | float | str) and name not in _PLACES | _INTERNAL and not name.startswith("_"):
+            if isinstance(value, int | float | str) and name not in left_out and not name.startswith("_"):
                 yield path, name, value
         for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
             yield path, name, tuple(tensor.shape), tensor.dtype

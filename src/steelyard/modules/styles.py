@@ -6,6 +6,8 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | name                             | what becomes of the module                                                       |
 |----------------------------------|----------------------------------------------------------------------------------|
 | ``colwise``, ``rowwise``         | PyTorch's: a matrix divided by its outputs, or by its inputs                     |
+| ``colwise_gather_output``        | divided by its outputs, which every rank then has whole                          |
+| ``rowwise_split_input``          | divided by its inputs, of which every rank has all                               |
 | ``replicated_with_grad_allreduce`` | a norm of query and key heads, of which every rank has some                    |
 | ``sequence``                     | under sp, a norm that runs on this rank's part of the sequence                   |
 | ``sequence_local``               | the same, for a norm whose result is added to the hidden state                   |
@@ -209,6 +211,8 @@ def _own_share(parameter: DTensor) -> Tensor:
 STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "colwise": lambda sp: ColwiseParallel(),
     "rowwise": lambda sp: RowwiseParallel(output_layouts=between_blocks(sp)),
+    "colwise_gather_output": lambda sp: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda sp: RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks(sp)),
     "replicated_with_grad_allreduce": lambda sp: SequenceParallel(
         sequence_dim=_HEAD_DIM_OF_LOCAL_HEADS, use_local_output=True
     ),

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from steelyard.errors import InvalidPlanError, UserError, nearest
+from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 
 FileModel = TypeVar("FileModel", bound=BaseModel)
@@ -18,16 +19,8 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Writes a plan as JSON that `read_plan` reads back to an equal plan; raises `InvalidPlanError` if it cannot."""
-    try:
-        Path(path).write_text(dump_json(plan) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidPlanError(
-            field="plan",
-            found=f"{path}: {error.strerror}",
-            expected="a path that can be written",
-            hint="check the path",
-        ) from error
+    """Writes a plan as JSON that `read_plan` reads back to an equal plan; raises `UserError` if it cannot."""
+    write_file(Path(path), dump_json(plan) + "\n", "plan")
 
 
 def dump_json(value: BaseModel) -> str:

@@ -12,6 +12,7 @@ from steelyard.errors import InvalidPlanError, nearest
 from steelyard.hardware import Backend
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
+from steelyard.model.split import ModelSplit
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds import variants
@@ -31,6 +32,8 @@ class PlanModel(PlanPart):
     name: str
     config: dict[str, Any] | None = None
     config_hash: str | None = None
+    split: ModelSplit | None = None
+    """How the model splits by its structure, where no family file knows it."""
 
 
 class LayerRun(PlanPart):
@@ -217,7 +220,7 @@ class Plan(PlanPart):
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
         if self.model.config is None:
             return load_model(self.model.name)
-        return chain_from_config(self.model.config, name=self.model.name)
+        return chain_from_config(self.model.config, name=self.model.name, split=self.model.split)
 
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""

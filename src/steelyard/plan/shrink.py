@@ -14,6 +14,7 @@ from typing import Any
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.model.small import small_config
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 
 _HEAD_DIM = 8
@@ -34,14 +35,11 @@ _DROPOUT = {
 def shrunk_plan(plan: Plan) -> Plan:
     """The plan at small width; raises `InvalidModelError` or `InvalidPlanError` where it cannot be made smaller."""
     chain = plan.chain()
-    kept = list(_kept_layers(plan, chain))
-    config = shrunk_config(
-        chain,
-        [layer for part in kept for layer in part],
-        _common([each.head_degree for each in plan.strategies]),
-        _common([each.expert_degree for each in plan.strategies]),
-    )
-    small = chain_from_config(config, name=chain.name)
+    degree = _common([each.head_degree for each in plan.strategies])
+    expert_degree = _common([each.expert_degree for each in plan.strategies])
+    kept = [list(part.layers) for part in plan.stages] if chain.split else list(_kept_layers(plan, chain))
+    small = _small_chain(chain, [layer for part in kept for layer in part], degree, expert_degree)
+    config = dict(small.config)
     first, stages = 0, []
     for part, layers in zip(plan.stages, kept, strict=True):
         strategies = tuple(plan.strategies[layer] for layer in layers)
@@ -52,7 +50,7 @@ def shrunk_plan(plan: Plan) -> Plan:
         microbatches = 2 * plan.num_stages
     degree = _common(2 * each.token_degree * each.tensor_degree for each in plan.strategies)
     return Plan(
-        model=PlanModel(name=chain.name, config=config),
+        model=PlanModel(name=chain.name, config=config, split=small.split),
         cluster=plan.cluster,
         seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
         global_batch=microbatches * _common(strategy.sample_degree for strategy in plan.strategies),
@@ -61,6 +59,14 @@ def shrunk_plan(plan: Plan) -> Plan:
         schedule=plan.schedule,
         stages=tuple(stages),
     )
+
+
+def _small_chain(chain: ModelChain, kept: list[int], degree: int, expert_degree: int) -> ModelChain:
+    """The model at small width with the kept layers; a split one keeps all, for which of them are alike is its own."""
+    if chain.split is None:
+        return chain_from_config(shrunk_config(chain, kept, degree, expert_degree), name=chain.name)
+    config = small_config(chain.config, degree=degree * expert_degree)
+    return chain_from_config(config, name=chain.name, split=chain.split.resized(config, degree * expert_degree))
 
 
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:

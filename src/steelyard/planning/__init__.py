@@ -7,6 +7,7 @@
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
 | `plan_from_search` | outcome of a search → plan without prediction                                    |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
+| `impossible`       | job and a pin → what of it no strategy could have                                |
 | `why_not`          | job and a pin → what it costs, or what forbids it                                |
 | `price`            | plan without prediction → plan with it                                           |
 | `calibration`      | job and a measured run → the job with all times scaled                           |

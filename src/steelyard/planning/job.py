@@ -8,7 +8,7 @@ from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.chain import ModelChain
-from steelyard.model.read import chain_from_config, load_model
+from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
@@ -70,7 +70,7 @@ def make_job(
 def _chain_of(config: str | Path | Mapping[str, Any] | ModelChain) -> ModelChain:
     if isinstance(config, ModelChain):
         return config
-    return chain_from_config(config, name="model") if isinstance(config, Mapping) else load_model(config)
+    return chain_of_any(config, name="model") if isinstance(config, Mapping) else load_any_model(config)
 
 
 def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:

@@ -27,7 +27,7 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, stages: tuple[StagePlan, .
     """The plan of a job with these parts of the pipeline, without its prediction."""
     chain = job.chain
     return Plan(
-        model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash),
+        model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash, split=chain.split),
         cluster=job.cluster.name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,

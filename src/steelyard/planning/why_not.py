@@ -10,6 +10,7 @@ from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
+from steelyard.planning.impossible import impossible
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import Pin
 from steelyard.planning.price import peak_bytes, with_price
@@ -82,8 +83,11 @@ def _no_setting(job: Job, options: PlanOptions) -> str:
 def _forbidding(job: Job, options: PlanOptions, pin: Pin) -> tuple[str, ...]:
     """Why no strategy that has what is asked for may be used: the reasons that stand in the way of most of them.
 
-    Of strategies that come nearest: those that were offered, with the fewest reasons against them.
+    Of strategies that come nearest: those that were offered, with the fewest reasons against them; before them what no
+    strategy could have.
     """
+    if never := impossible(job, pin):
+        return never[:SHOWN_REASONS]
     kinds = dict.fromkeys(job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer))
     asking = replace(options, pins=(*options.pins, pin))
     settings = pipeline_settings(job, asking)

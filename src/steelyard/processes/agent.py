@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.run import parse_args, run
 
-from steelyard.processes.failure import failures_folder, write_exit_codes
+from steelyard.processes.failure import End, failures_folder, write_ends
 from steelyard.processes.parent import PARENT_VARIABLE, end_process, watch_parent
+from steelyard.processes.start import END_S
 
 
 def start_in_this_session(
@@ -55,12 +56,24 @@ def _run(arguments: list[str]) -> int:
     except ChildFailedError as error:
         folder = failures_folder()
         if folder is not None:
-            write_exit_codes({rank: failure.exitcode for rank, failure in error.failures.items()}, folder)
+            write_ends(_ends(error.failures), folder)
         _, first = error.get_first_failure()
         return max(first.exitcode, 1)
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _ends(failures: Mapping[int, ProcessFailure]) -> dict[int, End]:
+    """How the failed processes ended. torchrun kills those that do not end within `END_S` seconds of its asking."""
+    first_s = min(failure.timestamp for failure in failures.values())
+    return {
+        rank: End(
+            exit_code=failure.exitcode,
+            stood_still=failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s >= END_S - 1,
+        )
+        for rank, failure in failures.items()
+    }
 
 
 if __name__ == "__main__":

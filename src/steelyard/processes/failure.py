@@ -15,7 +15,7 @@ from steelyard.errors import UserError
 FAILURES_VARIABLE = "STEELYARD_FAILURES"
 """Environment variable that names the folder; absent where torchrun was started by hand."""
 AGENT_FILE = "agent.json"
-"""Exit codes of the failed processes by rank, as torchrun saw them."""
+"""How the failed processes ended by rank, as torchrun saw it."""
 _ATTEMPT = "attempt"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 """How often torchrun has started the processes again."""
@@ -94,12 +94,22 @@ def _attempt_folder(folder: Path, attempt: int) -> Path:
     return folder / f"{_ATTEMPT}{attempt}"
 
 
-def write_exit_codes(exit_codes: dict[int, int], folder: Path) -> None:
-    """Writes the exit codes of failed processes by rank."""
-    (folder / AGENT_FILE).write_text(json.dumps(exit_codes))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How torchrun saw a failed process end."""
+
+    exit_code: int
+    """Negative for a signal."""
+    stood_still: bool = False
+    """It did not end when torchrun asked it to, and was killed."""
 
 
-def read_exit_codes(folder: Path) -> dict[int, int]:
-    """The exit codes of failed processes by rank; negative for a signal."""
+def write_ends(ends: dict[int, End], folder: Path) -> None:
+    """Writes how failed processes ended, by rank."""
+    (folder / AGENT_FILE).write_text(json.dumps({rank: asdict(end) for rank, end in ends.items()}))
+
+
+def read_ends(folder: Path) -> dict[int, End]:
+    """How failed processes ended, by rank; nothing where torchrun did not come to say it."""
     path = folder / AGENT_FILE
-    return {int(rank): code for rank, code in json.loads(path.read_text()).items()} if path.exists() else {}
+    return {int(rank): End(**end) for rank, end in json.loads(path.read_text()).items()} if path.exists() else {}

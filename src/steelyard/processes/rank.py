@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steelyard.errors import UserError
+from steelyard.output import escape_unprintable
 from steelyard.processes.failure import Failure, begin_attempt, failures_folder, previous_failures, write_failure
 from steelyard.processes.parent import end_process, end_with_parent
 
@@ -24,6 +25,7 @@ def run_rank(work: Callable[[], None]) -> None:
     Started again after an error that would come again, it ends at once with that error.
     """
     end_with_parent()
+    escape_unprintable()
     begin_attempt()
     final = next((failure for failure in previous_failures() if failure.is_final), None)
     if final is not None:

@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from steelyard.errors import UserError
-from steelyard.processes.failure import FAILURES_VARIABLE, Failure, read_exit_codes, read_failures
+from steelyard.processes.failure import FAILURES_VARIABLE, End, Failure, read_ends, read_failures
 from steelyard.processes.parent import PARENT_VARIABLE
 
 _AGENT = "steelyard.processes.agent"
-_END_S = 10.0
+END_S = 10.0
 """Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
 """Errors that a process meets because another one is gone."""
@@ -67,7 +67,7 @@ def run_processes(
             "--standalone",
             f"--nproc-per-node={num_processes}",
         ]
-        command += ["--local-ranks-filter=0", f"--shutdown-timeout={_END_S:.0f}", "--monitor-interval=0.1"]
+        command += ["--local-ranks-filter=0", f"--shutdown-timeout={END_S:.0f}", "--monitor-interval=0.1"]
         command += [f"--max-restarts={restarts}", "--log-dir", folder, "-m", module, *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}
         environment[PARENT_VARIABLE] = str(os.getpid())
@@ -83,17 +83,16 @@ def run_processes(
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and by it all its processes, at the latest after `_END_S` seconds and a few more."""
+    """Ends torchrun and by it all its processes, at the latest after `END_S` seconds and a few more."""
     agent.send_signal(signal.SIGTERM)
     try:
-        agent.wait(timeout=_END_S + 5)
+        agent.wait(timeout=END_S + 5)
     except subprocess.TimeoutExpired:
         agent.kill()
 
 
 def _raise_first_failure(folder: Path, exit_code: int) -> None:
-    exit_codes = read_exit_codes(folder)
-    failure = first_failure(read_failures(folder), exit_codes)
+    failure = first_failure(read_failures(folder), read_ends(folder))
     if failure is not None and failure.exit_code == UserError.exit_code:
         raise RankUserError(failure.message)
     if failure is not None:
@@ -101,29 +100,39 @@ def _raise_first_failure(folder: Path, exit_code: int) -> None:
     raise RankFailedError(f"torchrun ended with exit code {exit_code} and no process said why; see its output", None)
 
 
-def first_failure(failures: Iterable[Failure], exit_codes: dict[int, int]) -> Failure | None:
+def first_failure(failures: Iterable[Failure], ends: Mapping[int, End]) -> Failure | None:
     """The failure that came first.
 
     It is the earliest that a process reported, unless that one only lost a peer and a peer ended without a report
-    (killed by a signal, for example when memory ran out).
+    (killed by a signal, for example when memory ran out), or stood still until it was killed.
     """
     reported = sorted(failures, key=lambda failure: failure.time_s)
     named = {failure.rank for failure in reported}
-    ended = sorted(exit_codes.items(), key=lambda pair: (pair[1] == -signal.SIGTERM, pair[0]))
-    """Those that torchrun itself ended, once another had failed, come last."""
-    silent = [_silent(rank, code) for rank, code in ended if rank not in named]
+    silent = sorted((_blame(end), rank) for rank, end in ends.items() if rank not in named)
     if reported and not (silent and LOST_PEER.search(reported[0].message)):
         return reported[0]
-    return silent[0] if silent else None
+    return _silent(silent[0][1], ends[silent[0][1]], reported) if silent else None
 
 
-def _silent(rank: int, exit_code: int) -> Failure:
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = _SIGNAL_HINTS.get(name, "")
-        message = f"was ended by {name}{hint}"
+def _blame(end: End) -> int:
+    """The less, the sooner a process that said nothing is what went wrong.
+
+    One that a signal ended comes before one that stood still, whose peers NCCL aborts, and those that torchrun ended.
+    """
+    return 1 if end.stood_still else {signal.SIGABRT: 2, signal.SIGTERM: 3}.get(-end.exit_code, 0)
+
+
+def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
+    if end.stood_still:
+        message = f"stood still: it did not end within {END_S:.0f} s of being asked to (stopped, or waiting for a disk)"
+        if reported:
+            first_line = reported[0].message.partition("\n")[0]
+            message += f"; rank {reported[0].rank} waited for it: {first_line}"
+    elif end.exit_code < 0:
+        name = signal.Signals(-end.exit_code).name
+        message = f"was ended by {name}{_SIGNAL_HINTS.get(name, '')}"
     else:
-        message = f"ended with exit code {exit_code} and no message"
+        message = f"ended with exit code {end.exit_code} and no message"
     return Failure(rank=rank, exit_code=1, time_s=0.0, kind="", message=message, traceback="")
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import decoder_inputs, random_samples
-from steelyard.modules.build import build_meta_model, build_rotary, materialize_layer, prepare_model
+from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.kinds import TWINS, Division
 from steelyard.modules.layers import (
@@ -37,9 +37,10 @@ from steelyard.modules.layers import (
     ChainLayer,
     Flow,
     LayerContext,
-    SideInputBuilder,
+    SideInputSource,
     as_flow,
     build_layer,
+    side_inputs_of,
     tensors_of,
 )
 from steelyard.plan.plan import Precision
@@ -57,7 +58,7 @@ class ShortChain:
 
     kinds: tuple[str, ...]
     layers: tuple[ChainLayer, ...]
-    side: SideInputBuilder
+    side: SideInputSource
     seq_len: int
     dtype: torch.dtype
     chain: ModelChain
@@ -124,11 +125,10 @@ def build_short_chain(
             shard_over(layer, shard_mesh, precision, reshard_after_forward=True)
         else:
             replicate_over(layer, mesh["one"], precision)
-    attention_types = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
     return ShortChain(
         kinds=tuple(chain.kind_of(layer).name for layer in picked),
         layers=layers,
-        side=SideInputBuilder(model, chain, build_rotary(model, chain, device), attention_types),
+        side=side_inputs_of(layers, model, chain, device),
         seq_len=seq_len,
         dtype=activation_dtype(precision),
         chain=chain,

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
-from steelyard.model.read import load_model
+from steelyard.modules.any_model import load_any_model
+from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.processes.group import process_group
 from steelyard.processes.rank import run_rank
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_and_write(options: argparse.Namespace) -> None:
-    chain = load_model(options.model)
+    chain = load_any_model(options.model)
     trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
     with process_group(_TIMEOUT_S):
         profile = measure(
@@ -53,7 +54,7 @@ def _measure_and_write(options: argparse.Namespace) -> None:
         )
         if dist.get_rank() == 0:
             _show("done\n", 1.0)
-            options.output.write_text(dump_json(profile) + "\n")
+            write_file(options.output, dump_json(profile) + "\n", "--output")
 
 
 def progress_bar(done: float) -> str:

@@ -46,13 +46,22 @@ class Work(ProfilePart):
 
     ``matmul_flop`` and ``attention_flop`` run on the matrix units; ``matmul_bytes`` is what the former read and write,
     ``memory_bytes`` what all other operations do; ``num_kernels`` counts operations that launch a kernel.
+    ``expert_weight_bytes`` are those of ``matmul_bytes`` that are weights of routed experts, or their gradients.
     """
 
     matmul_flop: Affine
     attention_flop: Affine
     matmul_bytes: Affine
+    expert_weight_bytes: float = 0.0
     memory_bytes: Affine
     num_kernels: int
+
+    def with_experts_over(self, degree: int) -> "Work":
+        """The same where a rank reads the weights of one in ``degree`` of the experts alone."""
+        left = self.expert_weight_bytes / degree
+        fewer = self.matmul_bytes.constant - (self.expert_weight_bytes - left)
+        matmul_bytes = self.matmul_bytes.model_copy(update={"constant": fewer})
+        return self.model_copy(update={"matmul_bytes": matmul_bytes, "expert_weight_bytes": left})
 
 
 class CollectiveCount(ProfilePart):
@@ -151,12 +160,13 @@ class LayerProfile(ProfilePart):
             )
         return self
 
-    def with_divided_experts(self, imbalance: float) -> "LayerProfile":
-        """The layer where ranks divide its experts, on one that computes ``imbalance`` times its own tokens' pairs.
+    def with_divided_experts(self, degree: int, imbalance: float) -> "LayerProfile":
+        """The layer where ``degree`` ranks divide its experts, on one that computes ``imbalance`` times its own
+        tokens' pairs.
 
         What it does and holds lies on the line through what was counted for 1 and for 2: peaks are convex, so between
-        these the line is an upper bound. Collectives are those for 1. Raises
-        `InvalidProfileError` where nothing was counted.
+        these the line is an upper bound. Collectives are those for 1, and weights that products read those of the
+        rank's own experts. Raises `InvalidProfileError` where nothing was counted.
         """
         if self.divided_experts is None:
             raise InvalidProfileError(
@@ -168,11 +178,15 @@ class LayerProfile(ProfilePart):
         even, twice = self.divided_experts
         names = ("saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
         lines = {name: _between(getattr(even, name), getattr(twice, name), imbalance) for name in names}
-        works = {name: _work_between(getattr(even, name), getattr(twice, name), imbalance) for name in _DIRECTIONS}
+
+        def work(one: Work, two: Work) -> Work:
+            return _work_between(one, two, imbalance).with_experts_over(degree)
+
+        works = {name: work(getattr(even, name), getattr(twice, name)) for name in _DIRECTIONS}
         again = tuple(
             one.model_copy(
                 update={name: _between(getattr(one, name), getattr(other, name), imbalance) for name in names}
-                | {"work": _work_between(one.work, other.work, imbalance)}
+                | {"work": work(one.work, other.work)}
             )
             for one, other in zip(even.recomputations, twice.recomputations, strict=True)
         )

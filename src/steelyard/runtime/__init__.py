@@ -17,11 +17,13 @@
 | `persistence`         | how a run begins and what it leaves behind: resume, weights, checkpoints        |
 | `state`               | parameters and optimizer states under names that no plan changes                |
 | `checkpoint`          | writes checkpoints beside the training, reads them under any plan               |
+| `checkpoint_reader`   | reads checkpoints that anyone may have written: no code of theirs runs          |
 | `checkpoint_folder`   | which checkpoints are complete, and which may go                  (no torch)    |
 | `weights`             | Hugging Face folders, read straight into shards and written                     |
 | `stored_weights`      | where parameters lie in files whose tensors have other names or are in pieces   |
 | `memory_limit`        | how a run ends when memory runs out                                             |
 | `peak_memory`         | the peak of what a process's tensors hold                                       |
+| `outputs`             | what a run writes beside its checkpoints is tried before it begins (no torch)  |
 | `options`             | options of a run and their command-line form                         (no torch) |
 | `launch`              | starts a training run on this host                                   (no torch) |
 | `process`             | one process of a training run: arguments, checks, the run                       |

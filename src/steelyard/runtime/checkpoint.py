@@ -7,19 +7,23 @@ One save is under way at a time: the next waits for it. The first rank completes
 """
 
 import errno
+import io
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from pickle import UnpicklingError
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from steelyard.errors import InvalidCheckpointError
 from steelyard.plan.plan import Plan
@@ -27,11 +31,13 @@ from steelyard.runtime.checkpoint_folder import (
     CheckpointInfo,
     check_model,
     commit,
+    content_fault,
     part_path,
     plan_hash,
     prepare_folder,
     read_info,
 )
+from steelyard.runtime.checkpoint_reader import CheckpointReader, unreadable
 from steelyard.runtime.state import RunState, random_states, set_random_states
 from steelyard.units import format_bytes
 
@@ -46,14 +52,16 @@ class Checkpointer:
     Raises `InvalidCheckpointError` on every rank if the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int, resumed: Path | None, timeout_s: float) -> None:
+    def __init__(
+        self, folder: Path, *, keep_last: int, resumed: Path | None, known: Mapping[Path, str], timeout_s: float
+    ) -> None:
         self._folder = folder
         self._keep_last = keep_last
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         """Apart from the groups of training, whose collectives go on meanwhile."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        on_first_rank(lambda: prepare_folder(folder, resumed=resumed), self._group)
+        on_first_rank(lambda: prepare_folder(folder, resumed=resumed, known=known), self._group)
 
     def save(self, state: RunState, info: CheckpointInfo, device: torch.device) -> None:
         """Starts to write a checkpoint; the state may change as soon as this returns.
@@ -63,11 +71,13 @@ class Checkpointer:
         self.wait()
         part = part_path(self._folder, info.step)
         tensors = state.tensors() | random_states(device)
+        writer = dcp.FileSystemWriter(part)
+        writer.fs = files = SummedFiles()
         try:
-            written = dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(part), process_group=self._group)
+            written = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
         except (CheckpointException, OSError) as error:
             raise _not_written(error, part) from error
-        self._pending = self._thread.submit(self._complete, written, info)
+        self._pending = self._thread.submit(self._complete, written, info, files.checksums)
 
     def check(self) -> None:
         """Raises `InvalidCheckpointError` if a save has failed; returns at once if it is still under way."""
@@ -80,14 +90,65 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _complete(self, written: Future[object], info: CheckpointInfo) -> None:
+    def _complete(self, written: Future[object], info: CheckpointInfo, checksums: dict[str, int]) -> None:
         try:
             written.result()
-            if dist.get_rank() == 0:
-                commit(self._folder, info, keep_last=self._keep_last)
+            found: list[dict[str, int]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(checksums, found, dst=0, group=self._group)
+            if found is not None:
+                merged = {name: checksum for each in found for name, checksum in each.items()}
+                commit(self._folder, info, merged, keep_last=self._keep_last)
             dist.barrier(self._group)  # else a rank that ends now would take the first one with it, before the rename
         except (CheckpointException, OSError) as error:
             raise _not_written(error, part_path(self._folder, info.step)) from error
+
+
+class SummedFiles(FileSystem):
+    """Files whose CRC-32 is taken of what is written, so that it tells what the disk makes of it later."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, int] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        """As the method of torch, which opens a file to write it from the beginning to the end."""
+        assert mode == "wb", "made for writing"
+        with _SummedFile(io.FileIO(path, mode)) as file:
+            yield file
+        self.checksums[Path(path).name] = file.checksum
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """As the method of torch."""
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class _SummedFile(io.BufferedWriter):
+    checksum = 0
+
+    def write(self, content: Any) -> int:
+        self.checksum = zlib.crc32(content, self.checksum)
+        return super().write(content)
+
+
+def whole_checkpoint(
+    find: Callable[[Mapping[Path, str]], tuple[Path, list[str]] | None],
+) -> tuple[tuple[Path, list[str]] | None, dict[Path, str]]:
+    """What ``find`` returns on the first rank, a checkpoint whose files are as they were written, and notices.
+
+    ``find`` gets the faults that were found inside the files of checkpoints so far, which are returned too. A
+    collective call: every rank reads a share of the files, as often as ``find`` has another checkpoint to offer.
+    """
+    known: dict[Path, str] = {}
+    while (found := on_first_rank(lambda: find(known))) is not None:
+        faults: list[str | None] = [None] * dist.get_world_size()
+        mine = content_fault(found[0], index=dist.get_rank(), num_shares=len(faults))
+        dist.all_gather_object(faults, mine)
+        fault = next((each for each in faults if each is not None), None)
+        if fault is None:
+            break
+        known[found[0]] = fault
+    return found, known
 
 
 def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
@@ -99,46 +160,43 @@ def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
     info = read_info(path)
     check_model(info, path, plan)
     state.fill_optimizers()
+    reader = CheckpointReader(path)
     for copy in range(state.names.num_copies):
-        _read(path, state.tensors(copy=copy))
+        _read(reader, state.tensors(copy=copy))
     if info.plan_hash == plan_hash(plan) and info.num_processes == dist.get_world_size():
         found = random_states(device)
-        _read(path, found)
+        _read(reader, found)
         set_random_states(found, device)
     return info
 
 
-def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
+    _check_tensors(reader, tensors)
     try:
-        _check_tensors(path, tensors)
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+        dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
-        raise _unreadable(path, _first_cause(error)) from error
+        cause = _first_cause(error)
+        is_foreign = isinstance(cause, UnpicklingError)  # whose own text tells how to run the code
+        reason = "its files hold something else than tensors" if is_foreign else _one_line(cause)
+        raise unreadable(reader.path, reason) from error
     except (OSError, EOFError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(reader.path, _one_line(error)) from error
 
 
-def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+def _check_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
+    stored = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
-        found = stored.get(name)
-        size = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+        size = tuple(stored[name].size) if name in stored else None
         if size != tuple(tensor.shape):
+            found = (
+                f"{name} of shape {list(size)} in {reader.path}" if size is not None else f"no {name} in {reader.path}"
+            )
             raise InvalidCheckpointError(
                 field="--resume",
-                found=f"{name} of shape {list(size)} in {path}" if size is not None else f"{path} without {name}",
+                found=found,
                 expected=f"{name} of shape {list(tensor.shape)}",
                 hint="resume a checkpoint of the same model and optimizer",
             )
-
-
-def _unreadable(path: Path, cause: BaseException) -> InvalidCheckpointError:
-    return InvalidCheckpointError(
-        field="--resume",
-        found=f"{path}: {_one_line(cause)}",
-        expected="a whole checkpoint that steelyard wrote",
-        hint="resume from an earlier one",
-    )
 
 
 def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:

@@ -3,22 +3,29 @@
 | path                           | what                                                                           |
 |--------------------------------|--------------------------------------------------------------------------------|
 | ``step-00000100/``             | a complete checkpoint                                                          |
-| ``step-00000100/run.json``     | `CheckpointInfo`: the run's progress, and every other file with its size       |
+| ``step-00000100/run.json``     | `CheckpointInfo`: the run's progress, every other file's size and checksum     |
 | ``.step-00000100.part/``       | one that is being written, or was when the run was killed                      |
 | ``.step-00000100.old/``        | one that is being deleted                                                      |
+| ``step-00000100.damaged/``     | one that a run has passed over                                                 |
+| ``.lock``                      | locked, as long as it lives, by the run that writes here                       |
 
 A checkpoint gets its name last, by a rename, when every file of it is on the disk: a kill at any instant leaves the
 complete ones as they were.
 """
 
+import errno
+import fcntl
 import hashlib
 import os
 import re
 import shutil
+import socket
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TextIO
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard.errors import InvalidCheckpointError
 from steelyard.plan.plan import Plan
@@ -29,17 +36,22 @@ AUTO = "auto"
 """As latest, where there is a checkpoint; else the run starts anew."""
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
+_LOCK_FILE = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""How a file system says that it has none."""
+_CHUNK_BYTES = 1 << 20
+Position = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class CheckpointInfo(BaseModel):
     """What a checkpoint says of its run beside the tensors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = 1
-    step: int
+    step: Position
     """Steps that were trained."""
-    num_samples: int
+    num_samples: Position
     """Samples that were read: the position in the data."""
     seed: int
     """Of first weights and sample order."""
@@ -52,6 +64,8 @@ class CheckpointInfo(BaseModel):
     num_processes: int
     files: dict[str, int] = {}
     """Size in bytes of every file beside this one."""
+    checksums: dict[str, int] = {}
+    """CRC-32 of these files as they were written; none of those that were written before there were checksums."""
 
 
 def plan_hash(plan: Plan) -> str:
@@ -80,12 +94,15 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
 
 
-def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a folder with all its files whole, and what is wrong with each newer one."""
+def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint of a folder with all its files in their size, and what is wrong with each newer one.
+
+    ``known`` are faults that were found inside the files of checkpoints.
+    """
     faults: list[str] = []
     for path in reversed(complete_checkpoints(folder)):
         try:
-            read_info(path)
+            _check(path, known)
         except InvalidCheckpointError as error:
             faults.append(error.found)
         else:
@@ -93,11 +110,13 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     return None, faults
 
 
-def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path, list[str]]:
+def find_checkpoint(
+    resume: str, folder: Path | None, known: Mapping[Path, str] | None = None
+) -> tuple[Path, list[str]]:
     """The checkpoint that ``--resume`` names, and what is wrong with newer ones that ``latest`` passes over.
 
-    ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``. Raises
-    `InvalidCheckpointError` where there is none that is whole.
+    ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``; ``known`` are
+    faults that were found inside files. Raises `InvalidCheckpointError` where there is none that is whole.
     """
     if resume in (LATEST, AUTO) and folder is None:
         raise InvalidCheckpointError(
@@ -108,9 +127,9 @@ def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path, list[str]]:
         )
     path = folder if resume == LATEST and folder is not None else Path(resume)
     if (path / INFO_FILE).exists() or _NAME.fullmatch(path.name):
-        read_info(path)
+        _check(path, known)
         return path, []
-    found, faults = newest_intact(path)
+    found, faults = newest_intact(path, known)
     if found is None:
         what = "; ".join(faults) or (f"no checkpoint in {path}" if path.is_dir() else f"no folder {path}")
         raise InvalidCheckpointError(
@@ -134,7 +153,10 @@ def read_info(path: Path) -> CheckpointInfo:
         reason = (
             f"no {INFO_FILE} in {path}" if missing else f"{path / INFO_FILE}, which is damaged or of another version"
         )
-        raise _damaged(reason) from error
+        raise _damaged(reason + _wrong_value(error)) from error
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != info.step:
+        raise _damaged(f"{path / INFO_FILE} of step {info.step}, which its folder is not named after")
     for name, size in info.files.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
@@ -143,6 +165,48 @@ def read_info(path: Path) -> CheckpointInfo:
         if actual != size:
             raise _damaged(f"{file} with {actual} bytes instead of {size}")
     return info
+
+
+def _wrong_value(error: Exception) -> str:
+    """What `CheckpointInfo` finds wrong, where it is a value and not the file."""
+    first = error.errors()[0] if isinstance(error, ValidationError) else None
+    return f" ({first['loc'][0]}: {str(first['input'])[:40]})" if first and len(first["loc"]) == 1 else ""
+
+
+def _check(path: Path, known: Mapping[Path, str] | None) -> None:
+    if known and path in known:
+        raise _damaged(known[path])
+    read_info(path)
+
+
+def content_fault(path: Path, *, index: int, num_shares: int) -> str | None:
+    """What is wrong with the first damaged file of a checkpoint, in the ``index``-th of shares that are alike in bytes.
+
+    Reads the files as a whole: as many processes as can should take a share each.
+    """
+    info = read_info(path)
+    loads = [0] * num_shares
+    for name in sorted(info.checksums, key=lambda name: -info.files.get(name, 0)):
+        share = loads.index(min(loads))
+        loads[share] += info.files.get(name, 0)
+        if share != index:
+            continue
+        try:
+            is_whole = file_checksum(path / name) == info.checksums[name]
+        except OSError as error:
+            return f"{path / name}: {error.strerror}"
+        if not is_whole:
+            return f"{path / name} with other content than was written"
+    return None
+
+
+def file_checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+    checksum, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            checksum = zlib.crc32(chunk[:count], checksum)
+    return checksum
 
 
 def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
@@ -166,60 +230,102 @@ def _damaged(found: str) -> InvalidCheckpointError:
     )
 
 
-def prepare_folder(folder: Path, *, resumed: Path | None) -> None:
-    """Makes the folder and removes what a killed run left half written; one process calls it.
+def lock_folder(folder: Path) -> TextIO:
+    """Makes the folder, and keeps other runs from writing there until the result is closed or this process has ended.
 
-    ``resumed`` is the checkpoint that the run goes on from. Raises `InvalidCheckpointError` if the folder cannot be
-    written, or holds checkpoints that the run does not go on from: they would be deleted in time.
+    Raises `InvalidCheckpointError` if another run writes there, or if nobody can. Where the file system has no locks,
+    nothing is locked.
     """
-    _check_unclaimed(folder, resumed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return file
+        file.seek(0)
+        holder = file.read()
+        file.close()
+        if not isinstance(error, BlockingIOError):
+            raise _not_writable(folder, error) from error
+        raise InvalidCheckpointError(
+            field="--checkpoint-dir",
+            found=f"{folder}, where another run is writing ({holder})",
+            expected="a folder for this run alone",
+            hint="give another folder, or wait until that run has ended",
+        ) from None
+    return file
+
+
+def prepare_folder(folder: Path, *, resumed: Path | None, known: Mapping[Path, str] | None = None) -> None:
+    """Removes what a killed run left half written, and puts aside damaged checkpoints; one process calls it.
+
+    ``resumed`` is the checkpoint that the run goes on from; newer ones that are damaged, in their sizes or by a fault
+    that is ``known``, would be taken for the last ones that are kept. Raises `InvalidCheckpointError` if the folder
+    cannot be written, or holds checkpoints that the run does not go on from: they would be deleted in time.
+    """
+    newer = foreign = complete_checkpoints(folder)
+    if resumed is not None and resumed.resolve().parent == folder.resolve():
+        names = [path.name for path in newer]
+        newer = newer[names.index(resumed.name) + 1 :] if resumed.name in names else newer
+        foreign = [path for path in newer if _is_intact(path, known)]
+    if foreign:
+        raise InvalidCheckpointError(
+            field="--checkpoint-dir",
+            found=f"{foreign[-1].name} in {folder}, from which this run does not go on",
+            expected="an empty folder, or one whose latest checkpoint the run goes on from",
+            hint="go on with that run (--resume latest), or give another folder",
+        )
+    try:
         for path in folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path)
+        for path in newer:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
         probe = folder / f".{os.getpid()}.probe"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InvalidCheckpointError(
-            field="--checkpoint-dir",
-            found=f"{folder}: {error.strerror}",
-            expected="a folder that can be written",
-            hint="check the path and its permissions",
-        ) from error
+        raise _not_writable(folder, error) from error
 
 
-def _check_unclaimed(folder: Path, resumed: Path | None) -> None:
-    existing = complete_checkpoints(folder)
-    if resumed is not None and resumed.resolve().parent == folder.resolve():
-        existing = [path for path in existing if path.name > resumed.name and _is_intact(path)]
-    if existing:
-        raise InvalidCheckpointError(
-            field="--checkpoint-dir",
-            found=f"{existing[-1].name} in {folder}, from which this run does not go on",
-            expected="an empty folder, or one whose latest checkpoint the run goes on from",
-            hint="go on with that run (--resume latest), or give another folder",
-        )
+def _not_writable(folder: Path, error: OSError) -> InvalidCheckpointError:
+    return InvalidCheckpointError(
+        field="--checkpoint-dir",
+        found=f"{folder}: {error.strerror}",
+        expected="a folder that can be written",
+        hint="check the path and its permissions",
+    )
 
 
-def _is_intact(path: Path) -> bool:
+def _is_intact(path: Path, known: Mapping[Path, str] | None) -> bool:
     try:
-        read_info(path)
+        _check(path, known)
     except InvalidCheckpointError:
         return False
     return True
 
 
-def commit(folder: Path, info: CheckpointInfo, *, keep_last: int) -> Path:
+def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, keep_last: int) -> Path:
     """Completes the checkpoint that was written under its part name, and deletes all but the last ``keep_last``.
 
-    Every file must be on the disk. Raises `OSError` where the disk is full; then the others are as they were.
+    Every file must be on the disk; ``checksums`` are those of what was written to them. Raises `OSError` where the
+    disk is full; then the others are as they were.
     """
     part = part_path(folder, info.step)
     files = {file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.name != INFO_FILE}
     with (part / INFO_FILE).open("w", encoding="utf-8") as file:
-        file.write(info.model_copy(update={"files": files}).model_dump_json(indent=2) + "\n")
+        known = {name: checksums[name] for name in files if name in checksums}  # not of what a file system adds
+        content: dict[str, Any] = {"files": files, "checksums": known}
+        file.write(info.model_copy(update=content).model_dump_json(indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(part)

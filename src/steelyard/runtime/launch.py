@@ -19,12 +19,13 @@ from steelyard.runtime.checkpoint_folder import (
     LATEST,
     check_model,
     find_checkpoint,
+    lock_folder,
     newest_intact,
     read_info,
 )
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.progress import check_tensorboard
+from steelyard.runtime.outputs import check_outputs
 from steelyard.units import format_bytes, format_seconds
 
 OUT_OF_MEMORY = "MemoryExceededError"
@@ -47,7 +48,9 @@ def launch(
     """
     plan = read_plan(plan_path)
     prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
-    check_tensorboard(options)
+    check_outputs(options)
+    if options.checkpoint_dir is not None:
+        lock_folder(options.checkpoint_dir).close()
     if options.resume is not None and options.resume != AUTO:
         found, _ = find_checkpoint(options.resume, options.checkpoint_dir)
         check_model(read_info(found), found, plan)

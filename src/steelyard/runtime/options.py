@@ -8,6 +8,11 @@ from typing import Any, Self
 from steelyard.errors import UserError
 from steelyard.runtime.data.prepare import TextOptions
 
+DATA_HELP = (
+    "text, JSON lines, a folder of text, or token ids (.npy, .bin); for image models a folder with a folder of images "
+    "per class, or synthetic"
+)
+
 
 def parse_yes(text: str) -> bool:
     """Whether ``text`` says yes; raises ValueError where it says neither yes nor no."""
@@ -32,19 +37,19 @@ class TrainOptions:
     weight_decay: float = _option(0.1, "weight decay of AdamW", least=0)
     max_grad_norm: float = _option(1.0, "gradients are scaled down to this global norm", least=0)
     seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0)
-    tokenizer: Path | None = _option(None, "tokenizer.json for text; without it text is read as bytes", Path)  # noqa: RUF009
+    tokenizer: Path | None = _option(None, "a tokenizer.json for text; without it text is read as bytes", Path)  # noqa: RUF009
     text_key: str = _option("text", "key of JSON lines that holds the text", str)
     max_data_bytes: int | None = _option(None, "text read from --data at most, in bytes; all without it", int, least=1)
-    mask_token: int | None = _option(None, "token that hides another in masked-token training", int, least=0)
+    mask_token: int | None = _option(None, "token id that hides another, for masked-token training", int, least=0)
     checkpoint_dir: Path | None = _option(None, "folder for checkpoints; none are written without it", Path)  # noqa: RUF009
     checkpoint_every: int = _option(100, "steps between checkpoints; one more is written at the end", int, least=1)
     keep_last: int = _option(2, "checkpoints that are kept, the newest ones", int, least=1)
     resume: str | None = _option(
         None, "a checkpoint or a folder of them to go on from; of --checkpoint-dir: latest, or auto", str
     )
-    init: Path | None = _option(None, "Hugging Face folder with the first weights", Path)  # noqa: RUF009
+    init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
-    enforce_memory: bool = _option(False, "no rank may take more than the plan's budget: yes or no", parse_yes)
+    enforce_memory: bool = _option(False, "no process may take more than the plan's budget", parse_yes)
     timeout_s: float = _option(600.0, "seconds after which a process that waits for the others gives up", least=1)
     metrics: Path | None = _option(None, "file for one JSON line per step", Path)  # noqa: RUF009
     tensorboard: Path | None = _option(None, "folder for TensorBoard's event files", Path)  # noqa: RUF009
@@ -93,5 +98,5 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
             type=option.metadata["kind"],
             default=option.default,
             help=option.metadata["help"] + default,
-            metavar=option.metadata["kind"].__name__.upper(),
+            metavar="YES|NO" if option.type is bool else option.metadata["kind"].__name__.upper(),
         )

@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim import Optimizer
 
+from steelyard.runtime.checkpoint_reader import CheckpointReader
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
 
@@ -28,5 +29,5 @@ def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], fol
     state.fill_optimizers()
     steps = {_NUM_STEPS: torch.tensor(0)}
     for copy in range(state.names.num_copies):
-        dcp.load(state.tensors(copy=copy) | steps, checkpoint_id=folder)
+        dcp.load(state.tensors(copy=copy) | steps, storage_reader=CheckpointReader(Path(folder)))
     trainer.num_steps = int(steps[_NUM_STEPS])

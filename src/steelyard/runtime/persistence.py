@@ -6,22 +6,32 @@ that torchrun has started again goes on from the newest checkpoint of ``--checkp
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
+from steelyard.output import say, write_file
 from steelyard.processes.failure import previous_failures, restart_count
 from steelyard.processes.start import LOST_PEER
-from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank
-from steelyard.runtime.checkpoint_folder import AUTO, CheckpointInfo, find_checkpoint, newest_intact, plan_hash
+from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank, whole_checkpoint
+from steelyard.runtime.checkpoint_folder import (
+    AUTO,
+    LATEST,
+    CheckpointInfo,
+    find_checkpoint,
+    lock_folder,
+    newest_intact,
+    plan_hash,
+)
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
-from steelyard.runtime.weights import check_export, export_weights, load_weights
+from steelyard.runtime.weights import export_weights, load_weights
 
 
 class Persistence:
@@ -38,6 +48,7 @@ class Persistence:
         self._state = RunState(model, optimizers)
         self._data_samples = data_samples
         self._checkpointer: Checkpointer | None = None
+        self._lock: TextIO | None = None
         self.num_steps = 0
         """Steps that were trained before this run."""
         self.num_samples = 0
@@ -49,9 +60,8 @@ class Persistence:
         restarts = _most_restarts()
         if restarts:
             _say(f"started again ({restarts}): {_why_restarted()}")
-        resumed = on_first_rank(lambda: _checkpoint_to_resume(options, is_restart=restarts > 0))
-        if options.export_hf is not None:
-            check_export(options.export_hf)
+        on_first_rank(self._lock_folder)
+        resumed, known = whole_checkpoint(lambda known: _checkpoint_to_resume(options, known, is_restart=restarts > 0))
         if resumed is not None:
             path, notices = resumed
             info = load_checkpoint(path, self._state, self._model.plan, self._model.device)
@@ -68,8 +78,14 @@ class Persistence:
                 options.checkpoint_dir,
                 keep_last=options.keep_last,
                 resumed=resumed[0] if resumed else None,
+                known=known,
                 timeout_s=options.timeout_s,
             )
+
+    def _lock_folder(self) -> None:
+        """Until this process ends, whatever way it does."""
+        if self._options.checkpoint_dir is not None:
+            self._lock = lock_folder(self._options.checkpoint_dir)
 
     def first_sample(self, step: int) -> int:
         """The first sample of a step (from 0): a resumed run goes on after the samples that were read."""
@@ -98,12 +114,14 @@ class Persistence:
             raise
 
     def end(self) -> None:
-        """Waits for the last checkpoint and exports the weights."""
+        """Waits for the last checkpoint, exports the weights and leaves the folder of checkpoints to others."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._options.export_hf is not None:
             export_weights(self._options.export_hf, self._state, self._model.plan)
             _say(f"weights for transformers are in {self._options.export_hf}")
+        if self._lock is not None:
+            self._lock.close()
 
     def _info(self, num_steps: int) -> CheckpointInfo:
         plan, chain = self._model.plan, self._model.chain
@@ -149,23 +167,25 @@ def _most_restarts() -> int:
     return max(counts)
 
 
-def _checkpoint_to_resume(options: TrainOptions, *, is_restart: bool) -> tuple[Path, list[str]] | None:
+def _checkpoint_to_resume(
+    options: TrainOptions, known: Mapping[Path, str], *, is_restart: bool
+) -> tuple[Path, list[str]] | None:
     """The checkpoint to go on from, with what to say about it; None to start anew."""
-    if options.checkpoint_dir is not None and (is_restart or options.resume == AUTO):
-        newest, faults = newest_intact(options.checkpoint_dir)
-        if newest is not None:
-            return newest, _notices(faults)
-    if options.resume is None or (options.resume == AUTO and options.checkpoint_dir is not None):
+    resume = options.resume
+    if options.checkpoint_dir is not None and (is_restart or resume == AUTO):
+        newest, faults = newest_intact(options.checkpoint_dir, known)
+        resume = LATEST if newest is not None or faults else None if resume == AUTO else resume
+    if resume is None:
         return None
-    path, faults = find_checkpoint(options.resume, options.checkpoint_dir)
-    return path, _notices(faults)
+    path, faults = find_checkpoint(resume, options.checkpoint_dir, known)
+    return path, [f"passed over a damaged checkpoint: {fault}" for fault in faults]
 
 
 def _keep_lines(metrics: Path | None, num_steps: int) -> None:
     """Drops from a file of metrics the steps that will be trained again."""
-    if metrics is not None and metrics.exists():
+    if metrics is not None and metrics.is_file():
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        metrics.write_text("".join(line for line in lines if _step_of(line) <= num_steps), encoding="utf-8")
+        write_file(metrics, "".join(line for line in lines if _step_of(line) <= num_steps), "--metrics")
 
 
 def _step_of(line: str) -> float:
@@ -184,11 +204,7 @@ def _why_restarted() -> str:
     return f"rank {first.rank} failed with {first.kind}: {first.message.splitlines()[0]}"
 
 
-def _notices(faults: list[str]) -> list[str]:
-    return [f"passed over a damaged checkpoint: {fault}" for fault in faults]
-
-
 def _say(*lines: str) -> None:
     if dist.get_rank() == 0:
         for line in lines:
-            print(line, flush=True)
+            say(line + "\n")

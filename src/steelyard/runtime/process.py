@@ -1,6 +1,7 @@
 """The life of one process of a training run: arguments, checks, the run."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from steelyard.processes.group import local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
 from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.options import TrainOptions, add_train_options
-from steelyard.runtime.progress import check_tensorboard
+from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
+from steelyard.runtime.outputs import check_outputs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +26,8 @@ def _train(namespace: argparse.Namespace) -> None:
     check_world_size(plan, world_size())
     if local_rank() == 0:
         prepare_data(Path(namespace.data), options.text, reads_text=plan.chain().family.task.reads_text)
-    check_tensorboard(options)
+    if os.environ["RANK"] == "0":
+        check_outputs(options)
     from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for
 
     with process_group(options.timeout_s):
@@ -37,6 +39,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
     )
     parser.add_argument("plan", help="the plan file")
-    parser.add_argument("--data", required=True, help="text file, folder of text files, or .npy or .bin token ids")
+    parser.add_argument("--data", required=True, help=DATA_HELP)
     add_train_options(parser)
     return parser

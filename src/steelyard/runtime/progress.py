@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import UserError
+from steelyard.output import explained, say
 from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
 from steelyard.units import format_bytes, format_count
@@ -117,14 +117,15 @@ def _sinks(options: TrainOptions, *, resumes: bool) -> Iterator[Any]:
 
 @contextmanager
 def _json_lines(path: Path, *, resumes: bool) -> Iterator[Callable[[StepMetrics], None]]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a" if resumes else "w") as file:
+    def append(text: str) -> None:
+        with explained(path, "--metrics"), path.open("a", encoding="utf-8") as file:
+            file.write(text)
 
-        def write(metrics: StepMetrics) -> None:
-            file.write(json.dumps(metrics.values()) + "\n")
-            file.flush()
-
-        yield write
+    with explained(path, "--metrics"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resumes:
+            path.open("w").close()
+    yield lambda metrics: append(json.dumps(metrics.values()) + "\n")
 
 
 @contextmanager
@@ -141,25 +142,9 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[StepMetrics], None]]:
         yield write
 
 
-def check_tensorboard(options: TrainOptions) -> None:
-    """Raises `UserError` if TensorBoard is asked for and not installed."""
-    if options.tensorboard is None:
-        return
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            field="--tensorboard",
-            found="no package tensorboard",
-            expected="tensorboard, which writes the event files",
-            hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
-        ) from error
-
-
 def _show(line: str, *, is_last: bool) -> None:
     """Replaces the line of progress on a terminal; elsewhere every step is a line of its own."""
     if sys.stdout.isatty():
-        sys.stdout.write(f"\r\x1b[K{line}" + ("\n" if is_last else ""))
+        say(f"\r\x1b[K{line}" + ("\n" if is_last else ""))
     else:
-        sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+        say(line + "\n")

@@ -4,6 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.kinds import TWINS, Division
@@ -22,8 +23,18 @@ def shard_layer(
     mesh: PlanMesh,
     precision: Precision,
 ) -> FSDPModule | Replica:
-    """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded."""
+    """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
+
+    Raises `InvalidPlanError` for a kind that no twin carries out.
+    """
     used = {kind.name: kind for kind in strategy.kinds}
+    if unknown := sorted(used.keys() - TWINS.keys()):
+        raise InvalidPlanError(
+            field="parallel",
+            found=f"{', '.join(unknown)} in {strategy}",
+            expected="kinds that the runtime carries out: " + ", ".join(TWINS),
+            hint="plan without it, or add its twin in steelyard/modules/kinds",
+        )
     for name, twin in TWINS.items():
         if name in used:
             ranks = mesh.kind(strategy, used[name])

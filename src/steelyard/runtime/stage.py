@@ -13,19 +13,18 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_rotary, materialize_layer, prepare_model
-from steelyard.modules.context_attention import reads_mask
+from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.dropout import has_dropout, seed_dropout
 from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.layers import (
-    BlockLayer,
     ChainLayer,
     Flow,
     LayerContext,
-    SideInputBuilder,
+    SideInputSource,
     as_flow,
     build_layer,
+    side_inputs_of,
     tensors_of,
 )
 from steelyard.modules.replicated import Replica, Replicas
@@ -94,7 +93,7 @@ class StageModule(nn.Module):
         loop: LayerLoop,
         *,
         replicas: Replicas,
-        side: SideInputBuilder,
+        side: SideInputSource,
         seq_len: int,
         dtype: torch.dtype,
         num_tokens: int,
@@ -230,13 +229,10 @@ def _build_chunk(
     if len(replicas) < len(layers):
         not_sharded = {parameter for each in replicas for parameter in each.parameters()}
         fully_shard(loop, mesh=mesh.states(strategies[0])[1], reshard_after_forward=True, ignored_params=not_sharded)
-    blocks = [layer for layer in layers.values() if isinstance(layer, BlockLayer)]
-    attention_types = {block.attention_type for block in blocks}
-    masked_types = {block.attention_type for block in blocks if reads_mask(block)}
     return StageModule(
         loop,
         replicas=Replicas(replicas),
-        side=SideInputBuilder(model, chain, build_rotary(model, chain, device), attention_types, masked_types),
+        side=side_inputs_of(layers.values(), model, chain, device),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),
         num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.reads_text else 1),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.modules.kinds.ep import take_imbalance
+from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.runtime.data.source import SampleData, open_samples
@@ -58,7 +59,7 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
             finished = list(steps)
     record = _record(trainer, finished)
     if is_first and options.record is not None:
-        options.record.write_text(record.model_dump_json(indent=2) + "\n")
+        write_file(options.record, record.model_dump_json(indent=2) + "\n", "--record")
     return record
 
 

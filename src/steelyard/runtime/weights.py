@@ -27,6 +27,7 @@ from steelyard.modules.build import build_meta_model, hub_config
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
+from steelyard.runtime.outputs import export_part
 from steelyard.runtime.state import RunState
 from steelyard.runtime.stored_weights import StoredParameter, stored_parameters, unknown_names
 
@@ -116,7 +117,7 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int =
     A collective call. The folder gets its name when all is written. Raises `InvalidCheckpointError` if it cannot be
     written.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = export_part(path)
     dtype = activation_dtype(plan.precision)
     try:
         if dist.get_rank() == 0:
@@ -132,23 +133,13 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, file_bytes: int =
             part.rename(path)
         dist.barrier()
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
         raise InvalidCheckpointError(
             field="--export-hf",
             found=f"{path}: {str(error).splitlines()[0]}",
             expected="a new folder on a disk with room",
             hint="make room and export again from the last checkpoint (--resume)",
         ) from error
-
-
-def check_export(path: Path) -> None:
-    """Raises `InvalidCheckpointError` if there is something at ``path``; called before a run that takes days."""
-    if path.exists():
-        raise InvalidCheckpointError(
-            field="--export-hf",
-            found=f"{path}, which exists",
-            expected="the path of a new folder",
-            hint="give another path, or move that one away",
-        )
 
 
 def _chain_at(path: Path) -> ModelChain:

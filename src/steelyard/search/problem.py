@@ -48,6 +48,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
+from steelyard.output import write_file
 from steelyard.plan.strategy import parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
@@ -142,7 +143,7 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
 
 
 def save_problem(path: Path, problem: Problem) -> None:
-    """Write a problem as JSON; reading it back gives equal tables."""
+    """Write a problem as JSON; reading it back gives equal tables. Raises `UserError` if it cannot be written."""
     content = ProblemFile(
         version=2 if any(tables.side_inputs for tables in problem.settings) else 1,
         name=problem.name,
@@ -152,7 +153,7 @@ def save_problem(path: Path, problem: Problem) -> None:
         ],
     )
     unused = {"settings": {"__all__": {"side_inputs"}}} if content.version == 1 else None
-    path.write_text(content.model_dump_json(exclude=unused) + "\n")
+    write_file(path, content.model_dump_json(exclude=unused) + "\n", "problem")
 
 
 def load_problem(path: Path) -> Problem:

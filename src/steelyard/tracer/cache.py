@@ -3,22 +3,20 @@
 The key is made without importing torch: a planner that finds its trace here needs no torch at all.
 """
 
-import hashlib
-import json
 import logging
-import os
 from importlib import metadata
 from pathlib import Path
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
+from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
-TRACER_VERSION = 8
+TRACER_VERSION = 9
 """Raised whenever the tracer counts differently."""
 
 
@@ -44,19 +42,8 @@ def cached_trace(
     from steelyard.tracer.trace import trace
 
     profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(profile.model_dump_json())
-        scratch.replace(path)
-    except OSError as error:
-        _logger.warning("the trace is not kept: %s", error)
+    keep(path, profile.model_dump_json())
     return profile
-
-
-def default_folder() -> Path:
-    """Where traces are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steelyard" / "traces"
 
 
 def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[int, ...]) -> str:
@@ -71,4 +58,4 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         "transformers": metadata.version("transformers"),
         "attention": "sdpa",
     }
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:24]
+    return digest(entries)

@@ -53,6 +53,8 @@ class OpCounts:
     matmul_flop: float = 0.0
     attention_flop: float = 0.0
     matmul_bytes: float = 0.0
+    expert_weight_bytes: float = 0.0
+    """Of them, of weights of routed experts and their gradients."""
     memory_bytes: float = 0.0
     num_kernels: int = 0
     key_value_bytes: float = 0.0
@@ -74,6 +76,7 @@ class OpCounts:
         self.matmul_flop += effect.matmul_flop
         self.attention_flop += effect.attention_flop
         self.matmul_bytes += effect.matmul_bytes
+        self.expert_weight_bytes += effect.expert_weight_bytes
         self.memory_bytes += effect.memory_bytes
         self.num_kernels += effect.num_kernels
         self.key_value_bytes += effect.key_value_bytes
@@ -92,6 +95,7 @@ class OpCounts:
             matmul_flop=self.matmul_flop - other.matmul_flop,
             attention_flop=self.attention_flop - other.attention_flop,
             matmul_bytes=self.matmul_bytes - other.matmul_bytes,
+            expert_weight_bytes=self.expert_weight_bytes - other.expert_weight_bytes,
             memory_bytes=self.memory_bytes - other.memory_bytes,
             num_kernels=self.num_kernels - other.num_kernels,
             key_value_bytes=self.key_value_bytes - other.key_value_bytes,
@@ -107,6 +111,7 @@ class _Effect:
     matmul_flop: float = 0.0
     attention_flop: float = 0.0
     matmul_bytes: float = 0.0
+    expert_weight_bytes: float = 0.0
     memory_bytes: float = 0.0
     num_kernels: int = 0
     key_value_bytes: float = 0.0
@@ -229,7 +234,8 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     packet = func._overloadpacket
     if func.is_view or packet in _FREE_OPERATIONS:
         return _NOTHING
-    moved = sum(_touched_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+    touched = out if packet in _FILLING_OPERATIONS else (args[1:] if packet is aten.copy_ else args, kwargs, out)
+    moved = sum(_touched_bytes(leaf) for leaf in tree_leaves(touched) if isinstance(leaf, Tensor))
     if packet in _ATTENTION_CAUSAL_ARGUMENT:
         query, key, value = args[:3]
         return _Effect(
@@ -241,7 +247,9 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         )
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
-        return _Effect(num_kernels=1, matmul_bytes=moved, matmul_flop=flop)
+        weights = sum(leaf.nbytes for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor) and leaf.dim() == 3)
+        of_experts = weights if packet in _GROUPED_PRODUCTS else 0
+        return _Effect(num_kernels=1, matmul_bytes=moved, expert_weight_bytes=of_experts, matmul_flop=flop)
     return _Effect(num_kernels=1, memory_bytes=moved)
 
 
@@ -261,15 +269,21 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> _Effect
     return _Effect(collective=(kind, whole.numel() * whole.element_size()))
 
 
+_GROUPED_PRODUCTS = {torch.ops.steelyard.grouped_mm, torch.ops.steelyard.grouped_mm_backward}
+"""Rows times the weights of their experts: the operands of three dims."""
 _FREE_OPERATIONS = {
     aten._unsafe_view,
     aten.detach,
     aten.empty,
     aten.empty_like,
     aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
     aten.alias,
     aten.lift_fresh,
 }
+_FILLING_OPERATIONS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like}
+"""Operations that are given a tensor for its shape or type alone, and read nothing of it."""
 
 
 def _attention_flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:

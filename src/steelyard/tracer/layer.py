@@ -22,19 +22,17 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples, decoder_inputs
-from steelyard.modules.build import build_rotary
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds import TWINS, Division
 from steelyard.modules.kinds.ep import exchange_alone
 from steelyard.modules.layers import (
-    BlockLayer,
     ChainLayer,
     Flow,
     LayerContext,
-    SideInputBuilder,
     SideInputs,
     as_flow,
     build_layer,
+    side_inputs_of,
     tensors_of,
 )
 from steelyard.plan.plan import Precision
@@ -215,10 +213,8 @@ class CountedLayer:
 
 def side_inputs(setting: LayerSetting, layer: ChainLayer) -> SideInputs:
     """What a `fake_layer` reads beside the hidden state; the same for any number of samples."""
-    model, chain, device = setting.model, setting.chain, torch.device("cpu")
-    is_block = isinstance(layer, BlockLayer)
-    rotary = build_rotary(model, chain, device) if is_block else None
-    builder = SideInputBuilder(model, chain, rotary, {layer.attention_type} if is_block else set())
+    device = torch.device("cpu")
+    builder = side_inputs_of([layer], setting.model, setting.chain, device)
     return builder(setting.seq_len, setting.dtype, device)
 
 

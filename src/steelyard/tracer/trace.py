@@ -204,6 +204,7 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line) -
         matmul_flop=line(lambda o: direction(o).matmul_flop),
         attention_flop=line(lambda o: direction(o).attention_flop),
         matmul_bytes=line(lambda o: direction(o).matmul_bytes),
+        expert_weight_bytes=direction(observations[0]).expert_weight_bytes,
         memory_bytes=line(lambda o: direction(o).memory_bytes),
         num_kernels=direction(observations[0]).num_kernels,
     )

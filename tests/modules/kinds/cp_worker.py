@@ -35,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{name: {**FAMILY_CONFIGS[name], "tie_word_embeddings": False} for name in ("gpt2", "gemma3_text")},
     "llama, fewer key-value heads": {**FAMILY_CONFIGS["llama"], **GQA},
     "mistral, fewer key-value heads": {**FAMILY_CONFIGS["mistral"], **GQA, "sliding_window": 5},
+    "deepseek_v3": {**FAMILY_CONFIGS["deepseek_v3"], "n_group": 1, "num_experts_per_tok": 2},
     "llama, dropout": {**FAMILY_CONFIGS["llama"], "attention_dropout": 0.1},
 }
 
@@ -81,6 +82,10 @@ CASES: dict[str, Case] = {
     "gemma3, gather over 4": Case(config="gemma3_text", degree=4),
     "gpt_neox, gather over 2, selective": Case(config="gpt_neox", degree=2, remat=Remat.SELECTIVE),
     "mixtral, gather over 2": Case(config="mixtral", degree=2),
+    "deepseek_v3, gather over 4, full": Case(config="deepseek_v3", degree=4, remat=Remat.FULL),
+    "deepseek_v3, ulysses over 2, selective": Case(
+        config="deepseek_v3", degree=2, method="ulysses", remat=Remat.SELECTIVE
+    ),
 }
 CONTROL = replace(_LLAMA, fault=True)
 REFUSED: dict[str, Case] = {

@@ -16,7 +16,10 @@ from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
 from tests.runtime.processes import one_process
 
-CAUSAL = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gpt_neox", "gpt2", "gemma3_text", "mixtral", "qwen3_moe")
+CAUSAL = (
+    *("llama", "qwen2", "qwen3", "gemma", "mistral", "gpt_neox", "gpt2", "gemma3_text", "mixtral", "qwen3_moe"),
+    "deepseek_v3",
+)
 NOT_CAUSAL = tuple(name for name in FAMILY_CONFIGS if name not in CAUSAL)
 
 

@@ -12,6 +12,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.kinds import TWINS, Division, Twin
+from steelyard.modules.layers import build_layer
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import read_plan, write_plan
@@ -33,13 +34,15 @@ from steelyard.plan.kinds.kind import (
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
-from steelyard.plan.strategy import parse_strategy
+from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.report.html import ReportContents, report_page
+from steelyard.runtime.mesh import PlanMesh
+from steelyard.runtime.sharding import shard_layer
 from steelyard.search import SpaceOptions, enumerate_strategies, load_problem, save_problem
 from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world
 from tests.cost.examples import SEQ_LEN, chain, cluster, job, plan, setting
@@ -267,3 +270,13 @@ def test_its_twin_is_given_every_layer_that_uses_it(divided: list[Division]) -> 
         with fake_layer(where):
             pass
     assert [(str(each.strategy), each.mesh.size()) for each in divided] == [("rp2", 2)]
+
+
+def test_a_kind_without_a_twin_is_refused_when_a_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(TWINS, NAME)
+    model = meta_model(chain())
+    layer = build_layer(model, chain(), 1, Remat.NONE)
+    with fake_world(2) as mesh:
+        unused = PlanMesh(world=mesh, axis_names=("ranks",), runs={})
+        with pytest.raises(InvalidPlanError, match="rp in rp2\n  expected: kinds that the runtime carries out: tp"):
+            shard_layer(layer, model, chain(), parse_strategy("rp2"), unused, "fp32")

@@ -65,7 +65,7 @@ def family_of(model_type: str) -> Family:
 def _hint(model_type: str) -> str:
     close = nearest(model_type, FAMILIES)
     missing = (
-        "missing is a file that says how such a model splits into layers and how they run; "
-        "docs/adding-a-model.md shows how to write it (under 50 lines)"
+        "the types that the installed transformers knows are split by their structure where they can be; "
+        "docs/adding-a-model.md says how, and how to write a family file"
     )
     return f"{close} Else {missing}" if close.endswith("?") else missing

@@ -1,6 +1,5 @@
 """DeepSeek-V3: attention through a latent, a few dense blocks, then blocks with routed experts and a shared one.
 
-Queries and keys are wider than values, which fused kernels do not take alike everywhere: attention runs step by step.
 Not trained: the bias that balances the choice of experts, which transformers keeps as it is, and the modules that
 predict tokens further ahead, which transformers does not build.
 
@@ -36,5 +35,4 @@ FAMILY = decoder(
     kind_of_block=_kind,
     ffn=_ffn,
     no_tp_block="transformers has no plan that divides its latent attention and its shared expert",
-    fused_attention=False,
 )

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
-from steelyard.modules.experts import compute_pairs, inverse, routed_experts
+from steelyard.modules.experts import Reordered, compute_pairs, inverse, routed_experts
 from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.updates import local_part
@@ -140,11 +140,15 @@ class ExpertExchange:
         arriving_E = _all_to_all(counts_E, None, None, group)  # noqa: N806
         sent, received = self._splits(counts_E, arriving_E, num_pairs=int(inputs_KH.size(0) * share))
         self.num_pairs += sum(received)
-        arrived_PH = _all_to_all(inputs_KH[: sum(sent)], received, sent, group)  # noqa: N806
+        others = inputs_KH.size(0) - sum(sent)  # pairs of other tp ranks' experts
+        rows_PH = _all_to_all(inputs_KH[: sum(sent)] if others else inputs_KH, received, sent, group)  # noqa: N806
         order_P, own_ends = _by_expert(arriving_E.view(degree, -1), num_pairs=sum(received))  # noqa: N806
-        computed_PH = compute_pairs(experts, arrived_PH[order_P], own_ends, 1.0)  # noqa: N806
-        returned = _all_to_all(computed_PH[inverse(order_P)], sent, received, group)
-        return nn.functional.pad(returned, (0, 0, 0, inputs_KH.size(0) - returned.size(0)))
+        back_P = inverse(order_P)  # noqa: N806
+        rows_PH = Reordered.apply(rows_PH, order_P, back_P)  # noqa: N806
+        rows_PH = compute_pairs(experts, rows_PH, own_ends, 1.0)  # noqa: N806
+        rows_PH = Reordered.apply(rows_PH, back_P, order_P)  # noqa: N806
+        returned = _all_to_all(rows_PH, sent, received, group)
+        return nn.functional.pad(returned, (0, 0, 0, others)) if others else returned
 
     def _splits(self, counts_E: Tensor, arriving_E: Tensor, *, num_pairs: int) -> tuple[list[int], list[int]]:  # noqa: N803
         """Pairs for and from each rank; ``num_pairs`` is how many are sent where counts have no value."""

@@ -3,9 +3,9 @@
 It takes no ranks of its own: its groups are the innermost of those that divide the layer's samples and tokens, and all
 else of the layer is as their levels say. Over the data ranks outside the groups the experts' states are sharded or
 replicated as the levels there say. All-to-alls carry the inputs and the results of the experts that a rank's tokens
-take: forward how many there are, the inputs, and the results back, backward the gradients of both. Full remat exchanges
-all again, selective remat nothing. How even the routing is, is not known before training: times and memory are of the
-rank whose experts most tokens take, for an assumed imbalance.
+take: forward how many there are, which the host reads before it sends on, the inputs, and the results back, backward
+the gradients of both. Full remat exchanges all again, selective remat nothing. How even the routing is, is not known
+before training: times and memory are of the rank whose experts most tokens take, for an assumed imbalance.
 
 Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, arXiv 2504.14960).
 """
@@ -99,7 +99,14 @@ def _not_worth_for(strategy: "Strategy", devices_per_node: int | None, layers: t
 def _traffic(load: Load) -> Iterator[Traffic]:
     for phase, collectives in load.exchanged.items():
         for collective, count, num_bytes in collectives:
-            yield Traffic(phase=phase, collective=collective, tensor_bytes=num_bytes, count=count, over="experts")
+            yield Traffic(
+                phase=phase,
+                collective=collective,
+                tensor_bytes=num_bytes,
+                count=count,
+                over="experts",
+                num_waits=0 if phase == "backward" else 1,
+            )
 
 
 def _words(strategy: "Strategy") -> str:

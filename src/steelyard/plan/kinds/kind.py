@@ -92,6 +92,8 @@ class Traffic:
     over: Over = "level"
     beside_compute: bool = False
     """Whether it can run while the layer computes."""
+    num_waits: int = 0
+    """How often the host must read what came of them before it can launch on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,230 @@
+"""Mixtures of experts that others trained, as they divided them, beside what we predict and what we find.
+
+Every public run is priced as a plan of ours: the same devices, lengths, batch, stages and degrees, blocks cut evenly.
+What the other framework does otherwise is said here and not imitated, but for one row. Tokens per second are of a GPU.
+
+- Qwen3-30B-A3B on 8 B200: mlc-ai/pith-train, issue 79. fsdp 8 is torchtitan's, with the loss in 8 chunks: ours is
+  whole, so that its 8 samples at once are 4 of ours. ep 4 in 2 stages is PithTrain's, whose batch, schedule and
+  recomputation are not stated: priced as 16 microbatches of 1F1B without recomputation.
+- Qwen3-30B-A3B on 64 H100: mlc-ai/pith-train, pull request 40 (commit 093a9e4). DualPipeV is priced as interleaved
+  1F1B with as many chunks; recomputation is not stated and priced as none.
+- Mixtral-8x22B on 128 H100: Liu et al. 2025 (arXiv 2504.14960), Table 1, the best of Megatron-Core with experts folded
+  into data ranks. Degrees and batch are chosen here; states are priced as Megatron-Core keeps them.
+- DeepSeek-V3 on 512 H100: pytorch/torchtitan, commit message of 36a4b6942. 346 tokens/s with plain all-to-alls, as
+  ours, 579 with DeepEP, which sends a token once to a node and not once to each expert.
+
+Imbalance is 1 where routing was forced to be even, or where tokens above an expert's capacity were dropped.
+
+Run: python benchmarks/public_moe.py [--found] [qwen3|mixtral|deepseek] ...
+``--found`` prints the best plan of each job too: a search of some seconds, of DeepSeek-V3 of half a minute.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from published_runs.frameworks import MIXED_18
+
+from steelyard.cost.execution import OURS, Execution
+from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
+from steelyard.hardware import parse_cluster
+from steelyard.model.read import load_model
+from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
+from steelyard.plan.strategy import parse_strategy
+from steelyard.planning import PlanOptions, make_job, plan_job, with_price
+from steelyard.planning.plan_from_search import assemble_plan, describe, summarise
+from steelyard.planning.price import peak_bytes
+from steelyard.schedules import PipelineConfig, find_schedule
+from steelyard.tracer.trace import trace
+from steelyard.units import GB
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicRun:
+    """A run that others published, as a plan of ours; ``sparse`` divides blocks with experts, ``others`` the rest."""
+
+    name: str
+    model: str
+    cluster: str
+    seq_len: int
+    global_batch: int
+    num_microbatches: int
+    sparse: str
+    others: str
+    num_stages: int = 1
+    num_chunks: int = 1
+    imbalance: float = ASSUMED_IMBALANCE
+    execution: Execution = OURS
+    tokens_per_s: float | None = None
+    """Of one GPU; with ``least_tokens_per_s`` the best of several."""
+    least_tokens_per_s: float | None = None
+    mfu: float | None = None
+    memory_gb: float | None = None
+
+    def job(self) -> Job:
+        """The job, traced at the degrees that the run needs alone."""
+        strategies = [parse_strategy(text) for text in (self.sparse, self.others)]
+        chain, cluster = load_model(self.model), parse_cluster(self.cluster)
+        degrees = {strategy.tensor_degree for strategy in strategies}
+        return Job(
+            chain=chain,
+            profile=trace(chain, seq_len=self.seq_len, precision="bf16", degrees=degrees),
+            cluster=cluster,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            precision="bf16",
+            budget_bytes=cluster.device.known_memory_bytes(),
+            imbalance=self.imbalance,
+            execution=self.execution,
+        )
+
+    def plan(self, job: Job) -> Plan:
+        """The run as a plan of ours, layers cut evenly, with its prediction."""
+        num_parts = self.num_stages * self.num_chunks
+        size = job.cluster.num_devices // self.num_stages
+        sparse, others = parse_strategy(self.sparse), parse_strategy(self.others)
+        chosen = [sparse if job.chain.kind_of(i).num_experts else others for i in range(job.chain.num_layers)]
+        cuts = [round(part * len(chosen) / num_parts) for part in range(num_parts + 1)]
+        parts = []
+        for part, (first, end) in enumerate(pairwise(cuts)):
+            rank = part % self.num_stages * size
+            parts.append(StagePlan(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(chosen[first:end]))))
+        pipeline = PipelineConfig(
+            num_stages=self.num_stages,
+            num_chunks=self.num_chunks,
+            num_microbatches=self.num_microbatches,
+            schedule=find_schedule("interleaved-1f1b" if self.num_chunks > 1 else "1f1b"),
+        )
+        return with_price(assemble_plan(job, pipeline, tuple(parts)), job)
+
+
+_B200 = {"model": "qwen3-30b-a3b", "cluster": "1x8xb200-180gb", "seq_len": 8192, "global_batch": 64}
+_H100 = {"model": "qwen3-30b-a3b", "cluster": "8x8xh100-80gb", "seq_len": 4096, "global_batch": 1024}
+_OF_64 = {**_H100, "num_microbatches": 64, "num_stages": 4, "num_chunks": 2}
+RUNS = {
+    "fsdp 8": PublicRun(
+        name="Qwen3-30B-A3B, 8 B200: fsdp 8, selective",
+        **_B200,
+        num_microbatches=2,
+        sparse="fsdp8 remat=selective",
+        others="fsdp8",
+        tokens_per_s=19520,
+    ),
+    "ep 4": PublicRun(
+        name="Qwen3-30B-A3B, 8 B200: fsdp 4, ep 4, 2 stages",
+        **_B200,
+        num_microbatches=16,
+        sparse="fsdp4 ep4",
+        others="fsdp4",
+        num_stages=2,
+        tokens_per_s=17500,
+    ),
+    "fsdp 16": PublicRun(
+        name="Qwen3-30B-A3B, 64 H100: fsdp 16, ep 8, 4 stages",
+        **_OF_64,
+        sparse="fsdp16 ep8",
+        others="fsdp16",
+        tokens_per_s=4595,
+        memory_gb=48.33,
+    ),
+    "hybrid": PublicRun(
+        name="Qwen3-30B-A3B, 64 H100: dp 2 outside fsdp 8, ep 8, 4 stages",
+        **_OF_64,
+        sparse="dp2-fsdp8 ep8",
+        others="dp2-fsdp8",
+        tokens_per_s=6125,
+        memory_gb=53.9,
+    ),
+    "mixtral": PublicRun(
+        name="Mixtral-8x22B, 128 H100: tp 2, ep 4, 8 stages",
+        model="mixtral-8x22b",
+        cluster="16x8xh100-80gb",
+        seq_len=4096,
+        global_batch=256,
+        num_microbatches=32,
+        sparse="dp8-tp2+sp ep4",
+        others="dp8-tp2+sp",
+        num_stages=8,
+        imbalance=1.0,
+        execution=Execution(states=replace(MIXED_18, zero=1)),
+        mfu=0.493,
+    ),
+    "deepseek": PublicRun(
+        name="DeepSeek-V3, 512 H100: fsdp 64, ep 32, 8 stages, full",
+        model="deepseek-v3",
+        cluster="64x8xh100-80gb",
+        seq_len=4096,
+        global_batch=1024,
+        num_microbatches=16,
+        sparse="fsdp64 ep32 remat=full",
+        others="fsdp64 remat=full",
+        num_stages=8,
+        num_chunks=2,
+        imbalance=1.0,
+        tokens_per_s=579,
+        least_tokens_per_s=346,
+        memory_gb=60.18,
+    ),
+}
+
+
+def predicted(run: PublicRun) -> Prediction:
+    """What we predict of a run."""
+    prediction = run.plan(run.job()).prediction
+    assert prediction is not None, "the plan is priced"
+    return prediction
+
+
+def show(run: PublicRun) -> None:
+    """A line: predicted against published."""
+    found = predicted(run)
+    if run.mfu is not None and found.mfu is not None:
+        speed = f"{found.mfu:6.1%} MFU, public {run.mfu:.1%}, ratio {found.mfu / run.mfu:.2f}"
+    else:
+        assert run.tokens_per_s is not None
+        least = run.least_tokens_per_s or run.tokens_per_s
+        public = f"{run.tokens_per_s:,.0f}" if least == run.tokens_per_s else f"{least:,.0f} to {run.tokens_per_s:,.0f}"
+        speed = f"{found.tokens_per_s_per_device:6,.0f} tok/s, public {public}"
+        speed += f", ratio {found.tokens_per_s_per_device / least:.2f}"
+    fullest = max(stage.total_bytes for stage in found.stages)
+    memory = f"{fullest / GB:5.1f} GB" + (f", public {run.memory_gb:.1f}" if run.memory_gb else "")
+    print(f"{run.name:62s} {speed}; {memory}")
+
+
+def show_found(run: PublicRun) -> None:
+    """A line: the best plan of the job of a run, as far as the search gets."""
+    job = make_job(
+        run.model,
+        run.cluster,
+        global_batch=run.global_batch,
+        seq_len=run.seq_len,
+        precision="bf16",
+        memory=None,
+        profile=None,
+        imbalance=run.imbalance,
+    )
+    plan = plan_job(job, PlanOptions()).plan
+    assert plan is not None, "these jobs fit"
+    assert plan.prediction is not None, "the plan is priced"
+    found = plan.prediction
+    mfu = f"{found.mfu:.1%} MFU" if found.mfu is not None else ""
+    print(f"  found for {run.model} on {run.cluster}: {found.tokens_per_s_per_device:,.0f} tok/s, {mfu}, ", end="")
+    print(f"{peak_bytes(plan) / GB:.1f} GB: {describe(plan.pipeline)}; {summarise(plan)}; {found.certificate}")
+
+
+def main() -> None:
+    """Prints a line for each run whose model is named, and for each job what is found."""
+    names = [name for name in sys.argv[1:] if not name.startswith("-")]
+    jobs = set()
+    for run in RUNS.values():
+        if names and not any(run.model.startswith(name) for name in names):
+            continue
+        show(run)
+        job = run.model, run.cluster
+        if "--found" in sys.argv and job not in jobs:
+            show_found(run)
+        jobs.add(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A config at small width: the same model type, blocks and switches, with sizes that any machine computes quickly."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size")
+_HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads")
+_KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "linear_num_key_heads", "n_head_kv")
+_HEAD_DIM_KEYS = (
+    *("head_dim", "kv_channels", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+)
+_FFN_KEYS = (
+    *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "mlp_hidden_size"),
+)
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
+_TOKEN_KEYS = ("vocab_size", "max_position_embeddings", "n_positions")
+_WINDOW_KEYS = ("sliding_window", "attention_window")
+TOKENS = 256
+"""Tokens of the vocabulary, and positions."""
+
+
+def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any]:
+    """The config with small sizes in the place of those that it gives; all divisible by ``degree``.
+
+    Scalings of rotary positions are left out, since they are made for one width; a special token that the small
+    vocabulary lacks becomes its first, but for the one of padding, which is left out.
+    """
+    heads = _HEADS * degree
+    width = heads * _HEAD_DIM
+    sizes = {
+        **dict.fromkeys(WIDTH_KEYS, width),
+        **dict.fromkeys(_HEAD_KEYS, heads),
+        **dict.fromkeys(_HEAD_DIM_KEYS, _HEAD_DIM),
+        **dict.fromkeys(_FFN_KEYS, 2 * width),
+        **dict.fromkeys(_EXPERT_KEYS, _EXPERTS * degree),
+        **dict.fromkeys(_CHOSEN_KEYS, _CHOSEN),
+        **dict.fromkeys(("n_group", "topk_group", "moe_num_shared_experts", "n_shared_experts"), 1),
+        **dict.fromkeys(_TOKEN_KEYS, TOKENS * degree),
+        **dict.fromkeys(_WINDOW_KEYS, _HEAD_DIM),
+    }
+    given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
+    found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
+    found |= {key: value for key, value in sizes.items() if key in given}
+    found |= {key: _heads_of(given, key, degree) for key in _KV_KEYS if key in given}
+    found |= {key: None if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
+    return found
+
+
+def _heads_of(given: Mapping[str, int], key: str, degree: int) -> int:
+    """Key-value heads: as many as query heads where the model has as many, else half of them, or one."""
+    queries = max((given[each] for each in _HEAD_KEYS if each in given), default=0)
+    if given[key] == 1:
+        return 1
+    return (_HEADS if given[key] == queries else _HEADS // 2) * degree
+
+
+def _is_made_for_a_width(key: str, value: object) -> bool:
+    return (
+        key.startswith("rope_")
+        and isinstance(value, Mapping)
+        and any(isinstance(each, list | tuple) for each in value.values())
+    )
+
+
+def _is_outside(key: str, value: object) -> bool:
+    """Whether a special token is not one of a small vocabulary; a list of them never is."""
+    return key.endswith("_token_id") and (isinstance(value, list) or (isinstance(value, int) and value >= TOKENS))

@@ -1,0 +1,156 @@
+"""A model of transformers that no family file knows, split by its structure: what the planner must know of it, as data.
+
+The split is found from the real modules (`steelyard.modules.splitting`, with torch), travels in the plan file beside
+the config, and is kept with the traces; so reading a plan or planning again needs no torch. From it `family_of_split`
+makes the `Family` of this one model. How its layers run is not said here: the embedding and the head are the model's
+own forward pass with holes, and blocks are called as the model calls them (`steelyard.modules.holes`).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.small import WIDTH_KEYS
+
+Count = Annotated[int, Field(ge=1, lt=2**53)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SplitKind(_Part):
+    """One kind of layers; see the fields of the same names of `LayerKind`."""
+
+    name: str
+    role: LayerRole
+    tp_divides: tuple[tuple[str, Count], ...] = ()
+    no_tp: str = ""
+    no_sp: str = ""
+    num_experts: int = 0
+    attention: str = "full_attention"
+    styles: dict[str, str] = {}
+    """The style of the modules that tensor parallelism divides, by their path in the layer: as `Family.tp`."""
+
+
+class BlockCall(_Part):
+    """How the model calls its blocks: where the hidden state goes in, and where it comes out."""
+
+    argument: int | str = 0
+    """Place or name of the hidden state among the arguments."""
+    result: int | None = None
+    """Place of the hidden state in what is returned; None where it is all."""
+    num_results: int | None = None
+    """How many things are returned; None where it is the hidden state alone."""
+
+
+class ModelSplit(_Part):
+    """How one model splits into a chain: embedding, blocks, head."""
+
+    model_type: str
+    task: Task
+    embedding: tuple[str, ...]
+    """Paths in the model of the modules that hold the embedding's parameters."""
+    blocks: str
+    """Path of the list of blocks."""
+    head: tuple[str, ...]
+    """Paths of the modules that hold the head's parameters."""
+    kinds: tuple[SplitKind, ...]
+    layers: tuple[int, ...]
+    """For each layer of the chain, embedding and head included, the number of its kind."""
+    call: BlockCall
+    head_sees_shape: bool = False
+    """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
+    hidden_size: Count
+    vocab_size: Count
+    max_seq_len: Count
+    learned_positions: bool
+    rotary_size: int
+    rotary_by_attention: bool
+    fused_attention: bool
+    shared: tuple[tuple[tuple[int, str], ...], ...] = ()
+    """Parameters that the embedding and the head share: for each copy its layer, and its path in the model."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the chain."""
+        return len(self.layers) - 2
+
+    def resized(self, config: Mapping[str, Any], divisor: int) -> "ModelSplit":
+        """The same split at the sizes of another config, all of which ``divisor`` divides."""
+        width = next(config[key] for key in WIDTH_KEYS if key in config)
+        kinds = tuple(
+            kind.model_copy(
+                update={
+                    "tp_divides": tuple((name, divisor) for name, _ in kind.tp_divides),
+                    "num_experts": divisor if kind.num_experts else 0,
+                }
+            )
+            for kind in self.kinds
+        )
+        sizes = {"hidden_size": width, "vocab_size": config["vocab_size"], "kinds": kinds}
+        return self.model_copy(update=sizes)
+
+    def layout(self) -> Layout:
+        """The chain of layers."""
+        return Layout(
+            kinds=tuple(
+                LayerKind(
+                    name=kind.name,
+                    role=kind.role,
+                    tp_divides=kind.tp_divides,
+                    no_tp=kind.no_tp,
+                    no_sp=kind.no_sp,
+                    no_cp="that every rank may compute its own tokens alone is not proved for a model without a family",
+                    num_experts=kind.num_experts,
+                    attention=kind.attention,
+                )
+                for kind in self.kinds
+            ),
+            layers=self.layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            tied_embeddings=bool(self.shared),
+            shared=tuple(
+                SharedWeight(copies=tuple((layer, self.local_path(layer, path)) for layer, path in copies))
+                for copies in self.shared
+            ),
+            rotary_size=self.rotary_size,
+            learned_positions=self.learned_positions,
+        )
+
+    def modules(self, layer: int) -> Mapping[str, str]:
+        """The path in the model of each module of a layer, by the name that it has in the layer."""
+        if 0 < layer < len(self.layers) - 1:
+            return {"block": f"{self.blocks}.{layer - 1}"}
+        return {local_name(path): path for path in (self.head if layer else self.embedding)}
+
+    def local_path(self, layer: int, path: str) -> str:
+        """The path in a layer of what has this path in the model."""
+        for name, module in self.modules(layer).items():
+            if path == module or path.startswith(f"{module}."):
+                return name + path.removeprefix(module)
+        raise AssertionError(f"layer {layer} does not hold {path}")
+
+
+def local_name(path: str) -> str:
+    """The name in its layer of the module at a path of the model."""
+    return path.replace(".", "__")
+
+
+def family_of_split(split: ModelSplit) -> Family:
+    """The family of this one model."""
+    return Family(
+        model_type=split.model_type,
+        task=split.task,
+        layout=lambda _sizes: split.layout(),
+        modules=lambda _layout, layer: split.modules(layer),
+        run={},
+        tp={kind.name: dict(kind.styles) for kind in split.kinds},
+        rotary=None,
+        rotary_by_attention=split.rotary_by_attention,
+        fused_attention=split.fused_attention,
+    )

@@ -1,0 +1,305 @@
+"""How the layers of a split model run: embedding and head are the model's own forward pass with holes.
+
+The embedding runs the model up to its first block, the head from the result of its last block on; what both skip has
+holes in its place. Blocks are called as the model calls them: one more forward pass with holes for everything that has
+parameters shows what each kind of block is given beside the hidden state (masks, positions, rotary embeddings), which
+depends on no parameter.
+
+A hole passes on values without meaning, of the right shape and type. `steelyard.modules.splitting` proves that nothing
+of them reaches a result.
+
+Legend of shapes: B samples, S tokens.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import Context, Layer, LayerRole, Run
+from steelyard.model.split import BlockCall, ModelSplit
+from steelyard.modules.build import fill_buffers
+
+NO_MASK = "flash_attention_2"
+"""An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
+
+BlockArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What a block is given, by place and by name, with None in the place of the hidden state."""
+
+
+class EmbeddingPiece:
+    """Token ids [B, S] to the hidden state that the first block reads."""
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        stubs = [_Stop(split.call) for _ in range(split.num_blocks)]
+        self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=False)
+
+    def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor:
+        """The model's own forward pass, ended where the first block begins."""
+        try:
+            self._shell(ids, torch.get_default_dtype())
+        except _ReachedError as reached:
+            return reached.hidden
+        raise AssertionError("the model has run no block")
+
+
+class HeadPiece:
+    """The hidden state that the last block returns to logits."""
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        self._last = _Give(split.call)
+        self._sees_shape = split.head_sees_shape
+        stubs: list[nn.Module] = [_Pass(split.call) for _ in range(split.num_blocks - 1)]
+        self._shell = Shell(model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=False)
+
+    def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
+        """The model's own forward pass from there on; what comes before is given one token where it may be."""
+        self._last.hidden = hidden
+        shape = hidden.shape[:2] if self._sees_shape else (1, 1)
+        try:
+            outputs = self._shell(torch.zeros(shape, dtype=torch.long, device=hidden.device), hidden.dtype)
+        finally:
+            self._last.hidden = None
+        return outputs.logits
+
+
+class BlockPiece:
+    """A block, called as the model calls it."""
+
+    def __init__(self, call: BlockCall) -> None:
+        self._call = call
+
+    def __call__(self, layer: Layer, hidden: Tensor, context: Context) -> Tensor:
+        """The next hidden state."""
+        block, (places, names) = layer.block, context.side.arguments[layer.kind.name]
+        if isinstance(self._call.argument, str):
+            outputs = block(*places, **{**names, self._call.argument: hidden})
+        else:
+            outputs = block(*_with(places, self._call.argument, hidden), **names)
+        return outputs if self._call.result is None else outputs[self._call.result]
+
+
+class BlockInputs:
+    """What every kind of block reads beside the hidden state."""
+
+    def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: Collection[str]) -> None:
+        split = chain.split
+        assert split is not None
+        self._records: dict[str, _Record] = {}
+        stubs: list[nn.Module] = []
+        for block in range(split.num_blocks):
+            name = chain.kind_of(block + 1).name
+            if name in kinds and name not in self._records:
+                self._records[name] = _Record(split.call)
+                stubs.append(self._records[name])
+            else:
+                stubs.append(_Pass(split.call))
+        self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
+        """For every kind its arguments, for token ids [1, S] and a hidden state in ``dtype``."""
+        self._shell(ids, dtype)
+        return {name: record.take() for name, record in self._records.items()}
+
+
+def split_run(model: PreTrainedModel, split: ModelSplit, role: LayerRole) -> Run:
+    """How a layer of a role runs in a split model."""
+    if role is LayerRole.BLOCK:
+        return BlockPiece(split.call)
+    return (EmbeddingPiece if role is LayerRole.EMBEDDING else HeadPiece)(model, split)
+
+
+class Shell:
+    """A copy of the model around the modules that it keeps, which stay the model's own; its blocks are stubs."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        split: ModelSplit,
+        *,
+        keep: Collection[str],
+        stubs: Sequence[nn.Module],
+        makes_masks: bool,
+    ) -> None:
+        self._whole = _Whole(model)
+        self._config = copy.copy(model.config)
+        if not makes_masks:
+            self._config._attn_implementation_internal = NO_MASK
+        self._keep, self._blocks, self._stubs = frozenset(keep), split.blocks, nn.ModuleList(stubs)
+        self._holes: list[_Hole] = []
+        self._filled: list[nn.Module] = []
+        self._model = self._copy(model, "", model.config)
+        self._options = forward_options(model)
+        self._device: torch.device | None = None
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Any:
+        """The model's outputs; holes pass on blanks of ``dtype``."""
+        if self._device != ids.device:
+            for module in self._filled:
+                fill_buffers(self._whole.model, module, ids.device)
+            self._device = ids.device
+        for hole in self._holes:
+            hole.dtype = dtype
+        with one_sequence_each():
+            return self._model(input_ids=ids, **self._options)
+
+    def _copy(self, module: nn.Module, path: str, config: PreTrainedConfig) -> nn.Module:
+        if path in self._keep:
+            return module
+        if path == self._blocks:
+            return self._stubs
+        found = copy.copy(module)
+        found._modules = {
+            name: child and self._copy(child, f"{path}.{name}" if path else name, config)
+            for name, child in module._modules.items()
+        }
+        if holds_parameters(module):
+            hole = _Hole(found)
+            self._holes.append(hole)
+            found = hole
+        else:
+            found._buffers = dict(module._buffers)
+            if found._buffers:
+                self._filled.append(found)
+            for name, value in vars(found).items():
+                if value is config:
+                    found.__dict__[name] = self._config
+        return found
+
+
+def one_sequence_each() -> AbstractContextManager[Any]:
+    """Within it transformers does not search samples for several sequences packed together: here there is one in each.
+
+    That search reads values, which tensors on the meta device and fake tensors do not have.
+    """
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+
+
+class _Whole:
+    """The whole model, which a copy of what points to it does not copy."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "_Whole":
+        return self
+
+
+class _Hole(nn.Module):
+    """Stands where a module with parameters was: the same attributes, and blanks instead of results."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        kept = {name: value for name, value in vars(module).items() if name not in vars(self)}
+        self.__dict__.update(kept)
+        self._modules = dict(module._modules)
+        self._width = _width(module)
+        self.dtype = torch.float32
+        for name, parameter in module._parameters.items():
+            self.__dict__[name] = None if parameter is None else torch.empty((0,), dtype=parameter.dtype)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """A blank of the shape that the module would return."""
+        given = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
+        if self._width is None:
+            return given
+        shape = given.shape if not given.is_floating_point() else given.shape[:-1]
+        return torch.zeros((), dtype=self.dtype, device=given.device).expand(*shape, self._width)
+
+
+def holds_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own: not those that it only points to in a module below it."""
+    own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
+    return bool(own - {id(parameter) for child in module.children() for parameter in child.parameters()})
+
+
+def _width(module: nn.Module) -> int | None:
+    """The last dim of what a table or a matrix returns; None where the shape stays."""
+    width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
+    return width if isinstance(width, int) else None
+
+
+class _ReachedError(Exception):
+    """The first block was reached."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Stub(nn.Module):
+    """Stands where a block was."""
+
+    def __init__(self, call: BlockCall) -> None:
+        super().__init__()
+        self._call = call
+
+    def hidden_of(self, places: tuple[Any, ...], names: Mapping[str, Any]) -> Tensor:
+        """The hidden state among a block's arguments."""
+        return names[self._call.argument] if isinstance(self._call.argument, str) else places[self._call.argument]
+
+    def returned(self, hidden: Tensor) -> Any:
+        """The hidden state in the form in which blocks return it."""
+        if self._call.result is None:
+            return hidden
+        return _with((None,) * (self._call.num_results or 1), self._call.result, hidden)
+
+
+class _Stop(_Stub):
+    def forward(self, *places: Any, **names: Any) -> Any:
+        raise _ReachedError(self.hidden_of(places, names))
+
+
+class _Pass(_Stub):
+    def forward(self, *places: Any, **names: Any) -> Any:
+        return self.returned(self.hidden_of(places, names))
+
+
+class _Give(_Stub):
+    hidden: Tensor | None = None
+
+    def forward(self, *places: Any, **names: Any) -> Any:
+        assert self.hidden is not None
+        return self.returned(self.hidden)
+
+
+class _Record(_Stub):
+    _found: BlockArguments | None = None
+
+    def forward(self, *places: Any, **names: Any) -> Any:
+        hidden = self.hidden_of(places, names)
+        if isinstance(self._call.argument, str):
+            self._found = places, {**names, self._call.argument: None}
+        else:
+            self._found = _with(places, self._call.argument, None), names
+        return self.returned(hidden)
+
+    def take(self) -> BlockArguments:
+        """What the block was given; forgotten here."""
+        found, self._found = self._found, None
+        assert found is not None
+        return found
+
+
+def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
+    """The tensors among a block's arguments."""
+    return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+
+
+def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+def forward_options(model: PreTrainedModel) -> dict[str, Any]:
+    """What the model's forward pass is told beside the token ids: to keep nothing for generation."""
+    forward: Callable[..., Any] = type(model).forward
+    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}

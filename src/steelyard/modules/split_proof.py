@@ -1,0 +1,120 @@
+"""Proves that a split is exact: the pieces of a small model, run one after another, give what the whole model gives.
+
+Both have the same random weights in fp32. Compared are the logits and the gradient of every parameter, on two inputs of
+unlike length, so that control flow that depends on values or lengths shows. How layers divide under tensor parallelism
+is proved likewise (`steelyard.modules.split_tp`).
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from steelyard.errors import InvalidModelError
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.model.small import small_config
+from steelyard.model.split import ModelSplit
+from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
+from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
+from steelyard.modules.split_tp import ThreadedProof, difference, divided_kinds, divided_sizes
+from steelyard.modules.splitting import Found, find_split
+from steelyard.plan.strategy import Remat
+
+_LENGTHS = (16, 24)
+_SAMPLES = 2
+TOLERANCE = 1e-4
+"""Largest difference of a logit or gradient, as a share of the largest entry of its tensor."""
+
+
+def split_model(model_type: str, config: Mapping[str, Any]) -> ModelSplit:
+    """How the model of a config.json splits, proved at small width; raises `InvalidModelError` where it does not."""
+    full = read_hub_config(model_type, config)
+    found, small = find_split(full), find_split(read_hub_config(model_type, small_config(full.to_dict())))
+    if _parts(found.split) != _parts(small.split):
+        raise _not_exact(found.split, "at small width, where it is proved, it splits otherwise")
+    proofs = _proofs(small)
+    if proofs is None:
+        small = replace(small, split=small.split.model_copy(update={"head_sees_shape": True}))
+        proofs = _proofs(small, last_try=True)
+    assert proofs is not None
+    divided = divided_kinds(small.model, small.split, small.keywords, proofs)
+    kinds = tuple(
+        kind.model_copy(
+            update={
+                "styles": proved.styles,
+                "no_tp": proved.no_tp,
+                "no_sp": proved.no_sp,
+                "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
+            }
+        )
+        for number, (kind, proved) in enumerate(zip(found.split.kinds, divided, strict=True))
+    )
+    return found.split.model_copy(update={"head_sees_shape": small.split.head_sees_shape, "kinds": kinds})
+
+
+def _parts(split: ModelSplit) -> tuple[object, ...]:
+    return split.embedding, split.blocks, split.head, split.layers, split.call
+
+
+def _proofs(found: Found, *, last_try: bool = False) -> ThreadedProof | None:
+    """The proof of the split by one process, which is where those of tensor parallelism begin; None where it fails."""
+    split = found.split
+    chain = chain_from_config(found.model.config.to_dict(), name=split.model_type, split=split)
+    whole = build_from_config(found.model.config, split.task, fused_attention=split.fused_attention).eval()
+    materialize_module(whole, whole, seed=1, device=torch.device("cpu"))
+    whole.tie_weights()
+    parts = copy.deepcopy(whole)
+    prepare_model(parts, chain)
+    for length in _LENGTHS:
+        ids = torch.randint(split.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
+        expected = _results(whole, whole(input_ids=ids).logits, ids)
+        try:
+            logits = _run_pieces(parts, chain, ids, range(chain.num_layers)).view_as(expected["logits"])
+            wrong = difference(expected, _results(parts, logits, ids), chain, TOLERANCE)
+        except Exception as error:
+            wrong = f"they raise {type(error).__name__} ({(str(error).splitlines() or [''])[0][:160]})"
+        if wrong and last_try:
+            raise _not_exact(split, f"its pieces are not the whole: {wrong}")
+        if wrong:
+            return None
+    few = sorted({place for kind in range(len(chain.kinds)) for place in _first_two(chain, kind)})
+    short = _results(parts, _run_pieces(parts, chain, ids, few), ids)
+    parts.zero_grad()
+    return ThreadedProof(model=parts, chain=chain, numbers=few, ids=ids, expected=short, tolerance=TOLERANCE)
+
+
+def _first_two(chain: ModelChain, kind: int) -> list[int]:
+    return [place for place, each in enumerate(chain.layers) if each == kind][:2]
+
+
+def _run_pieces(model: PreTrainedModel, chain: ModelChain, ids: Tensor, numbers: Iterable[int]) -> Tensor:
+    layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
+    side = side_inputs_of(layers, model, chain, torch.device("cpu"))(ids.shape[1], torch.float32, ids.device)
+    context = LayerContext(side=side, config=model.config)
+    flow: Tensor = ids
+    for layer in layers:
+        flow = layer.run_by_family(layer, flow, context)
+    return flow
+
+
+def _results(model: nn.Module, logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """The logits, and the gradient of every parameter by its path."""
+    model.zero_grad()
+    functional.cross_entropy(logits.flatten(0, -2).float(), ids.flatten()).backward()
+    gradients = {path: each.grad.clone() for path, each in model.named_parameters() if each.grad is not None}
+    return {"logits": logits.detach(), **gradients}
+
+
+def _not_exact(split: ModelSplit, found: str) -> InvalidModelError:
+    return InvalidModelError(
+        field="model_type",
+        found=f"{split.model_type}: {found}",
+        expected="pieces that give the logits and gradients of the whole model",
+        hint="docs/adding-a-model.md says what splits by itself and how to write down what does not",
+    )

@@ -1,0 +1,349 @@
+"""Finds how a model of transformers splits into embedding, blocks and head, from its modules and one forward pass.
+
+The model is built on the meta device from its config and run once, with hooks, on tensors without values. The blocks
+are the list of modules, each called once and in order, that holds the most parameters. Before the first of them the
+embedding's modules are called, after the last the head's; none may be called in between. Each block must be given the
+result of the one before, in one place; whatever else it is given must not depend on parameters and be the same for all
+blocks of a kind. Blocks are of one kind if they have the same structure and are given the same.
+
+What does not split so is an error that names the place. So is control flow that depends on values, which tensors
+without values cannot follow. What is found here is believed only when it is proved (`steelyard.modules.split_proof`).
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from steelyard.errors import InvalidModelError
+from steelyard.model.family import LayerRole, Task
+from steelyard.model.split import BlockCall, ModelSplit, SplitKind
+from steelyard.modules.build import build_from_config
+from steelyard.modules.experts import routed_experts
+from steelyard.modules.holes import forward_options, holds_parameters, one_sequence_each
+from steelyard.modules.structure import signature
+
+_SAMPLES, _TOKENS = 2, 16
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
+NO_TP = "how its modules divide is not known"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a block: what it was given and what it returned."""
+
+    places: tuple[Any, ...]
+    names: Mapping[str, Any]
+    outputs: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What one forward pass showed: the modules called, in order, by path, and the calls of the blocks."""
+
+    called: Sequence[str]
+    blocks: str
+    calls: Sequence[_Call]
+    logits: Tensor
+    keywords: Mapping[str, str | None]
+    """Of every module called with a tensor, the name by which it is given its first; None where by place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A split, the model on the meta device that it was found in, and how the model's modules are called."""
+
+    split: ModelSplit
+    model: PreTrainedModel
+    keywords: Mapping[str, str | None]
+
+
+def find_split(config: PreTrainedConfig) -> Found:
+    """How the model of a config splits; raises `InvalidModelError` naming what stands in the way."""
+    task = task_of(config)
+    fused_attention = _has_fused_attention(config, task)
+    model = build_from_config(config, task, fused_attention=fused_attention)
+    seen = _record(model, config)
+    split = _split_of(model, seen, config, task, fused_attention=fused_attention)
+    return Found(split=split, model=model, keywords=seen.keywords)
+
+
+def _split_of(
+    model: PreTrainedModel, seen: Recording, config: PreTrainedConfig, task: Task, *, fused_attention: bool
+) -> ModelSplit:
+    call = _block_call(seen, config)
+    embedding, head = _ends(model, seen, config)
+    keys = [_key(model, seen, call, block, config) for block in range(len(seen.calls))]
+    distinct = list(dict.fromkeys(keys))
+    first_of = [keys.index(key) for key in distinct]
+    blocks = model.get_submodule(seen.blocks)
+    names = _names([blocks[place] for place in first_of], [_attention(config, place) for place in first_of])
+    kinds = (
+        SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP),
+        *(
+            SplitKind(
+                name=name,
+                role=LayerRole.BLOCK,
+                no_tp=NO_TP,
+                num_experts=max((each.num_experts for each in routed_experts(blocks[place])), default=0),
+                attention=_attention(config, place),
+            )
+            for name, place in zip(names, first_of, strict=True)
+        ),
+        SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP),
+    )
+    rotary = [_rotary(seen.calls[place]) for place in first_of]
+    positions = next((v for key in _POSITIONS if isinstance(v := getattr(config, key, None), int)), 2**31)
+    return ModelSplit(
+        model_type=config.model_type,
+        task=task,
+        embedding=embedding,
+        blocks=seen.blocks,
+        head=head,
+        kinds=kinds,
+        layers=(0, *(1 + distinct.index(key) for key in keys), len(kinds) - 1),
+        call=call,
+        hidden_size=_hidden_of(seen.calls[0], call).shape[-1],
+        vocab_size=seen.logits.shape[-1],
+        max_seq_len=positions,
+        learned_positions=_has_table(model, embedding, positions),
+        rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
+        rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
+        fused_attention=fused_attention,
+        shared=tuple(_shared(model, embedding, head, len(keys) + 1, config)),
+    )
+
+
+def task_of(config: PreTrainedConfig) -> Task:
+    """What the model is trained for: as its config's architecture says, else the first task that its type has."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    tasks = [task for task in (Task.CAUSAL_LM, Task.MASKED_LM) if type(config) in _mapping(task)]
+    for task in tasks:
+        classes = _mapping(task)[type(config)]
+        if named in {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))}:
+            return task
+    if not tasks:
+        raise _refused(config, "no class of transformers for causal or masked language modelling")
+    return tasks[0]
+
+
+def _has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
+    """Whether attention may run in one kernel, through the registry of transformers."""
+    classes = _mapping(task)[type(config)]
+    model = classes[0] if isinstance(classes, tuple) else classes
+    return bool(model._supports_sdpa and model._supports_attention_backend)
+
+
+def _mapping(task: Task) -> Any:
+    return getattr(transformers, task.auto_class)._model_mapping
+
+
+def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
+    """One forward pass on the meta device, with hooks on all modules."""
+    paths = {module: path for path, module in model.named_modules()}
+    lists = _lists(model)
+    called: list[str] = []
+    calls: dict[str, list[tuple[int, _Call]]] = {path: [] for path in lists}
+    place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
+
+    keywords: dict[str, str | None] = {}
+
+    def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
+        called.append(paths[module])
+        by_place = any(isinstance(each, Tensor) for each in places)
+        first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
+        keywords[paths[module]] = first
+
+    def after(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], outputs: Any) -> None:
+        path, place = place_of[module]
+        calls[path].append((place, _Call(places, names, outputs)))
+
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
+    handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
+    try:
+        ids = torch.zeros((_SAMPLES, _TOKENS), dtype=torch.long, device="meta")
+        with one_sequence_each():
+            outputs = model(input_ids=ids, **forward_options(model))
+    except Exception as error:
+        raise _refused(
+            config, f"its forward pass fails on tensors without values ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    for path, blocks in lists.items():
+        if [place for place, _ in calls[path]] == list(range(len(blocks))):
+            return Recording(
+                called=called,
+                blocks=path,
+                calls=[call for _, call in calls[path]],
+                logits=outputs.logits,
+                keywords=keywords,
+            )
+    raise _refused(config, "no list of modules that are called once each, one after another")
+
+
+def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The lists of modules that lie in no other, by their path; those with the most parameters first."""
+    found: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            found[path] = list(module)
+    size = {path: sum(p.numel() for block in blocks for p in block.parameters()) for path, blocks in found.items()}
+    return {path: found[path] for path in sorted(found, key=lambda path: -size[path])}
+
+
+def _block_call(seen: Recording, config: PreTrainedConfig) -> BlockCall:
+    """Where the result of a block goes into the next; the same for all."""
+    first = seen.calls[0].outputs
+    if isinstance(first, Tensor):
+        candidates: list[tuple[int | None, int | None]] = [(None, None)]
+    elif isinstance(first, tuple | list):
+        candidates = [(place, len(first)) for place, each in enumerate(first) if isinstance(each, Tensor)]
+    else:
+        raise _refused(config, f"blocks that return {type(first).__name__}")
+    for result, count in candidates:
+        arguments: set[int | str] | None = None
+        for call, following in zip(seen.calls, seen.calls[1:], strict=False):
+            hidden = call.outputs if result is None else call.outputs[result]
+            places = {place for place, each in enumerate(following.places) if each is hidden}
+            names = {name for name, each in following.names.items() if each is hidden}
+            found = places | names
+            arguments = found if arguments is None else arguments & found
+        if arguments is None:
+            arguments = {0} if seen.calls[0].places else {"hidden_states"}
+        if len(arguments) == 1:
+            return BlockCall(argument=arguments.pop(), result=result, num_results=count)
+    raise _refused(config, "something between its blocks, or more than one state that goes from block to block")
+
+
+def _hidden_of(call: _Call, how: BlockCall) -> Tensor:
+    return call.names[how.argument] if isinstance(how.argument, str) else call.places[how.argument]
+
+
+def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The paths of the modules that hold the parameters of embedding and head."""
+    owners = [path for path, module in model.named_modules() if holds_parameters(module)]
+    outside = [path for path in owners if not _below(path, seen.blocks)]
+    first = next(place for place, path in enumerate(seen.called) if _below(path, seen.blocks))
+    last = max(place for place, path in enumerate(seen.called) if _below(path, seen.blocks))
+    ends: tuple[list[str], list[str]] = ([], [])
+    for path in outside:
+        if path and _below(seen.blocks, path):
+            raise _refused(config, f"parameters of {path}, which holds the blocks")
+        when = [place for place, called in enumerate(seen.called) if called == path]
+        if not path or not when:
+            raise _refused(config, f"parameters of {path or 'the model itself'} that no module computes with")
+        if any(first < place < last for place in when) or (min(when) < first) != (max(when) < first):
+            raise _refused(config, f"{path}, which is called between blocks")
+        ends[min(when) > last].append(path)
+    return _outermost(ends[0]), _outermost(ends[1])
+
+
+def _outermost(paths: list[str]) -> tuple[str, ...]:
+    return tuple(path for path in paths if not any(_below(path, other) for other in paths if other != path))
+
+
+def _below(path: str, outer: str) -> bool:
+    return path.startswith(f"{outer}.") or path == outer
+
+
+def _key(model: PreTrainedModel, seen: Recording, how: BlockCall, block: int, config: PreTrainedConfig) -> Hashable:
+    """Equal for blocks of one kind."""
+    call = seen.calls[block]
+    given: list[Hashable] = []
+    for name, value in (*enumerate(call.places), *sorted(call.names.items())):
+        if name == how.argument:
+            continue
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                if leaf.requires_grad:
+                    raise _refused(config, f"blocks that are given {name}, which depends on parameters")
+                given.append((name, id(leaf)))
+            else:
+                given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))
+    module = model.get_submodule(seen.blocks)[block]
+    return (*_own(signature(module, places=True), block), *given, _attention(config, block))
+
+
+def _own(parts: tuple[Hashable, ...], block: int) -> Iterator[Hashable]:
+    """A signature without the numbers that say where a block stands."""
+    for part in parts:
+        is_place = isinstance(part, tuple) and len(part) == 3 and type(part[2]) is int and part[2] == block
+        if not (is_place and ("idx" in part[1] or "id" in part[1].split("_") or "index" in part[1])):
+            yield part
+
+
+def _attention(config: PreTrainedConfig, block: int) -> str:
+    listed = getattr(config, "layer_types", None)
+    return str(listed[block]) if isinstance(listed, list | tuple) and block < len(listed) else "full_attention"
+
+
+def _names(blocks: Sequence[nn.Module], attention: Sequence[str]) -> list[str]:
+    """A name for each kind of block: by what tells it from the others, where words do, else by number."""
+    sparse = [bool(routed_experts(block)) for block in blocks]
+    found = []
+    for has_experts, attends in zip(sparse, attention, strict=True):
+        words = [attends.removesuffix("_attention")] if len(set(attention)) > 1 else []
+        words += [("sparse" if has_experts else "dense")] if len(set(sparse)) > 1 else []
+        found.append(" ".join([*words, "block"]))
+    return [
+        name if found.count(name) == 1 else f"{name} of kind {found[:place].count(name) + 1}"
+        for place, name in enumerate(found)
+    ]
+
+
+def _rotary(call: _Call) -> tuple[Tensor, Tensor] | None:
+    """The pair of cosines and sines [.., S, D] that a block is given."""
+    for value in (*call.places, *call.names.values()):
+        if isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, Tensor) for each in value):
+            return value
+    return None
+
+
+def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int) -> bool:
+    """Whether positions are looked up in a table, which no sequence may outgrow."""
+    tables = [m for path in embedding for m in model.get_submodule(path).modules() if isinstance(m, nn.Embedding)]
+    ids = model.get_input_embeddings()
+    return any(table is not ids and positions <= table.num_embeddings <= positions + 8 for table in tables)
+
+
+def _shared(
+    model: PreTrainedModel, embedding: Sequence[str], head: Sequence[str], last: int, config: PreTrainedConfig
+) -> Iterator[tuple[tuple[int, str], ...]]:
+    """The parameters that the embedding and the head share."""
+    where: dict[nn.Parameter, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if holds_parameters(model.get_submodule(path.rpartition(".")[0])):
+            where.setdefault(parameter, []).append(path)
+    for paths in (paths for paths in where.values() if len(paths) > 1):
+        firsts = [path for path in paths if any(_below(path, each) for each in embedding)]
+        lasts = [path for path in paths if any(_below(path, each) for each in head)]
+        if len(firsts) == len(lasts) == 1 and len(paths) == 2:
+            yield (0, firsts[0]), (last, lasts[0])
+        elif not _one_module(model, paths):
+            raise _refused(config, f"a parameter that {', '.join(paths[:3])} share")
+
+
+def _one_module(model: PreTrainedModel, paths: Sequence[str]) -> bool:
+    """Whether one module stands in several places, so that its parameters have several paths."""
+    return len({model.get_submodule(path.rpartition(".")[0]) for path in paths}) == 1
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+def _refused(config: PreTrainedConfig, found: str) -> InvalidModelError:
+    return InvalidModelError(
+        field="model_type",
+        found=f"{config.model_type}: {found}",
+        expected="a model of embedding, one list of blocks and head, with one hidden state between them",
+        hint="docs/adding-a-model.md says what splits by itself and how to write down what does not",
+    )

@@ -1,0 +1,69 @@
+"""The command that trains: its options are those of the processes that it starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.plan.file import write_plan
+from steelyard.runtime import launch as launching
+from steelyard.runtime.options import TrainOptions
+from tests.cli.conftest import Run, user_error
+from tests.runtime.models import make_plan
+
+OPTIONS = TrainOptions(
+    steps=7,
+    lr=1e-5,
+    warmup_steps=0,
+    weight_decay=0.0,
+    max_grad_norm=2.0,
+    seed=3,
+    tokenizer=Path("tokenizer.json"),
+    text_key="body",
+    max_data_bytes=1000,
+    mask_token=4,
+    checkpoint_dir=Path("checkpoints"),
+    checkpoint_every=5,
+    keep_last=3,
+    resume="auto",
+    init=Path("weights"),
+    export_hf=Path("out"),
+    timeout_s=20.0,
+    metrics=Path("m.jsonl"),
+    tensorboard=Path("events"),
+    record=Path("r.json"),
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    write_plan(make_plan("llama-tied", "dp2, dp2, dp2, dp2", num_devices=2), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_the_command_takes_what_a_process_that_torchrun_starts_takes(
+    run: Run, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Any] = {}
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        found.update(options, arguments=arguments)
+        raise SystemExit
+
+    monkeypatch.setattr(launching, "launch", launch)
+    words = OPTIONS.arguments()
+    place = words.index("--enforce-memory")
+    run("train", plan, "--data", "text.txt", "--restarts", 2, *words[:place], *words[place + 2 :])
+    assert found == {"arguments": (plan, Path("text.txt"), OPTIONS), "restarts": 2, "stdout_to_stderr": False}
+    run("train", plan, "--data", "text.txt", "--enforce-memory")
+    assert found["arguments"][2] == TrainOptions(enforce_memory=True)
+
+
+@pytest.mark.parametrize("words", [["--record", "missing/r.json"], ["--metrics", "."], ["--export-hf", "plan.json/w"]])
+def test_a_bad_place_is_found_before_any_process_starts(
+    run: Run, plan: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(plan.parent)
+    monkeypatch.setattr(launching, "run_processes", lambda *_arguments, **_options: pytest.fail("a process started"))
+    Path("text.txt").write_text("to be or not to be " * 1000)
+    assert user_error(run("train", plan, "--data", "text.txt", *words)).field == words[0]

@@ -1,0 +1,168 @@
+"""Models without a family file: split by their structure, proved, and refused by name where they do not split."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steelyard.errors import InvalidModelError
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import LayerRole, Task
+from steelyard.model.read import chain_from_config
+from steelyard.model.small import small_config
+from steelyard.model.split import ModelSplit
+from steelyard.modules import split_proof
+from steelyard.modules.any_model import chain_of_any
+from steelyard.modules.split_proof import split_model
+from steelyard.plan.kinds.kind import Batch
+from steelyard.plan.legality import illegal_reason
+from steelyard.plan.strategy import parse_strategy
+from steelyard.tracer.trace import trace
+from tests.modules.split_configs import SPLIT_CONFIGS, split_config
+from tests.runtime.family_cases import SPLIT
+from tests.runtime.models import FAMILY_CONFIGS
+
+_found: dict[str, ModelSplit] = {}
+
+
+def split_of(model_type: str) -> ModelSplit:
+    """Split once for all tests of this module."""
+    if model_type not in _found:
+        _found[model_type] = split_model(model_type, split_config(model_type))
+    return _found[model_type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SPLIT_CONFIGS)
+def test_a_type_without_a_family_splits_into_pieces_that_are_the_whole(model_type: str) -> None:
+    split = split_of(model_type)
+    assert split.num_blocks == 2
+    assert split.hidden_size == 64
+
+
+def test_blocks_that_attend_otherwise_are_kinds_of_their_own() -> None:
+    assert [kind.name for kind in split_of("cohere2").kinds] == ["embedding", "sliding block", "full block", "head"]
+
+
+def test_a_tied_embedding_is_found() -> None:
+    split = split_of("cohere2")
+    assert split.shared == (((0, "model.embed_tokens.weight"), (3, "lm_head.weight")),)
+    assert split.layout().shared[0].copies == ((0, "model__embed_tokens.weight"), (3, "lm_head.weight"))
+
+
+def test_the_split_of_the_parity_tests_is_what_is_found() -> None:
+    assert split_of("cohere2") == SPLIT
+
+
+def test_tensor_and_sequence_parallelism_are_proved() -> None:
+    assert [(kind.no_tp, kind.no_sp) for kind in split_of("cohere2").kinds] == [("", "")] * 4
+
+
+def test_sizes_that_a_degree_must_divide_are_found() -> None:
+    kind = split_of("cohere2").kinds[1]
+    assert dict(kind.tp_divides)["key-value heads"] == 2
+    chain = chain_from_config(split_config("cohere2"), name="c", split=split_of("cohere2"))
+    reason = illegal_reason(chain.kind_of(1), parse_strategy("tp4"), Batch(microbatch_samples=4, seq_len=16))
+    assert reason is not None
+    assert "key-value heads" in reason
+
+
+@pytest.mark.slow
+def test_why_a_kind_cannot_be_divided_is_kept() -> None:
+    assert "raises" in split_of("gpt_oss").kinds[1].no_tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "glm4"])
+def test_matrices_whose_results_are_gathered_are_divided(model_type: str) -> None:
+    assert split_of(model_type).kinds[1].no_tp == ""
+
+
+@pytest.mark.slow
+def test_experts_are_found() -> None:
+    assert split_of("qwen2_moe").kinds[1].num_experts == 4
+
+
+@pytest.mark.slow
+def test_an_architecture_decides_the_task() -> None:
+    assert split_of("roberta").task is Task.MASKED_LM
+
+
+def test_a_model_with_a_family_splits_as_its_family_says() -> None:
+    config = FAMILY_CONFIGS["qwen3"]
+    family = chain_from_config(config, name="q")
+    split = chain_from_config(config, name="q", split=split_model("qwen3", config))
+    assert [kind.role for kind in split.kinds] == [kind.role for kind in family.kinds]
+    assert split.layers == family.layers
+    assert (split.hidden_size, split.vocab_size, split.max_seq_len) == (
+        family.hidden_size,
+        family.vocab_size,
+        family.max_seq_len,
+    )
+    assert _costs(split) == _costs(family)
+
+
+def _costs(chain: ModelChain) -> list[tuple[object, ...]]:
+    profile = trace(chain, seq_len=16, precision="bf16", degrees=(1, 2))
+    found = []
+    for layer in profile.layers:
+        if chain.kinds[[kind.name for kind in chain.kinds].index(layer.kind)].role is LayerRole.BLOCK:
+            found.append(
+                (
+                    layer.degrees,
+                    layer.num_params,
+                    layer.forward,
+                    layer.backward,
+                    layer.saved_bytes,
+                    layer.recomputations,
+                )
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}, "not the whole"),
+        ({"model_type": "mllama"}, "list of modules"),
+    ],
+)
+def test_what_does_not_split_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidModelError) as caught:
+        split_model(config["model_type"], config)
+    assert reason in str(caught.value)
+
+
+def test_a_type_that_transformers_does_not_know_is_refused() -> None:
+    with pytest.raises(InvalidModelError, match="'gpt9'"):
+        chain_of_any({"model_type": "gpt9"}, name="new")
+
+
+def test_a_split_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def found(model_type: str, _config: object) -> ModelSplit:
+        asked.append(model_type)
+        return split_of("cohere2")
+
+    monkeypatch.setattr(split_proof, "split_model", found)
+    chains = [chain_of_any(split_config("cohere2"), name="c", folder=tmp_path) for _ in range(2)]
+    assert chains[0].split == chains[1].split
+    assert asked == ["cohere2"]
+
+
+def test_a_damaged_split_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_proof, "split_model", lambda _type, _config: split_of("cohere2"))
+    chain_of_any(split_config("cohere2"), name="c", folder=tmp_path)
+    (kept,) = tmp_path.glob("split-*.json")
+    kept.write_text(kept.read_text()[:-20])
+    assert chain_of_any(split_config("cohere2"), name="c", folder=tmp_path).split == split_of("cohere2")
+
+
+def test_a_small_config_keeps_what_is_grouped() -> None:
+    small = small_config({"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, degree=2)
+    assert small == {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+
+
+def test_a_small_config_drops_rotary_scalings_made_for_a_width() -> None:
+    assert small_config({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48}}) == {}

@@ -1,0 +1,74 @@
+"""Pins that no strategy can meet: one clear reason each, from the kind that is asked for."""
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.hardware import parse_cluster
+from steelyard.model.read import chain_from_config
+from steelyard.planning import parse_pin
+from steelyard.planning.impossible import impossible
+from steelyard.tracer.trace import trace
+from tests.runtime.models import FAMILY_CONFIGS
+
+
+def make_job(name: str, seq_len: int = 32, **changes: object) -> Job:
+    """On 8 devices, 16 samples."""
+    chain = chain_from_config(FAMILY_CONFIGS[name] | changes, name=name)
+    return Job(
+        chain=chain,
+        profile=trace(chain, seq_len=seq_len, precision="bf16", degrees=(1,)),
+        cluster=parse_cluster("2x4xh100-80gb"),
+        seq_len=seq_len,
+        global_batch=16,
+        precision="bf16",
+        budget_bytes=2**30,
+    )
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, Job]:
+    return {
+        "mixtral": make_job("mixtral", num_local_experts=8, num_key_value_heads=2),
+        "llama": make_job("llama"),
+        "llama, 28 tokens": make_job("llama", seq_len=28),
+        "bert": make_job("bert"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "pin", "reason"),
+    [
+        ("mixtral", "ep=3", "ep 3 does not divide the 8 experts"),
+        ("mixtral", "blocks 0-1: ep=3", "ep 3 does not divide the 8 experts"),
+        ("mixtral", "embedding: ep=2", "ep is for layers with experts, which the embedding layers lack"),
+        ("llama", "ep=2", "ep: the model has no experts"),
+        ("llama", "blocks 0-1: ep=2", "ep: the model has no experts"),
+        ("llama", "cp=3", "cp 3 cuts a sequence into 6 equal pieces, which 32 tokens do not give"),
+        ("llama, 28 tokens", "cp=4", "cp 4 cuts a sequence into 8 equal pieces, which 28 tokens do not give"),
+        ("bert", "cp=2", "cp: only causal attention in one kernel can be divided by tokens"),
+        ("mixtral", "cp=4, cp_method=ulysses", "ulysses over cp 4 does not divide the 2 key-value heads of a rank"),
+        ("mixtral", "blocks 0-1: tp=4", "tp 4 does not divide the 2 key-value heads"),
+        ("llama", "fsdp=3", "data degree 3 (fsdp3) does not divide the 16 samples of a microbatch"),
+        ("llama", "fsdp=16", "fsdp16 takes 16 ranks, which do not divide the 8 devices"),
+        ("llama", "dp=2, fsdp=2, tp=4", "dp2-fsdp2-tp4 takes 16 ranks, which do not divide the 8 devices"),
+        ("llama", "dp=8, zero=2", "dp8-fsdp2 zero2 takes 16 ranks, which do not divide the 8 devices"),
+        ("llama", "dp16-tp2", "dp16-tp2 takes 32 ranks, which do not divide the 8 devices"),
+    ],
+)
+def test_what_no_strategy_has_is_refused_with_the_reason_of_its_kind(
+    jobs: dict[str, Job], name: str, pin: str, reason: str
+) -> None:
+    job = jobs[name]
+    found = impossible(job, parse_pin(pin, option="--pin", num_layers=job.chain.num_layers))
+    assert [each.removeprefix("for the block layers: ") for each in found] == [reason]
+
+
+@pytest.mark.parametrize("pin", ["ep=4", "ep=4, fsdp=2", "tp=2", "cp=2", "remat=full", "single", "sp=on", "zero=3"])
+def test_what_some_strategy_has_is_not(jobs: dict[str, Job], pin: str) -> None:
+    assert impossible(jobs["mixtral"], parse_pin(pin, option="--pin", num_layers=4)) == ()
+
+
+def test_dp_inside_fsdp_is_an_error_that_says_how_to_write_both() -> None:
+    with pytest.raises(UserError, match=r"expected: dp outside fsdp.*\n.*write the dp level first, as in dp4-fsdp8"):
+        parse_pin("fsdp4-dp2", option="--pin", num_layers=4)

@@ -1,0 +1,122 @@
+"""Two trainings at once on one host, each ended by a signal to the command: a message, no process, no file is left.
+
+Nobody reads what they print.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steelyard.plan.file import write_plan
+from tests.processes.forking_agent import PRELOAD, ROOT
+from tests.runtime.models import CONFIGS, make_plan
+
+pytestmark = pytest.mark.processes
+
+HANG_LIMIT_S = 300
+COMMAND = """
+from steelyard.processes import start
+start._AGENT = "tests.processes.forking_agent"
+from steelyard.cli.app import main
+main()
+"""
+ENDS = {"SIGTERM": 143, "SIGHUP": 129}
+
+
+class Training:
+    """A training of two processes, started as a user does, that does not end by itself."""
+
+    def __init__(self, folder: Path, *, checkpoints: Path) -> None:
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir(parents=True)
+        config = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
+        plan = make_plan(config, "fsdp2, dp2, fsdp2", num_devices=2, global_batch=4, num_microbatches=2)
+        write_plan(plan, folder / "plan.json")
+        np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
+        words = ["train", "plan.json", "--data", "tokens.npy", "--steps", "1000000", "--metrics", "metrics.jsonl"]
+        words += ["--checkpoint-dir", str(checkpoints)]
+        environment = {
+            **os.environ,
+            "TMPDIR": str(self.temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),  # which torch makes for all runs, in $TMPDIR by default
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            PRELOAD: "steelyard.runtime.train",
+        }
+        self.metrics = folder / "metrics.jsonl"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *words],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.stdout = None
+        self.said = ""
+
+    def num_steps(self) -> int:
+        return len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
+
+    def end(self, number: int) -> None:
+        self.process.send_signal(number)
+        _, self.said = self.process.communicate(timeout=HANG_LIMIT_S)
+
+    def processes(self) -> list[int]:
+        """Those that live and work with this training's temporary files."""
+        mark = f"TMPDIR={self.temporary}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
+    """Two trainings by the signal that ended them when both had trained, and one into a folder that was in use."""
+    folder = tmp_path_factory.mktemp("trainings")
+    found = {name: Training(folder / name, checkpoints=folder / name / "checkpoints") for name in ENDS}
+    try:
+        limit_s = time.monotonic() + HANG_LIMIT_S
+        while not all(training.num_steps() >= 2 for training in found.values()):
+            assert all(training.process.poll() is None for training in found.values()), "a training has ended"
+            assert time.monotonic() < limit_s
+            time.sleep(0.1)
+        second = found["second"] = Training(folder / "second", checkpoints=folder / "SIGTERM" / "checkpoints")
+        _, second.said = second.process.communicate(timeout=HANG_LIMIT_S)
+        for name in ENDS:
+            found[name].end(signal.Signals[name])
+        yield found
+    finally:
+        for training in found.values():
+            training.process.kill()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_signal_to_the_command_ends_it_with_a_message_and_its_code(trainings: dict[str, Training], name: str) -> None:
+    assert trainings[name].process.returncode == ENDS[name]
+    assert trainings[name].said == f"error: ended by {name}\n"
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_it_leaves_no_process_and_no_temporary_file(trainings: dict[str, Training], name: str) -> None:
+    assert trainings[name].processes() == []
+    assert list(trainings[name].temporary.iterdir()) == []
+
+
+def test_a_second_training_into_the_folder_of_one_that_runs_is_refused(trainings: dict[str, Training]) -> None:
+    assert trainings["second"].process.returncode == 2
+    assert "checkpoints, where another run is writing (process " in trainings["second"].said
+    assert trainings["second"].num_steps() == 0
