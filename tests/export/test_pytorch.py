@@ -18,13 +18,12 @@ from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan
 from tests.export import script_cases
 from tests.export.examples import TINY, exported, mixed, read, text_of, uniform
-from tests.export.script_cases import CASES, FOLDER, NUM_RANKS, NUM_STEPS, REPLICATED_SHARDS, content_of
+from tests.export.script_cases import CASES, FOLDER, NUM_RANKS, NUM_STEPS, content_of
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process, run_ranks
 
 TOLERANCES = {"fp32": 5e-5, "bf16": 2e-2}
 """Relative, of losses and of the norms of gradients: sums are taken in another order."""
-REFERENCES = {name: name for name in CASES} | {REPLICATED_SHARDS: "microbatches"}
 ODD_TEXT = "a'b\"c''' + str(__import__('os')) + '''\n$(touch made)\n\"\"\"; import os #\\"
 
 
@@ -103,6 +102,16 @@ def test_experts_under_tensor_parallelism_are_refused() -> None:
     plan = make_plan(FAMILY_CONFIGS["mixtral"], "tp2, tp2, tp2, tp2", num_devices=2)
     with pytest.raises(UserError, match="whose style 'experts' is more than stock calls"):
         content_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "name"), [("llama", "cp2, cp2, cp2, cp2", "cp"), ("mixtral", "dp2, dp2 ep2, dp2, dp2", "ep")]
+)
+def test_a_kind_that_the_script_does_not_know_is_refused_by_name(config: str, layers: str, name: str) -> None:
+    plan = make_plan(FAMILY_CONFIGS[config], layers, num_devices=2)
+    with pytest.raises(UserError, match=f"pytorch for a plan with {name}\n") as refused:
+        content_of(plan)
+    assert "a plan of dp, fsdp, tp" in str(refused.value)
 
 
 def test_the_script_refuses_a_kind_of_parallelism_that_it_does_not_know(tmp_path: Path) -> None:
@@ -205,14 +214,13 @@ def expected(folder: Path) -> Callable[[str], list[float]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_plan_trains_with_the_results_of_one_process(
     name: str, folder: Path, expected: Callable[[str], list[float]]
 ) -> None:
-    reference = REFERENCES[name]
     found = trained(folder / f"{name}.jsonl")
     assert len(found) == 2 * NUM_STEPS
-    assert found == pytest.approx(expected(reference), rel=TOLERANCES[CASES[reference].precision])
+    assert found == pytest.approx(expected(name), rel=TOLERANCES[CASES[name].precision])
 
 
 @pytest.mark.processes

@@ -628,6 +628,25 @@ def test_hybrid_sharding_is_two_sizes_in_accelerate() -> None:
     assert content["parallelism_config_dp_shard_size"] == 4
 
 
+def test_hybrid_sharding_and_context_parallelism_are_three_degrees_in_torchtitan() -> None:
+    plan = uniform("dp2-fsdp2-cp2", devices=8)
+    assert unsupported(plan, TARGETS["torchtitan"].capabilities) == ()
+    content = titan(plan)["parallelism"]
+    degrees = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
+    assert [content[name] for name in degrees] == [2, 2, 2]
+    text = text_of(plan, "torchtitan", ".py")
+    assert all(f"{name}=2," in text for name in degrees)
+
+
+def test_torchtitan_divides_experts_inside_the_shards_of_hybrid_sharding() -> None:
+    means = TARGETS["torchtitan"].capabilities
+    plan = divided_experts("deepseek-v3", ep=4, num_layers=61, dense=3, parallel="dp2-fsdp4")
+    assert unsupported(plan, means) == ()
+    assert titan(plan)["parallelism"]["expert_parallel_degree"] == 4
+    across = divided_experts("deepseek-v3", ep=8, num_layers=61, dense=3, parallel="dp2-fsdp4")
+    assert unsupported(across, means) == ("experts over 8 ranks where 4 share the states of the other layers",)
+
+
 @pytest.mark.parametrize("name", ["deepspeed", "transformers"])
 def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
     assert "dp with fsdp in one layer" in unsupported(HYBRID, TARGETS[name].capabilities)

@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.hardware import parse_cluster
+from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.read import load_model
 from steelyard.plan.kinds import DP
 from steelyard.plan.plan import Plan
@@ -36,6 +36,12 @@ def llama() -> Job:
     )
 
 
+def with_links(machines: Cluster, share: float) -> Cluster:
+    """The machines with links between nodes at a share of their rate."""
+    link = machines.inter_link
+    return replace(machines, inter_link=link and replace(link, bytes_per_s=share * link.bytes_per_s))
+
+
 def planned(of: Job, space: Space = "full") -> Plan:
     found = plan_job(of, PlanOptions(space=space, num_stages=1)).plan
     assert found is not None
@@ -61,15 +67,22 @@ def test_over_a_thousand_gpus_states_are_sharded_in_groups(llama: Job) -> None:
 
 
 @pytest.mark.slow
+def test_over_slow_links_between_nodes_it_is_found_among_all_pipelines(llama: Job) -> None:
+    machines = with_links(parse_cluster("128x8xa100-80gb"), 0.2)
+    of = replace(llama, cluster=machines, global_batch=4096)
+    found, without = (plan_job(of, PlanOptions(space=space)).plan for space in ("full", "paper"))
+    assert found is not None
+    assert without is not None
+    assert all(is_hybrid(strategy) for strategy in found.strategies)
+    assert step_s(found) < 0.99 * step_s(without)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "share", "batch"), [(1, 1.0, 64), (2, 1.0, 256), (16, 8.0, 1024), (16, 0.2, 1024), (128, 0.2, 4096)]
 )
 def test_the_full_space_is_never_slower_than_the_papers(llama: Job, nodes: int, share: float, batch: int) -> None:
-    """``share`` is of the rate of the links between nodes."""
-    machines = parse_cluster(f"{nodes}x8xa100-80gb")
-    if machines.inter_link is not None:
-        link = replace(machines.inter_link, bytes_per_s=share * machines.inter_link.bytes_per_s)
-        machines = replace(machines, inter_link=link)
+    machines = with_links(parse_cluster(f"{nodes}x8xa100-80gb"), share)
     of = replace(llama, cluster=machines, global_batch=batch)
     assert step_s(planned(of)) <= step_s(planned(of, "paper")) * (1 + 1e-9)
 

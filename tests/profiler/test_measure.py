@@ -4,12 +4,15 @@ import time
 
 import pytest
 
+from steelyard.plan.strategy import Remat
+from steelyard.planning import PlanOptions, make_job, parse_pin, plan_job
 from steelyard.processes.start import RankFailedError
 from steelyard.profiler import launch
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
-from tests.profiler.examples import empty_trace, tiny_chain
+from steelyard.tracer.trace import trace
+from tests.profiler.examples import CONFIG, SEQ_LEN, empty_trace, tiny_chain
 from tests.shapes import tp_shape
 
 pytestmark = pytest.mark.processes
@@ -19,8 +22,8 @@ SAMPLES = [1, 64]
 
 @pytest.fixture(scope="module")
 def profile():
-    trace = empty_trace(((1, False), (2, False), (2, True), (4, False)))
-    return launch_profiler(tiny_chain(), trace, num_processes=2, samples=SAMPLES, budget_s=0.5, began_s=time.time())
+    traced = trace(tiny_chain(), seq_len=SEQ_LEN, precision="fp32", degrees=[1, 2, 4])
+    return launch_profiler(tiny_chain(), traced, num_processes=2, samples=SAMPLES, budget_s=0.5, began_s=time.time())
 
 
 def test_every_layer_that_the_processes_can_run_is_timed_at_every_size(profile):
@@ -69,6 +72,19 @@ def test_a_process_is_never_slower_while_fewer_compute(profile):
 def test_a_cpu_reserves_nothing_beside_what_tensors_hold(profile):
     assert profile.reserved_over_allocated is None
     assert profile.identity.driver == "none"
+
+
+@pytest.mark.parametrize(("text", "sent"), [("cp=2", "all_gather"), ("cp=2, cp_method=ulysses", "all_to_all")])
+def test_a_plan_with_context_parallelism_is_priced_from_it(profile, text, sent):
+    """Each of two ranks has half of the one sample; in both passes of both blocks it waits for the other."""
+    of = make_job(CONFIG, "1x2xcpu", global_batch=1, seq_len=SEQ_LEN, precision="fp32", memory="1GiB", profile=profile)
+    found = plan_job(of, PlanOptions(pins=(parse_pin(text, option="--pin", num_layers=4),))).plan
+    assert {each.token_degree for each in found.strategies} == {2}
+    assert {each.remat for each in found.strategies} == {Remat.NONE}
+    halves = [profile.layer(kind, {}).time_s(0.5) for kind in ("embedding", "block", "block", "head")]
+    (stage,) = found.prediction.stages
+    assert stage.time_s["compute"] == pytest.approx(sum(each.forward_s + each.backward_s for each in halves))
+    assert stage.time_s["cp"] >= 2 * 2 * profile.collective(sent, 2, strided=False).latency_s
 
 
 def test_a_failing_process_ends_the_launch_and_shows_its_error(monkeypatch, capfd):

@@ -160,6 +160,21 @@ def test_the_line_through_the_first_two_sizes_goes_down_to_half_the_smallest():
     assert layer_with({4: 2.0, 8: 3.0}).time_s(2).forward_s == pytest.approx(1.5)
 
 
+@given(st.dictionaries(st.integers(1, 2), seconds, min_size=1), st.sampled_from([1 / 16, 0.25, 0.5, 0.75]))
+def test_a_part_of_a_sample_never_takes_less_than_its_part_of_the_smallest_size(times, part):
+    smallest_s = times[min(times)] / min(times)
+    assert layer_with(times).time_s(part).forward_s >= part * smallest_s * (1 - 1e-9)
+
+
+def test_a_part_of_a_sample_takes_what_every_size_takes_and_its_part_of_the_rest():
+    assert layer_with({1: 1.1, 2: 2.1}).time_s(1 / 16).forward_s == pytest.approx(0.1 + 1 / 16)
+
+
+def test_a_part_of_a_sample_is_out_of_reach_where_one_sample_is():
+    with pytest.raises(InvalidProfileError, match=r"reach 0\.25 samples"):
+        layer_with({4: 1.0, 8: 2.0}).time_s(0.25)
+
+
 @given(curves, st.integers(0, 1000))
 def test_a_size_far_from_every_measurement_is_an_error(times, samples):
     assume(samples * 2 < min(times) or samples > 2 * max(times))

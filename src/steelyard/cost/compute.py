@@ -56,7 +56,7 @@ def compute_time(layer: LayerProfile, samples: float, job: Job) -> ComputeTime:
     Raises `UserError` where the device's rates are unknown and nothing was measured.
     """
     if layer.times:
-        measured = layer.time_s(measured_samples(layer, samples))
+        measured = layer.time_s(samples)
         return ComputeTime(forward_s=measured.forward_s, backward_s=measured.backward_s, includes_shape=True)
     return ComputeTime(
         forward_s=work_s(layer.forward, samples, job),
@@ -65,15 +65,6 @@ def compute_time(layer: LayerProfile, samples: float, job: Job) -> ComputeTime:
         forward_launch_s=launch_s(layer.forward, layer.forward_collectives, job),
         backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job),
     )
-
-
-def measured_samples(layer: LayerProfile, samples: float) -> float:
-    """The number of samples at which measured times of a layer are read.
-
-    A rank with a part of the tokens has parts of samples, which no profile measures: it takes no less time than half of
-    the smallest number that was measured, the least at which times are known.
-    """
-    return max(samples, layer.times[0].samples / 2) if samples < 1 else samples
 
 
 def optimizer_s(num_params: float, job: Job) -> float:

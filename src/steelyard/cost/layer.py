@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from steelyard.cost.communication import Group, collective_s
-from steelyard.cost.compute import ComputeTime, compute_time, launch_s, measured_samples, optimizer_s, wait_s, work_s
+from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
@@ -165,7 +165,7 @@ def refusal(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None
 def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
     """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
     layer = setting.job.layer(kind.name, strategy.shape)
-    if layer is None or not layer.times or layer.reaches(measured_samples(layer, rank_samples(strategy, setting))):
+    if layer is None or not layer.times or layer.reaches(rank_samples(strategy, setting)):
         return None
     sizes = [time.samples for time in layer.times]
     return (
@@ -355,7 +355,7 @@ def traffic_group(traffic: Traffic, kind: Kind, strategy: Strategy, setting: Set
 def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: Setting, samples: float) -> float:
     """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated."""
     job, strategy = setting.job, sent.strategy
-    measured = layer.recomputation_s(strategy.remat, measured_samples(layer, samples)) if layer.times else None
+    measured = layer.recomputation_s(strategy.remat, samples) if layer.times else None
     again = layer.recomputation(strategy.remat)
     terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
     for kind in strategy.kinds:
@@ -526,10 +526,10 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
-    Reduction: a replicated layer holds what autograd has made beside the buffer that it goes to, which counts as kept;
-    a sharded block that buffer and its shard, and in place of a kept copy what is gathered ahead. As FSDP reduces the
-    gradients of an embedding or a head, autograd still holds them, gloo copies what it scatters, and another layer may
-    be gathered ahead.
+    Reduction: a replicated layer holds what autograd has made, and its part cut out of what was made whole, beside the
+    buffer that it goes to, which counts as kept; a sharded block that buffer and its shard, and in place of a kept copy
+    what is gathered ahead. As FSDP reduces the gradients of an embedding or a head, autograd still holds them, gloo
+    copies what it scatters, and another layer may be gathered ahead.
     """
     if setting.job.execution.keeps_own_buffers:
         return _framework_transient_bytes(layer, strategy, setting)
@@ -544,7 +544,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     forward = copy + buffer + held.forward_transient_bytes.at(samples) + needed.forward
     backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, strategy, setting)
     again, scratch = recomputed_input_bytes(layer, strategy, samples), scratch_bytes(layer, strategy, setting)
-    reduction = input_bytes + again + made if strategy.state_shards == 1 else 0
+    reduction = input_bytes + again + made + cut_gradient_bytes(kind, layer, strategy, setting)
     if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
         gathers = copy and (kind.role is LayerRole.HEAD or setting.pipeline.num_microbatches > 1)
         reduction = input_bytes + again + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
@@ -597,6 +597,11 @@ def _least_held_params(kind: LayerKind, layer: LayerProfile, strategy: Strategy)
 def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
     """How many times its part of the gradient a rank makes: DTensor makes that of a tp embedding whole everywhere."""
     return strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
+
+
+def cut_gradient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """The rank's part of gradients that are made whole, cut out of them."""
+    return setting.job.compute_bytes * held_params(layer, strategy) if gradient_copies(kind, strategy) > 1 else 0
 
 
 def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:

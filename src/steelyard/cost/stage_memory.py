@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.layer import (
     copy_bytes,
+    cut_gradient_bytes,
     gradient_copies,
     held_bytes,
     held_params,
@@ -435,7 +436,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         keeps_copy=keeps_copy(strategy),
         kept_gradients=kept_gradient_bytes(layer, strategy),
         made_gradients=job.compute_bytes * params * gradient_copies(kind, strategy),
-        cut_gradients=job.compute_bytes * params if gradient_copies(kind, strategy) > 1 else 0,
+        cut_gradients=cut_gradient_bytes(kind, layer, strategy, setting),
         scratch=scratch_bytes(layer, strategy, setting),
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,

@@ -2,10 +2,11 @@
 
 Names are those of ``torchtitan/config/configs.py``, ``distributed/activation_checkpoint.py`` and ``trainer.py`` of
 0.3.0, the newest release; of ``config/parallelism.py`` (commit 15e2431) and ``config/training.py`` (f204eb6) on main;
-and of ``config/job_config.py`` of 0.2.2. From 0.2 to 0.3 the TOML files gave way to
-Python functions (pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Main
-counts tokens where 0.3 counts samples, gives a pipeline the number of its microbatches instead of their size, and has
-another name for the cuts. All of them shard states over the ranks of cp as well, together with those of fsdp.
+and of ``config/job_config.py`` of 0.2.2. From 0.2 to 0.3 the TOML files gave way to Python functions
+(pytorch/torchtitan pull request 2386), and the output projection ``output`` became ``lm_head``. Main counts tokens
+where 0.3 counts samples, gives a pipeline the number of its microbatches instead of their size, and has another name
+for the cuts. All of them shard states over the ranks of cp as well, together with those of fsdp, and divide experts
+over these ranks and those of tp, never over replicas (``distributed/parallel_dims.py``).
 """
 
 import json
@@ -28,8 +29,10 @@ MEANS = Capabilities(
     mixes_layers=False,
     kinds=kinds_of(
         *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
-        *("fsdp+cp", "fsdp+cp+tp", "fsdp+ep", "fsdp+tp+ep"),
+        *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp"),
+        *("fsdp+ep", "fsdp+tp+ep", "dp+fsdp+ep", "dp+fsdp+tp+ep"),
     ),
+    experts_within_shards=True,
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     remats=frozenset(Remat),
     pipeline="any cuts",

@@ -11,8 +11,8 @@ tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks 
 |         | heads; all-to-all of the output back                    | reverse                                         |
 
 What is named together goes in one collective. Gathered keys and values are not kept: what backward reads is of this
-rank's tokens. A layer that is computed again gathers again; all-to-alls are repeated by full remat alone. Gradients of
-keys and values are summed over ranks in the type of the keys.
+rank's tokens. Full remat gathers and exchanges again; selective keeps what a gather's attention returns, and what
+all-to-alls do. Gradients of keys and values are summed over ranks in the type of the keys.
 
 With gather a rank attends with two pieces of the sequence, each to its own causal prefix: equal work for all ranks.
 With ulysses the numbers of query and of key-value heads must be multiples of the degree. Neither drops entries. With a
@@ -42,6 +42,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.modules.causal_kernels import Attended, Scores, attend, attend_backward
 from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, pieces_of, rank_order
+from steelyard.modules.remat import kept_whole
 
 IMPLEMENTATION = "steelyard"
 _ATTRIBUTE = "context_division"
@@ -140,13 +141,16 @@ class _GatheredAttention(torch.autograd.Function):
         mesh: DeviceMesh,
         scores: Scores,
     ) -> Tensor:
-        keys, values = _gather_keys(key_BgsD, value_BgsD, mesh)
-        done = [
-            attend(query, keys[:, :, :end], values[:, :, :end], scores)
-            for query, end in zip(query_BhsD.chunk(2, 2), _prefixes(keys, mesh), strict=True)
-        ]
-        output_BshD = torch.cat([each.output.transpose(1, 2) for each in done], 1)  # noqa: N806
-        ctx.save_for_backward(query_BhsD, key_BgsD, value_BgsD, output_BshD, *(each.log_sums for each in done))
+        def attend_all() -> tuple[Tensor, ...]:
+            keys, values = _gather_keys(key_BgsD, value_BgsD, mesh)
+            done = [
+                attend(query, keys[:, :, :end], values[:, :, :end], scores)
+                for query, end in zip(query_BhsD.chunk(2, 2), _prefixes(keys, mesh), strict=True)
+            ]
+            return torch.cat([each.output.transpose(1, 2) for each in done], 1), *(each.log_sums for each in done)
+
+        output_BshD, *log_sums = kept_whole(attend_all)  # noqa: N806
+        ctx.save_for_backward(query_BhsD, key_BgsD, value_BgsD, output_BshD, *log_sums)
         ctx.mesh, ctx.scores = mesh, scores
         return output_BshD
 

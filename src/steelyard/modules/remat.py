@@ -4,6 +4,7 @@
 |-----------|------------------------------------------------------|----------------------------|
 | none      | all that autograd saves                              | nothing                    |
 | selective | the layer's input, the results of `SAVED_OPERATIONS` | everything else            |
+|           | and of what is `kept_whole`                          |                            |
 | full      | the layer's input                                    | everything                 |
 
 Selective keeps the results of matrix products, of fused attention, of the reductions (all-reduce, reduce-scatter) of
@@ -24,10 +25,16 @@ Source: Korthikanti et al. 2022, section 4; torchtitan (``distributed/activation
 to which the all-reduce of tensor parallelism without sp is added.
 """
 
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 from steelyard.plan.strategy import Remat
 
@@ -47,8 +54,65 @@ SAVED_OPERATIONS = (
 )
 """The operations whose results selective remat keeps."""
 
+Results = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass through a layer under selective remat, and what it hands to the next one."""
+
+    results: deque[Results]
+    is_again: bool
+
+
+_pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+"""The pass that is under way; what computes in the middle of a layer is called by code that knows nothing of it."""
+
+
+def kept_whole(compute: Callable[[], Results]) -> Results:
+    """What ``compute`` returns, outside autograd. Selective remat keeps that, and nothing made on the way to it.
+
+    A layer that is computed again takes what was kept and does not compute.
+    """
+    current = _pass.get()
+    if current is None:
+        return compute()
+    if current.is_again:
+        return current.results.popleft()
+    token = _pass.set(None)
+    try:
+        found = compute()
+    finally:
+        _pass.reset(token)
+    current.results.append(tuple(tensor.detach() for tensor in found))
+    return found
+
+
+def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For the forward pass, and for what backward computes again."""
+    results: deque[Results] = deque()
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return _within(forward, _Pass(results, False)), _within(again, _Pass(results, True))
+
+
+def _policy(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+    """Keeps the results of `SAVED_OPERATIONS`, except of those on the way to what is kept whole."""
+    is_saved = operation in SAVED_OPERATIONS and _pass.get() is not None
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _within(operations: AbstractContextManager[Any], current: _Pass) -> Iterator[None]:
+    token = _pass.set(current)
+    try:
+        with operations:
+            yield
+    finally:
+        _pass.reset(token)
+
+
 REMAT_CONTEXTS = {
-    Remat.SELECTIVE: partial(create_selective_checkpoint_contexts, list(SAVED_OPERATIONS)),
+    Remat.SELECTIVE: _selective,
     Remat.FULL: noop_context_fn,
 }
 """What `torch.utils.checkpoint.checkpoint` takes as ``context_fn``, for each choice that computes something again."""

@@ -42,6 +42,8 @@ class Capabilities:
     """What each variant of these kinds may be; a variant that is not named only its default."""
     variants_beside: Mapping[str, Allowed] = field(default_factory=dict)
     """What takes the place of some of these where a layer uses another kind as well, by the name of that one."""
+    experts_within_shards: bool = False
+    """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """By the name of a kind, why a layer cannot use it, where there is more to say than that it cannot."""
     remats: frozenset[Remat] = frozenset()
@@ -62,8 +64,9 @@ class Capabilities:
             if named:
                 return named[0]
             return f"{' with '.join(sorted(kind.name for kind in kinds))} in one layer"
-        if any(level.kind.divides is Divides.TENSORS for level in strategy.levels[:-1]):
-            return "tensor parallelism over ranks that are not neighbours"
+        misplaced = self._misplaced(strategy)
+        if misplaced is not None:
+            return misplaced
         for kind in strategy.kinds:
             for variant in kind.variants:
                 value, beside = strategy.variant(variant.key), self._beside(variant.key, kinds)
@@ -76,6 +79,15 @@ class Capabilities:
         """Whether a variant may have this value in some layer."""
         allowed = (self.variants, *self.variants_beside.values())
         return value == variants()[key][1].default or any(value in each.get(key, frozenset()) for each in allowed)
+
+    def _misplaced(self, strategy: Strategy) -> str | None:
+        """Why the framework cannot use the ranks that a strategy gives its kinds, or None where it can."""
+        if any(level.kind.divides is Divides.TENSORS for level in strategy.levels[:-1]):
+            return "tensor parallelism over ranks that are not neighbours"
+        experts, shards = strategy.expert_degree, strategy.state_shards
+        if self.experts_within_shards and experts > shards:
+            return f"experts over {experts} ranks where {shards} share the states of the other layers"
+        return None
 
     def _beside(self, key: str, kinds: Kinds) -> tuple[str, frozenset[Value]] | None:
         """The kind among those of a layer that changes what a variant may be, and to what."""

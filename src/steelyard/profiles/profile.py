@@ -221,15 +221,17 @@ class LayerProfile(ProfilePart):
         return seconds
 
     def reaches(self, samples: float) -> bool:
-        """Whether the measured times hold for so many samples on a rank."""
-        return bool(self.times) and self.times[0].samples <= samples * 2 and samples <= 2 * self.times[-1].samples
+        """Whether the measured times hold for so many samples on a rank, or for a part of one."""
+        whole = 1 if 0 < samples < 1 else samples
+        return bool(self.times) and self.times[0].samples <= whole * 2 and samples <= 2 * self.times[-1].samples
 
     def time_s(self, samples: float) -> MeasuredTime:
         """Measured seconds at ``samples``, linear between measured sizes.
 
-        Beyond the measured range the last two sizes are continued up to twice the largest (and the first down to half
-        the smallest), but never below a quarter of what the nearest size took per sample; further away raises
-        `InvalidProfileError`, since nothing is extrapolated in silence.
+        Above the measured range the last two sizes are continued up to twice the largest, but never below a quarter of
+        what that took per sample; below it the first two down to half the smallest, but never below what that took per
+        sample. Further away raises `InvalidProfileError`, since nothing is extrapolated in silence. A part of a sample,
+        which a rank with a part of the tokens has, is in reach where one sample is.
         """
         sizes = [time.samples for time in self.times]
         if not self.reaches(samples):
@@ -282,7 +284,7 @@ def _at(samples: float, low: tuple[MeasuredTime, float], high: tuple[MeasuredTim
     if distance <= 0:
         return near_s * samples / near.samples
     part = (samples - low[0].samples) / distance
-    least_s = 0.0 if 0 <= part <= 1 else 0.25 * near_s * samples / near.samples
+    least_s = 0.0 if 0 <= part <= 1 else (1.0 if part < 0 else 0.25) * near_s * samples / near.samples
     return max((1 - part) * low[1] + part * high[1], least_s)
 
 

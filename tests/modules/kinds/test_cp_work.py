@@ -81,25 +81,20 @@ def test_ulysses_communicates_what_a_rank_has_of_queries_keys_values_and_outputs
     assert run.backward.collectives == {"all_to_all": [query, query + KEYS_BYTES / 4]}
 
 
-@pytest.mark.parametrize(
-    ("method", "kind", "remat"),
-    [
-        ("gather", "all_gather", Remat.SELECTIVE),
-        ("gather", "all_gather", Remat.FULL),
-        ("ulysses", "all_to_all", Remat.FULL),
-    ],
-)
-def test_a_layer_computed_again_communicates_again_as_in_its_forward_pass(method: str, kind: str, remat: Remat) -> None:
-    plain, again = counted(4, method), counted(4, method, remat=remat)
+@pytest.mark.parametrize(("method", "kind"), [("gather", "all_gather"), ("ulysses", "all_to_all")])
+def test_full_remat_communicates_again_as_in_its_forward_pass(method: str, kind: str) -> None:
+    plain, again = counted(4, method), counted(4, method, remat=Remat.FULL)
     assert again.forward.collectives == plain.forward.collectives
     more = again.backward.beyond(plain.backward).collectives
-    kept = remat is Remat.SELECTIVE and kind == "all_to_all"
-    assert dict(more) == ({} if kept else {kind: plain.forward.collectives[kind]})
+    assert dict(more) == {kind: plain.forward.collectives[kind]}
 
 
-def test_selective_remat_keeps_what_ulysses_exchanged() -> None:
-    plain, again = counted(4, "ulysses"), counted(4, "ulysses", remat=Remat.SELECTIVE)
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_selective_remat_neither_communicates_nor_attends_again(method: str) -> None:
+    plain, again = counted(4, method), counted(4, method, remat=Remat.SELECTIVE)
+    assert again.forward.collectives == plain.forward.collectives
     assert again.backward.collectives == plain.backward.collectives
+    assert again.backward.attention_flop == plain.backward.attention_flop
 
 
 def traffic(text: str) -> dict[str, dict[str, list[float]]]:

@@ -41,9 +41,6 @@ METHOD = Variant(
 LEAST_TOKENS = 16384
 """Shorter sequences are not worth dividing while there are samples: the search leaves cp out unless a pin asks."""
 
-_KERNEL_RESULTS = 1.25
-"""What selective remat keeps of the kernels of a gathered attention beyond one result, in queries."""
-
 
 def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
     kinds = [level.kind for level in levels]
@@ -97,19 +94,16 @@ def _traffic(load: Load) -> Iterator[Traffic]:
         for phase in load.exchanging:
             yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=2)
         return
-    num_bytes = load.key_value_bytes
-    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=num_bytes)
-    yield Traffic(phase="backward", collective="all_gather", tensor_bytes=num_bytes)
-    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=num_bytes)
-    yield Traffic(phase="recomputation", collective="all_gather", tensor_bytes=num_bytes)
+    for phase in load.exchanging:
+        yield Traffic(phase=phase, collective="all_gather", tensor_bytes=load.key_value_bytes)
+    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=load.key_value_bytes)
 
 
 def _working(load: Load) -> Working:
     """Gathered keys and values, with what they are sorted from; of ulysses the same tensors on both sides.
 
     Gathering holds keys and values twice; backward holds them beside their gradients and what one piece of the sequence
-    adds to these. Selective remat keeps what each attention kernel returns: on a CPU two kernels attend with a piece,
-    whose results and sums of exponentials (4 bytes for each row of 8 entries or more) are kept beside the merged ones.
+    adds to these. Selective remat keeps what attention returns, as it does of a layer that is not divided.
 
     Ulysses keeps results in both layouts; computed again, they are there before the backward pass. Selective remat
     keeps what all-to-alls return.
@@ -121,8 +115,7 @@ def _working(load: Load) -> Working:
         saved = {"none": query, "selective": load.attention_bytes}.get(remat, 0.0)
         exchanged = query + own_keys
         return Working(saved=saved, forward=2 * exchanged, backward=2 * exchanged)
-    saved = _KERNEL_RESULTS * query if remat == "selective" else 0.0
-    return Working(saved=saved, forward=2 * load.key_value_bytes, backward=3 * load.key_value_bytes)
+    return Working(forward=2 * load.key_value_bytes, backward=3 * load.key_value_bytes)
 
 
 def _words(strategy: "Strategy") -> str:

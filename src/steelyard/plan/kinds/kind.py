@@ -108,7 +108,8 @@ class Load:
     traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
     """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
     exchanging: tuple[Phase, ...]
-    """The phases in which all-to-alls are made: full remat repeats those of the forward pass, selective none."""
+    """The phases in which tokens are exchanged or gathered: full remat repeats those of the forward pass, selective
+    none."""
     key_value_bytes: float = 0.0
     """Keys and values of the whole sequences of the rank's samples."""
     attention_bytes: float = 0.0
