@@ -1,6 +1,7 @@
 """Options that several commands share, and what they print and write."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 
 from steelyard.cli.completion import complete_cluster, complete_model
 from steelyard.errors import UserError
+from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS, MOST_TOKENS
 
 Model = Annotated[
     str,
@@ -23,8 +25,10 @@ ClusterOption = Annotated[
         autocompletion=complete_cluster,
     ),
 ]
-SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1)]
-GlobalBatch = Annotated[int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1)]
+SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1, max=MOST_TOKENS)]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1, max=MOST_SAMPLES)
+]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="bf16 (computes in bf16, keeps and reduces in fp32) or fp32.")
 ]
@@ -34,6 +38,27 @@ Memory = Annotated[
 ProfileOption = Annotated[
     str | None,
     typer.Option("--profile", help="Measured costs from `steelyard profile`; default: traced and catalogue."),
+]
+MaxTp = Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=MOST_DEVICES)]
+
+
+def check_finite(value: float | None) -> float | None:
+    """The number of an option, which may not be NaN: no range of the command line refuses that."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number")
+    return value
+
+
+MOST_POINTS = 1000
+TimeLimit = Annotated[
+    float,
+    typer.Option(
+        "--time-limit",
+        help="Seconds after which the best so far is taken.",
+        min=0,
+        max=MOST_SECONDS,
+        callback=check_finite,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

@@ -5,11 +5,13 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, check_finite, print_json
 from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
+from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.model.read import load_model
 from steelyard.plan.file import dump_json, parse_file
+from steelyard.plan.strategy import divisors
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
 from steelyard.report.profile_table import profile_view
@@ -20,13 +22,21 @@ def profile(
     seq_len: SeqLen,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")],
     processes: Annotated[
-        int, typer.Option("--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1)
+        int,
+        typer.Option(
+            "--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1, max=MOST_DEVICES
+        ),
     ],
     samples: Annotated[
         str, typer.Option("--samples", help="Samples of a microbatch on one rank to measure, as in 1,2,4.")
     ] = "1,2,4",
     precision: PrecisionOption = "bf16",
-    budget_s: Annotated[float, typer.Option("--budget", help="About how many seconds to measure.", min=1)] = 60.0,
+    budget_s: Annotated[
+        float,
+        typer.Option(
+            "--budget", help="About how many seconds to measure.", min=1, max=MOST_SECONDS, callback=check_finite
+        ),
+    ] = 60.0,
     merge: Annotated[
         Path | None, typer.Option("--merge", help="A profile of this model and machine to add the new one to.")
     ] = None,
@@ -40,7 +50,7 @@ def profile(
 
     chain = load_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
-    degrees = tuple(d for d in range(1, processes + 1) if processes % d == 0)
+    degrees = divisors(processes)
     traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)
     measured = launch_profiler(
         chain, traced, num_processes=processes, samples=parse_samples(samples), budget_s=budget_s
@@ -61,6 +71,8 @@ def parse_samples(text: str) -> tuple[int, ...]:
         counts = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
         counts = ()
-    if not counts or counts[0] < 1:
-        raise UserError(field="--samples", found=repr(text), expected="whole numbers of 1 or more", hint="write 1,2,4")
+    if not counts or counts[0] < 1 or counts[-1] > MOST_SAMPLES:
+        raise UserError(
+            field="--samples", found=repr(text), expected=f"whole numbers of 1 to {MOST_SAMPLES}", hint="write 1,2,4"
+        )
     return counts

@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, write_page
+from steelyard.cli.options import AsJson, Memory, ProfileOption, check_finite, print_json, write_page
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
+from steelyard.limits import MOST_SECONDS
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
@@ -33,7 +34,13 @@ def report(
     profile: ProfileOption = None,
     time_limit: Annotated[
         float,
-        typer.Option("--time-limit", help="Seconds of computing for the frontier and the rivals; 0: none.", min=0),
+        typer.Option(
+            "--time-limit",
+            help="Seconds of computing for the frontier and the rivals; 0: none.",
+            min=0,
+            max=MOST_SECONDS,
+            callback=check_finite,
+        ),
     ] = TIME_LIMIT_S,
     all_settings: Annotated[
         bool,

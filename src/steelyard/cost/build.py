@@ -11,6 +11,7 @@ from steelyard.cost.layer import LayerBytes, LayerCost, held_params, layer_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
+from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
@@ -51,9 +52,9 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
                 known[k, strategy, *place] = step_share_s(cost, setting)
             legal[k, s] = True
             time_s[k, s] = known[k, strategy, *place]
-            static[k, s] = sum(held.static_bytes.values())
-            activation[k, s] = held.activation_bytes
-            transient[k, s] = held.transient_bytes + _waiting_reduction_bytes(strategy, setting)
+            static[k, s] = min(sum(held.static_bytes.values()), MOST_BYTES)
+            activation[k, s] = min(held.activation_bytes, MOST_BYTES)
+            transient[k, s] = min(held.transient_bytes + _waiting_reduction_bytes(strategy, setting), MOST_BYTES)
     switch = switch_table(strategies, setting)
     pipeline = setting.pipeline
     has_chunks = pipeline.num_chunks > 1
@@ -124,7 +125,8 @@ def overhead_bytes(setting: Setting) -> int:
     """Bytes of a device that no layer accounts for: process context, what the pipeline keeps beside activations, and
     what the layers of the microbatches in flight share.
     """
-    return context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
+    found = context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
+    return min(found, MOST_BYTES)
 
 
 def shared_input_bytes(setting: Setting) -> int:

@@ -8,7 +8,7 @@ from steelyard.hardware.catalogue import default_links, find_device, find_link, 
 from steelyard.hardware.files import ClusterFile, DeviceSpec, LinkSpec, SharedLink, read_text, read_yaml
 from steelyard.hardware.values import Cluster, Device, Link
 
-_SHORT = re.compile(r"\s*([0-9]+)\s*x\s*([0-9]+)\s*x\s*(\S.*?)\s*", re.IGNORECASE)
+_SHORT = re.compile(r"\s*([0-9]{1,9})\s*x\s*([0-9]{1,9})\s*x\s*(\S.*?)\s*", re.IGNORECASE)
 
 
 def parse_cluster(text: str) -> Cluster:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidModelError, nearest
+from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.families import family_of
 from steelyard.model.family import Sizes
@@ -42,8 +43,8 @@ def load_model(name_or_path: str | Path) -> ModelChain:
             hint=nearest(text, model_names()),
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
         raise InvalidModelError(
             field="model", found=f"{path}: {error}", expected="a JSON file", hint="check that the file is complete"
         ) from error

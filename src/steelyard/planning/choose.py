@@ -110,12 +110,19 @@ def plan_job(
     candidates = [each.plan for each in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
     best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    prediction = _prediction(job, found.search, candidates, costs, best)
+    prediction = _prediction(job, found.search, candidates, costs, best, options.time_limit_s)
     plan = candidates[best].model_copy(update={"prediction": prediction})
     return PlanningResult(job=job, search=found.search, plan=plan, cost=costs[best], miss=None, miss_text="")
 
 
-def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: list[PlanCost], best: int) -> Prediction:
+def _prediction(
+    job: Job,
+    found: SearchResult,
+    candidates: list[Plan],
+    costs: list[PlanCost],
+    best: int,
+    time_limit_s: float | None,
+) -> Prediction:
     cost = costs[best]
     steps_s = [each.step_time_s for each in costs]
     alternatives = [
@@ -137,7 +144,7 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
         mfu=cost.mfu,
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
-        certificate=_certificate(found, best, num_simulated=len(candidates)),
+        certificate=_certificate(found, best, len(candidates), time_limit_s),
         lower_bound_s=found.lower_bound_s,
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
@@ -145,12 +152,14 @@ def _prediction(job: Job, found: SearchResult, candidates: list[Plan], costs: li
     )
 
 
-def _certificate(found: SearchResult, best: int, *, num_simulated: int) -> Certificate:
+def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_s: float | None) -> Certificate:
     """What is proven of the plan at place ``best`` of the search's ranking, which the simulator took."""
     if best > 0:
         gap = max(0.0, 1 - found.lower_bound_s / found.ranked[best].score_s)
         return Certificate(status="simulated", gap=gap, num_simulated=num_simulated)
-    return Certificate(status="optimal" if found.status == "optimal" else "gap", gap=found.gap)
+    if found.status == "optimal":
+        return Certificate(status="optimal", gap=found.gap)
+    return Certificate(status="gap", gap=found.gap, time_limit_s=time_limit_s)
 
 
 def _why_lost(job: Job, outcome: SettingOutcome) -> str:
