@@ -7,11 +7,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-MOST_DEVICES = 2**17
+MOST_DEVICES = 2**16
 MOST_LAYERS = 2**12
 MOST_SIZE = 2**24
 """Of a layer: its width, its vocabulary, its experts, the positions that it knows."""
-MOST_SAMPLES = 2**20
+MOST_SAMPLES = 2**18
 """Of a step."""
 MOST_TOKENS = 2**24
 """Of a sample."""

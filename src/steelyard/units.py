@@ -8,7 +8,6 @@ import re
 from fractions import Fraction
 
 from steelyard.errors import UserError
-from steelyard.limits import MOST_BYTES
 
 KIB = 1024
 MIB = 1024**2
@@ -43,15 +42,7 @@ def parse_bytes(text: str) -> int:
             expected="a number with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
             hint="write for example --memory 20GiB",
         )
-    found = Fraction(match.group(1)) * _SUFFIX_BYTES[suffix]
-    if found > MOST_BYTES:
-        raise UserError(
-            field="memory",
-            found=text,
-            expected=f"at most {format_bytes(MOST_BYTES)} of a device",
-            hint="check the unit",
-        )
-    return int(found)
+    return int(Fraction(match.group(1)) * _SUFFIX_BYTES[suffix])
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.damage.cases import make_case, whole_files
-from tests.damage.corpus import keep
+from tests.damage.corpus import keep, kept
 from tests.damage.documents import whole
 from tests.damage.run import FindingError, Runner, describe
 
@@ -21,16 +21,18 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--keep", type=Path, help="a folder for the cases that end badly")
+    parser.add_argument("--kept", action="store_true", help="try what ended badly once, and nothing new")
     options = parser.parse_args()
-    print(f"cases {options.seed} to {options.seed + options.cases - 1}", flush=True)
     documents = whole()
+    seeds = range(options.seed, options.seed + options.cases)
+    cases = kept() if options.kept else (make_case(seed, documents) for seed in seeds)
+    print("cases that are kept" if options.kept else f"seeds {seeds.start} to {seeds.stop - 1}", flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
     found: collections.Counter[str] = collections.Counter()
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), whole_files(documents))
-        for seed in range(options.seed, options.seed + options.cases):
-            case = make_case(seed, documents)
+        for case in cases:
             try:
                 outcomes[runner.run(case)] += 1
             except FindingError as error:
@@ -43,7 +45,7 @@ def main() -> int:
                     keep(case, options.keep)
     for name, count in found.most_common():
         print(f"{count:6}  {name}")
-    print(f"{options.cases} cases in {time.perf_counter() - started_s:.0f} s: {dict(outcomes)}")
+    print(f"{outcomes.total() + found.total()} cases in {time.perf_counter() - started_s:.0f} s: {dict(outcomes)}")
     print(f"findings: {found.total()} of {len(found)} sorts")
     return 1 if found else 0
 

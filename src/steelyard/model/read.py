@@ -12,6 +12,7 @@ from typing import Any
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
+from steelyard.model.config_values import check_values
 from steelyard.model.families import family_of
 from steelyard.model.family import Sizes
 
@@ -57,6 +58,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str) -> ModelChain:
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
     family = family_of(str(config.get("model_type", "")))
+    check_values(config)
     sizes = Sizes(config)
     layout = family.layout(sizes)
     return ModelChain(

@@ -8,6 +8,7 @@ parameter that several layers hold (a tied embedding) depends on the first of th
 import copy
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import transformers
@@ -25,12 +26,20 @@ _SEED_STRIDE = 1_000_003
 def hub_config(chain: ModelChain) -> PreTrainedConfig:
     """The `transformers` config object of a chain; raises `InvalidModelError` where transformers refuses it."""
     entries = {key: copy.deepcopy(value) for key, value in chain.config.items() if key != "model_type"}  # it adds keys
-    try:
+    with _as_the_configs(chain):
         return AutoConfig.for_model(chain.family.model_type, **entries)
-    except (TypeError, ValueError, KeyError) as error:
+
+
+@contextmanager
+def _as_the_configs(chain: ModelChain) -> Iterator[None]:
+    """Says of whatever transformers raises while it makes something of a config that the config is wrong."""
+    try:
+        yield
+    except Exception as error:
+        words = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModelError(
             field="config",
-            found=str(error).splitlines()[0],
+            found=words if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {words}",
             expected=f"a config that transformers accepts for {chain.family.model_type}",
             hint="compare with the config.json that the model was published with",
         ) from error
@@ -43,7 +52,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     options = {"attn_implementation": ATTENTION if chain.family.fused_attention else "eager"}
     if _has_experts(config):
         options["experts_implementation"] = IMPLEMENTATION
-    with torch.device("meta"), warnings.catch_warnings():
+    with torch.device("meta"), warnings.catch_warnings(), _as_the_configs(chain):
         warnings.simplefilter("ignore")
         model = auto_class.from_config(config, dtype=torch.float32, **options)
     model.train()

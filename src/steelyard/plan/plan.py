@@ -33,8 +33,8 @@ from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 
 Precision = Literal["fp32", "bf16"]
-LayerPlace = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
-RankPlace = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
+LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
+RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 
 
 class PlanModel(PlanPart):

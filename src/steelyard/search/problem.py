@@ -48,7 +48,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
 from steelyard.files import read_json
-from steelyard.limits import MOST_LAYERS, Bytes, Samples, Seconds
+from steelyard.limits import MOST_BYTES, MOST_LAYERS, Bytes, Samples, Seconds
 from steelyard.plan.strategy import parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
@@ -140,6 +140,8 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
         raise InvalidProblemError(
             field="budget_bytes", found="none", expected="a budget in the file or on the command", hint="add one"
         )
+    if budget > MOST_BYTES:
+        raise InvalidProblemError(field="budget_bytes", found=str(budget), expected=f"at most {MOST_BYTES}")
     return search(problem.settings, budget, samples=problem.samples, **options)
 
 
