@@ -58,7 +58,7 @@ def parse_json(text: str) -> Any:
         raise _too_deep() from None
     check_json(content, most_values=MOST_VALUES)
     if _HALF_CHARACTER.search(text):
-        json.dumps(content, ensure_ascii=False).encode()
+        json.dumps(content, ensure_ascii=False).encode()  # refuses what no terminal and no file can take
     return content
 
 
@@ -73,6 +73,7 @@ def parse_yaml(text: str) -> Any:
     except (yaml.YAMLError, AttributeError, LookupError, TypeError) as error:  # of its parser, at a misused tag
         raise ValueError(f"no valid YAML: {error}") from error
     check_json(content, most_values=MOST_YAML_VALUES)
+    json.dumps(content, ensure_ascii=False).encode()
     return content
 
 

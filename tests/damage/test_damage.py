@@ -1,4 +1,4 @@
-"""Nothing that a user gives ends in a traceback, takes long or much memory: generated damage, and what it once found."""
+"""Nothing that a user gives ends in a traceback, takes long, or much memory: generated damage and what it found."""
 
 import os
 import subprocess
