@@ -18,7 +18,6 @@ from steelyard.cli.options import (
     ProfileOption,
     SeqLen,
     TimeLimit,
-    check_finite,
     most_tp,
     print_json,
     write_page,
@@ -57,9 +56,7 @@ def frontier(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(
-            "--price", help="Price of a device-hour, to show the cost of tokens.", min=0, max=1e9, callback=check_finite
-        ),
+        typer.Option("--price", help="Price of a device-hour, to show the cost of tokens.", min=0, max=1e9),
     ] = None,
     max_tp: MaxTp = None,
     time_limit: TimeLimit = TIME_LIMIT_S,

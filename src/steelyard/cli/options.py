@@ -1,7 +1,6 @@
 """Options that several commands share, and what they print and write."""
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,23 +41,10 @@ ProfileOption = Annotated[
 MaxTp = Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=MOST_DEVICES)]
 
 
-def check_finite(value: float | None) -> float | None:
-    """The number of an option, which may not be NaN: no range of the command line refuses that."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number")
-    return value
-
-
 MOST_POINTS = 1000
 TimeLimit = Annotated[
     float,
-    typer.Option(
-        "--time-limit",
-        help="Seconds after which the best so far is taken.",
-        min=0,
-        max=MOST_SECONDS,
-        callback=check_finite,
-    ),
+    typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0, max=MOST_SECONDS),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

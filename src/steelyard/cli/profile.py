@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, check_finite, print_json
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json
 from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
@@ -33,9 +33,7 @@ def profile(
     precision: PrecisionOption = "bf16",
     budget_s: Annotated[
         float,
-        typer.Option(
-            "--budget", help="About how many seconds to measure.", min=1, max=MOST_SECONDS, callback=check_finite
-        ),
+        typer.Option("--budget", help="About how many seconds to measure.", min=1, max=MOST_SECONDS),
     ] = 60.0,
     merge: Annotated[
         Path | None, typer.Option("--merge", help="A profile of this model and machine to add the new one to.")

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, check_finite, print_json, write_page
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, write_page
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
@@ -39,7 +39,6 @@ def report(
             help="Seconds of computing for the frontier and the rivals; 0: none.",
             min=0,
             max=MOST_SECONDS,
-            callback=check_finite,
         ),
     ] = TIME_LIMIT_S,
     all_settings: Annotated[
