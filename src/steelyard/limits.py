@@ -13,6 +13,7 @@ MOST_SIZE = 2**24
 """Of a layer: its width, its vocabulary, its experts, the positions that it knows."""
 MOST_SAMPLES = 2**18
 """Of a step."""
+MOST_MICROBATCHES = 2**16
 MOST_TOKENS = 2**24
 """Of a sample."""
 MOST_STEP_TOKENS = 2**36
@@ -27,6 +28,7 @@ MOST_PER_S = 1e21
 
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]

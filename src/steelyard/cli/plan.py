@@ -24,7 +24,7 @@ from steelyard.cli.options import (
 from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
-from steelyard.limits import MOST_LAYERS, MOST_SAMPLES, MOST_TOKENS
+from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
 from steelyard.plan.file import write_plan
@@ -107,7 +107,7 @@ def plan(
         int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1, max=MOST_LAYERS)
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=MOST_SAMPLES)
+        int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=MOST_MICROBATCHES)
     ] = None,
     remat: Annotated[
         str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")

@@ -9,7 +9,7 @@ import typer
 from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
-from steelyard.limits import MOST_SAMPLES
+from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import job_of
 from steelyard.report.trace_events import default_num_shown, trace_events
@@ -26,7 +26,7 @@ def timeline(
             help="Show the passes of so many microbatches, half of them the first, half the last; "
             "default: all, or as many as keep the file below 8 MB.",
             min=2,
-            max=MOST_SAMPLES,
+            max=MOST_MICROBATCHES,
         ),
     ] = None,
     cluster: Annotated[

@@ -15,6 +15,7 @@ from steelyard.limits import (
     MOST_LAYERS,
     MOST_PER_S,
     Bytes,
+    Microbatches,
     PositiveSeconds,
     Samples,
     Seconds,
@@ -183,7 +184,7 @@ class Prediction(PlanPart):
 class Fallback(PlanPart):
     """The plan to go on with where memory runs out: less of it, more time, the same model, batch and devices."""
 
-    num_microbatches: Samples
+    num_microbatches: Microbatches
     schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     prediction: Prediction | None = None
@@ -201,7 +202,7 @@ class Plan(PlanPart):
     cluster: str
     seq_len: Tokens
     global_batch: Samples
-    num_microbatches: Samples
+    num_microbatches: Microbatches
     precision: Precision
     schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)

@@ -7,6 +7,7 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
+from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import divisors, parse_strategy
@@ -82,7 +83,7 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
     stage = StagePlan(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
     best: Plan | None = None
     for count in divisors(job.global_batch):
-        if (job.global_batch // count) % strategy.sample_degree:
+        if count > MOST_MICROBATCHES or (job.global_batch // count) % strategy.sample_degree:
             continue
         pipeline = PipelineConfig(num_stages=1, num_microbatches=count, schedule=USUAL)
         plan = with_price(assemble_plan(job, pipeline, (stage,)), job)

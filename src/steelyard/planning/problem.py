@@ -8,6 +8,7 @@ from steelyard.cost.build import KnownTimes, build_tables, usable_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
+from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.kinds import KINDS, Value
 from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned
@@ -67,7 +68,7 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= layers]
-    counts = list(divisors(job.global_batch))
+    counts = [m for m in divisors(job.global_batch) if m <= MOST_MICROBATCHES]
     if options.num_stages is not None:
         stages = _pinned("num_stages", options.num_stages, stages, f"the {devices} devices")
     if options.num_microbatches is not None:

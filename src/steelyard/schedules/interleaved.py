@@ -30,7 +30,8 @@ class Interleaved1F1B(Schedule):
     """More of them send more and gain little."""
     keeps_sends = True
     why_nowhere = (
-        "no setting has two stages or more, as many microbatches, 4096 at most, and blocks that divide into chunks"
+        f"no setting has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide into "
+        "chunks"
     )
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
@@ -59,7 +60,7 @@ class Interleaved1F1B(Schedule):
         )
 
     def is_tried(self, pipeline: PipelineConfig) -> bool:
-        """Where every stage has a microbatch to work for, the chunks can be filled and there is a bubble to speak of."""
+        """Where every stage has a microbatch to work for, chunks can be filled, and there is a bubble to speak of."""
         filled = 2 <= pipeline.num_stages <= pipeline.num_microbatches <= MOST_TRIED
         return filled and super().is_tried(pipeline)
 

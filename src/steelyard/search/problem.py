@@ -48,7 +48,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
 from steelyard.files import read_json
-from steelyard.limits import MOST_BYTES, MOST_LAYERS, Bytes, Samples, Seconds
+from steelyard.limits import MOST_BYTES, MOST_LAYERS, Bytes, Microbatches, Samples, Seconds
 from steelyard.plan.strategy import parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
@@ -101,7 +101,7 @@ class SettingCosts(_Part):
     """One pipeline setting; ``samples`` is its global batch, 1 where all settings have the same."""
 
     num_stages: LayerCount
-    num_microbatches: Samples
+    num_microbatches: Microbatches
     schedule: ScheduleName
     strategies: Annotated[list[str], FailFast()]
     layers: Annotated[list[EqualLayers], FailFast()]
