@@ -90,6 +90,11 @@ def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:
         ("num_devices", record.num_devices, plan.num_devices),
         ("strategies", record.strategies, tuple(str(strategy) for strategy in plan.strategies)),
     ]
+    for field in ("predicted_busy_s", "predicted_peak_bytes"):
+        if (predicted := getattr(record, field)) is not None:
+            wanted.append((field, f"{len(predicted)} stages", f"{plan.num_stages} stages"))
+    last = plan.num_stages - 1
+    wanted.extend(("ranks", f"stage {rank.stage}", f"{last} at most") for rank in record.ranks if rank.stage > last)
     for field, found, expected in wanted:
         if found != expected:
             raise UserError(

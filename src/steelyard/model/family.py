@@ -11,7 +11,7 @@ runtime and the tracer alone: they use modules and tensors through their methods
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from steelyard.errors import InvalidModelError
 from steelyard.limits import MOST_LAYERS, MOST_SIZE
@@ -174,7 +174,7 @@ def _most(key: str) -> int:
     return MOST_LAYERS if key in _LAYERS else MOST_SIZE
 
 
-def _is_size(key: str, value: object) -> bool:
+def _is_size(key: str, value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _most(key)
 
 
