@@ -155,3 +155,13 @@ def test_a_record_of_other_stages_than_the_plans_is_named(run: Run, tmp_path: Pa
     files = (tmp_path / "plan.json", "-o", tmp_path / "page.html", "--run", tmp_path / "record.json")
     error = user_error(run("report", *files))
     assert path.split(".", maxsplit=1)[0] in error.field
+
+
+@pytest.mark.parametrize("command", ["timeline", "report"])
+def test_a_folder_is_no_place_for_a_page(run: Run, tmp_path: Path, command: str) -> None:
+    for sort, name in (("plan", "plan.json"), ("cluster", "lab.yaml"), ("profile", "profile.json")):
+        (tmp_path / name).write_text(json.dumps(WHOLE[sort]))
+    job = ("--cluster", tmp_path / "lab.yaml", "--profile", tmp_path / "profile.json")
+    error = user_error(run(command, tmp_path / "plan.json", "-o", tmp_path, *job))
+    assert error.field == "--output"
+    assert "Is a directory" in error.found

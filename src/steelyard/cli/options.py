@@ -63,10 +63,10 @@ def write_page(path: Path, text: str) -> None:
     """Writes what ``--output`` asked for; raises `UserError` where that cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise UserError(
             field="--output",
-            found=f"{path}: {error.strerror}",
+            found=f"{path}: {error}",
             expected="a path that can be written",
             hint="check the path",
         ) from error

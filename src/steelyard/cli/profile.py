@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json, write_page
 from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
@@ -55,7 +55,7 @@ def profile(
     )
     if earlier is not None:
         measured = merge_profiles(earlier, measured)
-    output.write_text(dump_json(measured) + "\n")
+    write_page(output, dump_json(measured) + "\n")
     if as_json:
         print_json(measured.model_dump(mode="json", exclude_none=True))
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json
+from steelyard.cli.options import AsJson, Memory, ProfileOption, print_json, write_page
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.limits import MOST_MICROBATCHES
@@ -43,7 +43,7 @@ def timeline(
     played = predict(plan, job).timeline
     content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan))
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    output.write_text(text + "\n", encoding="utf-8")
+    write_page(output, text + "\n")
     shown = content["otherData"]
     if as_json:
         print_json(shown)

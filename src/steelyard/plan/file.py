@@ -22,10 +22,10 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     """Writes a plan as JSON that `read_plan` reads back to an equal plan; raises `InvalidPlanError` if it cannot."""
     try:
         Path(path).write_text(dump_json(plan) + "\n", encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise InvalidPlanError(
             field="plan",
-            found=f"{path}: {error.strerror}",
+            found=f"{path}: {error}",
             expected="a path that can be written",
             hint="check the path",
         ) from error

@@ -146,7 +146,7 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
 
 
 def save_problem(path: Path, problem: Problem) -> None:
-    """Write a problem as JSON; reading it back gives equal tables."""
+    """Write a problem as JSON; reading it back gives equal tables. Raises `InvalidProblemError` where it cannot."""
     content = ProblemFile(
         version=2 if any(tables.side_inputs for tables in problem.settings) else 1,
         name=problem.name,
@@ -156,7 +156,12 @@ def save_problem(path: Path, problem: Problem) -> None:
         ],
     )
     unused = {"settings": {"__all__": {"side_inputs"}}} if content.version == 1 else None
-    path.write_text(content.model_dump_json(exclude=unused) + "\n")
+    try:
+        path.write_text(content.model_dump_json(exclude=unused) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidProblemError(
+            field="problem", found=f"{path}: {error}", expected="a path that can be written", hint="check the path"
+        ) from error
 
 
 def load_problem(path: Path) -> Problem:
