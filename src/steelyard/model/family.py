@@ -134,7 +134,7 @@ class Sizes:
                 raise _wrong_size(keys[0], None)
             return default
         value = self.config[key]
-        if not _is_size(key, value):
+        if not _is_size(value, key):
             raise _wrong_size(key, value)
         self.read[key] = value
         return value
@@ -143,7 +143,7 @@ class Sizes:
         """The whole numbers of 1 or more under a key, one or several; raises `InvalidModelError`."""
         value = self.config.get(key)
         entries = value if isinstance(value, list | tuple) else (value,)
-        if not entries or len(entries) > MOST_LAYERS or not all(_is_size(key, each) for each in entries):
+        if not entries or len(entries) > MOST_LAYERS or not all(_is_size(each, key) for each in entries):
             raise _wrong_size(key, value)
         return tuple(entries)
 
@@ -174,7 +174,7 @@ def _most(key: str) -> int:
     return MOST_LAYERS if key in _LAYERS else MOST_SIZE
 
 
-def _is_size(key: str, value: object) -> TypeGuard[int]:
+def _is_size(value: object, key: str) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _most(key)
 
 
