@@ -1,6 +1,8 @@
 # make demo   set-up, then the whole product on CPU processes: profile, plan, train, compare
 # make test   set-up, then everything that CI checks
 # make quick  the part of the tests that starts no processes
+# make fuzz   CASES damaged files and commands (100,000), from SEED (by the clock); those that end badly are kept
+# make nightly  make fuzz, then the quick tests with other examples than make test, and more of them
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +13,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # tests/conftest.py, long ones first; xdist's own puts files of few tests last, which are the long ones.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick clean
+CASES ?= 100000
+SEED ?= $(shell date +%s)
+
+.PHONY: demo test quick fuzz nightly clean
 
 demo: $(VENV)/installed
 	$(BIN)/steelyard demo
@@ -21,6 +26,12 @@ test: $(VENV)/installed-dev
 
 quick: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow"
+
+fuzz: $(VENV)/installed-dev
+	$(BIN)/python -m tests.damage --cases $(CASES) --seed $(SEED) --keep .damage
+
+nightly: fuzz
+	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow" --hypothesis-profile nightly
 
 # torch goes first and alone: pip then takes the one build that the constraints name.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -34,4 +45,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-run
+	rm -rf $(VENV) demo-run .damage .hypothesis

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 settings.register_profile(
     "steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
 )
+settings.register_profile(
+    "nightly",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=1000,
+    database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis"),
+)
+"""Chosen by ``make nightly``: other examples each time, and those that once failed first."""
 settings.load_profile("steelyard")
 
 

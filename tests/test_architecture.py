@@ -33,7 +33,7 @@ def module_name(path):
 def planner_modules():
     imported = [path for path in MODULES if COPIED not in path.parents]
     inside = [module_name(path) for path in imported if path.relative_to(SOURCE).parts[0] in PLANNER]
-    return ["steelyard", "steelyard.errors", "steelyard.units", "steelyard.planning", *inside]
+    return ["steelyard", "steelyard.errors", "steelyard.files", "steelyard.units", "steelyard.planning", *inside]
 
 
 def texts_of(*folders):

@@ -21,9 +21,9 @@ class UserError(Exception):
         super().__init__(self.__str__())
 
     def __str__(self) -> str:
-        lines = [f"{self.field}: found {self.found}", f"  expected: {self.expected}"]
+        lines = [f"{_shown(self.field)}: found {_shown(self.found)}", f"  expected: {_shown(self.expected)}"]
         if self.hint:
-            lines.append(f"  to fix: {self.hint}")
+            lines.append(f"  to fix: {_shown(self.hint)}")
         return "\n".join(lines)
 
 
@@ -55,10 +55,22 @@ class InvalidDataError(UserError):
     """Training data that is missing, empty or too short."""
 
 
+_COMPARED = 100
+"""Characters of a name: comparing takes their square."""
+MOST_SHOWN = 500
+"""Characters of a part of a message: what was given may be of any length."""
+
+
+def _shown(text: str) -> str:
+    """The text as any terminal can print it, without what is too long."""
+    printable = text.encode(errors="backslashreplace").decode()
+    return printable if len(printable) <= MOST_SHOWN else printable[:MOST_SHOWN] + "…"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that lists the known names closest to a misspelt one, or all of them when none is close."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name[:_COMPARED], names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(close) + "?"
     return "known: " + ", ".join(names)

@@ -40,7 +40,7 @@ def test_a_record_written_and_read_is_the_same(record):
     [
         ({"version": 2}, "^version: found 2"),
         ({"median": 1}, "(?s)^median: found the unknown key.*did you mean median_step_s"),
-        ({"median_step_s": 0.0}, "^median_step_s: found 0.0\n.*greater than 0"),
+        ({"median_step_s": 0.0}, "^median_step_s: found 0.0\n.*greater than or equal to 0.0000"),
         ({"num_devices": "2"}, "^num_devices: found '2'\n.*a valid integer"),
         ({"steps": [{"step": 1}]}, r"^steps\[0\]\.loss: found nothing"),
     ],

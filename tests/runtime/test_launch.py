@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.processes.start import RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
+from steelyard.runtime.checkpoint_folder import newest_intact, read_info
 from steelyard.runtime.launch import launch
 from steelyard.runtime.options import TrainOptions
 from tests.processes.forking_agent import fork_ranks
@@ -98,11 +101,18 @@ def test_a_diverging_run_says_so_and_fails(tmp_path: Path, monkeypatch: pytest.M
     fork_ranks(monkeypatch, "steelyard.runtime.train")
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 1000)
+    options = TrainOptions(steps=5, lr=1e6, warmup_steps=0, checkpoint_dir=tmp_path / "kept", checkpoint_every=1)
     with pytest.raises(RankFailedError, match=r"the (loss|gradient norm) is (nan|inf)") as raised:
-        launch(plan_file(tmp_path, pipeline_plan()), text, TrainOptions(steps=5, lr=1e30, warmup_steps=0))
+        launch(plan_file(tmp_path, pipeline_plan()), text, replace(options, keep_last=1))
     assert raised.value.exit_code == 1
     assert raised.value.failure is not None
     assert raised.value.failure.kind == "DivergedError"
+    stopped = re.match(r"rank [01] stopped: step ([2-5]): ", str(raised.value))
+    assert stopped is not None
+    assert "Traceback" not in str(raised.value)
+    newest, _ = newest_intact(tmp_path / "kept")
+    assert newest is not None
+    assert read_info(newest).step == int(stopped[1]) - 1
 
 
 def test_data_that_one_rank_alone_finds_wrong_ends_the_run_with_its_message(

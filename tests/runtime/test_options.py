@@ -22,7 +22,11 @@ def test_options_of_checkpoints_and_memory_survive_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("steps", 0), ("lr", -1.0), ("lr", float("nan")), ("warmup_steps", -1), ("max_data_bytes", 0)]
+    ("name", "value"),
+    [
+        *(("steps", 0), ("lr", -1.0), ("lr", float("nan")), ("warmup_steps", -1), ("max_data_bytes", 0)),
+        *(("lr", float("inf")), ("lr", 2e6), ("weight_decay", float("inf")), ("seed", 10**20), ("steps", 10**10)),
+    ],
 )
 def test_an_option_out_of_range_is_named(name: str, value: float) -> None:
     with pytest.raises(UserError, match="--" + name.replace("_", "-")):

@@ -11,6 +11,7 @@ from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, 
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict_memory
 from steelyard.hardware import Backend
+from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import job_of
@@ -27,7 +28,8 @@ def check(
     memory: Memory = None,
     profile: ProfileOption = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", help="Ranks that are run at once; default: one per core.", min=1)
+        int | None,
+        typer.Option("--processes", help="Ranks that are run at once; default: one per core.", min=1, max=MOST_DEVICES),
     ] = None,
     every_microbatch: Annotated[
         bool, typer.Option("--every-microbatch", help="Run all microbatches, also those that repeat others.")

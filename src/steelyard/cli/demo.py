@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
 from steelyard.output import make_folder, write_file
 from steelyard.plan.file import dump_json, write_plan
@@ -27,7 +28,7 @@ MEMORY = "44MiB"
 
 
 def demo(
-    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=1)] = 30,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=1, max=MOST_STEPS)] = 30,
     memory: Annotated[str, typer.Option("--memory", help="Budget of one process.")] = MEMORY,
     folder: Annotated[Path, typer.Option("--folder", help="Where profile, plan and record are written.")] = Path(
         "demo-run"

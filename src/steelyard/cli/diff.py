@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, check_page, print_json, write_page
+from steelyard.cli.options import AsJson, check_page, print_json, tried
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan

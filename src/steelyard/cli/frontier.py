@@ -7,15 +7,18 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import (
+    MOST_POINTS,
     AsJson,
     ClusterOption,
     GlobalBatch,
+    MaxTp,
     Memory,
     Model,
     NetworkOption,
     PrecisionOption,
     ProfileOption,
     SeqLen,
+    TimeLimit,
     check_page,
     cluster_with,
     most_tp,
@@ -25,12 +28,15 @@ from steelyard.cli.options import (
 from steelyard.cli.plan import check_precision
 from steelyard.cli.progress import progress
 from steelyard.errors import UserError
+from steelyard.limits import MOST_DEVICES
 from steelyard.output import write_file
 from steelyard.planning import PlanOptions, find_trade_offs, make_job
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
+from steelyard.search import TIME_LIMIT_S
 
 POINTS = 16
+MOST_COUNTS = 32
 
 
 def frontier(
@@ -47,16 +53,19 @@ def frontier(
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
     points: Annotated[
-        int, typer.Option("--points", help="Memory budgets to search: more give a finer frontier.", min=3)
+        int,
+        typer.Option("--points", help="Memory budgets to search: more give a finer frontier.", min=3, max=MOST_POINTS),
     ] = POINTS,
     devices: Annotated[
         str | None,
         typer.Option("--devices", help="Device counts to compare, as in 8,16,32; default: a few around the cluster's."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", help="Price of a device-hour, to show the cost of tokens.", min=0)
+        float | None,
+        typer.Option("--price", help="Price of a device-hour, to show the cost of tokens.", min=0, max=1e9),
     ] = None,
-    max_tp: Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1)] = None,
+    max_tp: MaxTp = None,
+    time_limit: TimeLimit = TIME_LIMIT_S,
     as_json: AsJson = False,
 ) -> None:
     """Show every time/memory trade-off, and what more or fewer devices would do."""
@@ -75,7 +84,7 @@ def frontier(
         )
         found = find_trade_offs(
             job,
-            PlanOptions(max_degrees=most_tp(max_tp)),
+            PlanOptions(max_degrees=most_tp(max_tp), time_limit_s=time_limit),
             max_searches=points,
             device_counts=counts,
             price_per_device_hour=price,
@@ -97,11 +106,17 @@ def frontier(
 def parse_counts(text: str) -> tuple[int, ...]:
     """The device counts in ``8,16,32``; raises `UserError` for anything else."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) > MOST_COUNTS or not all(_is_count(part) for part in parts):
         raise UserError(
             field="--devices",
             found=repr(text),
-            expected="whole numbers of 1 or more",
+            expected=f"whole numbers of 1 to {MOST_DEVICES}, at most {MOST_COUNTS} of them",
             hint="write for example --devices 8,16,32",
         )
     return tuple(int(part) for part in parts)
+
+
+def _is_count(text: str) -> bool:
+    return (
+        text.isascii() and text.isdigit() and len(text) < len(str(MOST_DEVICES)) + 1 and 0 < int(text) <= MOST_DEVICES
+    )

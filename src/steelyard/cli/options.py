@@ -10,6 +10,7 @@ import typer
 from steelyard.cli.completion import complete_cluster, complete_model, complete_network
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, parse_cluster, with_network
+from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS, MOST_TOKENS
 from steelyard.output import check_file, check_folder
 
 Model = Annotated[
@@ -34,8 +35,10 @@ NetworkOption = Annotated[
         autocompletion=complete_network,
     ),
 ]
-SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1)]
-GlobalBatch = Annotated[int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1)]
+SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1, max=MOST_TOKENS)]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1, max=MOST_SAMPLES)
+]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="bf16 (computes in bf16, keeps and reduces in fp32) or fp32.")
 ]
@@ -45,6 +48,14 @@ Memory = Annotated[
 ProfileOption = Annotated[
     str | None,
     typer.Option("--profile", help="Measured costs from `steelyard profile`; default: traced and catalogue."),
+]
+MaxTp = Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=MOST_DEVICES)]
+
+
+MOST_POINTS = 1000
+TimeLimit = Annotated[
+    float,
+    typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0, max=MOST_SECONDS),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

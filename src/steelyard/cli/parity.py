@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
 from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
@@ -17,9 +18,9 @@ from steelyard.units import format_plural
 
 def parity(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    steps: Annotated[int, typer.Option("--steps", help="Training steps that are compared.", min=1)] = 2,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps that are compared.", min=1, max=MOST_STEPS)] = 2,
     max_processes: Annotated[
-        int, typer.Option("--max-processes", help="Processes that this host may run at once.", min=1)
+        int, typer.Option("--max-processes", help="Processes that this host may run at once.", min=1, max=MOST_DEVICES)
     ] = 16,
     as_json: AsJson = False,
 ) -> None:

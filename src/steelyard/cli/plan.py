@@ -12,11 +12,13 @@ from rich.console import Console
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
+    MaxTp,
     Memory,
     Model,
     NetworkOption,
     PrecisionOption,
     ProfileOption,
+    TimeLimit,
     cluster_with,
     most_tp,
     print_json,
@@ -26,6 +28,7 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import Cluster
+from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import load_any_model
 from steelyard.plan.file import write_plan
@@ -52,7 +55,7 @@ from steelyard.planning import (
 )
 from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
-from steelyard.search import Partition, Problem, save_problem
+from steelyard.search import TIME_LIMIT_S, Partition, Problem, save_problem
 from steelyard.units import format_bytes, format_count, format_plural, parse_count
 
 Objective = Literal["time", "devices"]
@@ -60,7 +63,7 @@ Chosen = TypeVar("Chosen")
 
 TOP = 5
 FALLBACKS = 2
-MAX_SIZE = 10**9
+_MOST_DIGITS = 20
 
 
 def plan(
@@ -107,10 +110,12 @@ def plan(
     objective: Annotated[
         str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
     ] = "time",
-    max_tp: Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1)] = None,
-    stages: Annotated[int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1)] = None,
+    max_tp: MaxTp = None,
+    stages: Annotated[
+        int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1, max=MOST_LAYERS)
+    ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1)
+        int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=MOST_MICROBATCHES)
     ] = None,
     remat: Annotated[
         str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
@@ -130,16 +135,15 @@ def plan(
         str,
         typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even."),
     ] = "exact",
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0)
-    ] = None,
-    top: Annotated[int, typer.Option("--top", help="How many of the plans that lost to show.", min=0)] = TOP,
+    time_limit: TimeLimit = TIME_LIMIT_S,
+    top: Annotated[int, typer.Option("--top", help="How many of the plans that lost to show.", min=0, max=1000)] = TOP,
     fallbacks: Annotated[
         int,
         typer.Option(
             "--fallbacks",
             help="Plans of less memory to keep in the file, for `train` to go on with when memory runs out.",
             min=0,
+            max=100,
         ),
     ] = FALLBACKS,
     tokens: Annotated[
@@ -156,7 +160,10 @@ def plan(
     """Find the fastest plan that fits. No GPU needed."""
     whole = _parse_training(tokens, price)
     aim: Objective = check_choice("--objective", objective, Objective)
-    batch, length = parse_size("--global-batch", global_batch), parse_size("--seq-len", seq_len)
+    batch, length = (
+        parse_size("--global-batch", global_batch, MOST_SAMPLES),
+        parse_size("--seq-len", seq_len, MOST_TOKENS),
+    )
     _check_one_is_free(length, batch, aim, profile)
     if batch is None and aim == "devices":
         raise UserError(
@@ -371,15 +378,15 @@ def _check_one_is_free(length: int | None, batch: int | None, aim: Objective, pr
             )
 
 
-def parse_size(option: str, text: str) -> int | None:
+def parse_size(option: str, text: str, most: int) -> int | None:
     """A number of samples or tokens, or None for ``max``; raises `UserError` for anything else."""
     if text == "max":
         return None
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < MAX_SIZE):
+    if not (text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most):
         raise UserError(
             field=option,
             found=repr(text),
-            expected="a whole number of 1 or more, or max",
+            expected=f"a whole number of 1 or more, at most {most}, or max",
             hint=f"write for example {option} 64",
         )
     return int(text)

@@ -9,14 +9,16 @@ import typer
 from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json, tried
 from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
+from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
+from steelyard.plan.strategy import divisors
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
 from steelyard.report.profile_table import profile_view
 
 SAMPLES = "1,2,4"
-MOST_SAMPLES = 32
+MOST_MEASURED = 32
 """On a rank, that a batch asks for: of more a plan takes several microbatches."""
 BUDGET_S = 120.0
 
@@ -26,7 +28,10 @@ def profile(
     seq_len: SeqLen,
     output: Annotated[Path, typer.Option("--output", "-o", callback=tried, help="Where to write the profile.")],
     processes: Annotated[
-        int, typer.Option("--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1)
+        int,
+        typer.Option(
+            "--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1, max=MOST_DEVICES
+        ),
     ],
     samples: Annotated[
         str | None,
@@ -38,7 +43,10 @@ def profile(
     ] = None,
     precision: PrecisionOption = "bf16",
     budget_s: Annotated[
-        float, typer.Option("--budget", help="About how many seconds it may take, the start included.", min=1)
+        float,
+        typer.Option(
+            "--budget", help="About how many seconds it may take, the start included.", min=1, max=MOST_SECONDS
+        ),
     ] = BUDGET_S,
     merge: Annotated[
         Path | None, typer.Option("--merge", help="A profile of this model and machine to add the new one to.")
@@ -55,7 +63,7 @@ def profile(
     began_s, sizes = time.time(), parse_samples(samples, global_batch)
     chain = load_any_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
-    degrees = tuple(d for d in range(1, processes + 1) if processes % d == 0)
+    degrees = divisors(processes)
     traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)
     measured = launch_profiler(
         chain, traced, num_processes=processes, samples=sizes, budget_s=budget_s, began_s=began_s
@@ -73,7 +81,7 @@ def profile(
 def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[int, ...]:
     """The sorted counts in ``1,2,4``, or those that serve a global batch; raises `UserError` for another text or both.
 
-    Doubled from 1 until their times hold for the whole batch on a rank, as far as `MOST_SAMPLES`.
+    Doubled from 1 until their times hold for the whole batch on a rank, as far as `MOST_MEASURED`.
     """
     if global_batch is not None:
         if text is not None:
@@ -83,12 +91,14 @@ def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[in
                 expected="one of them: the samples to measure follow from the batch",
                 hint="leave one out",
             )
-        most = min(max(global_batch - 1, 2), MOST_SAMPLES)
+        most = min(max(global_batch - 1, 2), MOST_MEASURED)
         return tuple(2**power for power in range(most.bit_length()))
     try:
         counts = tuple(sorted({int(part) for part in (SAMPLES if text is None else text).split(",")}))
     except ValueError:
         counts = ()
-    if not counts or counts[0] < 1:
-        raise UserError(field="--samples", found=repr(text), expected="whole numbers of 1 or more", hint="write 1,2,4")
+    if not counts or counts[0] < 1 or counts[-1] > MOST_SAMPLES:
+        raise UserError(
+            field="--samples", found=repr(text), expected=f"whole numbers of 1 to {MOST_SAMPLES}", hint="write 1,2,4"
+        )
     return counts

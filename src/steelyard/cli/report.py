@@ -9,6 +9,7 @@ from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, 
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
+from steelyard.limits import MOST_SECONDS
 from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
@@ -37,6 +38,7 @@ def report(
             "--time-limit",
             help="Seconds of computing for the frontier and the rivals; default: until all are found; 0: none of them.",
             min=0,
+            max=MOST_SECONDS,
         ),
     ] = None,
     all_settings: Annotated[
@@ -87,6 +89,11 @@ def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:
         ("num_devices", record.num_devices, plan.num_devices),
         ("strategies", record.strategies, tuple(str(strategy) for strategy in plan.strategies)),
     ]
+    for field in ("predicted_busy_s", "predicted_peak_bytes"):
+        if (predicted := getattr(record, field)) is not None:
+            wanted.append((field, f"{len(predicted)} stages", f"{plan.num_stages} stages"))
+    last = plan.num_stages - 1
+    wanted.extend(("ranks", f"stage {rank.stage}", f"{last} at most") for rank in record.ranks if rank.stage > last)
     for field, found, expected in wanted:
         if found != expected:
             raise UserError(

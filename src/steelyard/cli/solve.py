@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, print_json
+from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json
 from steelyard.cli.progress import progress
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import verdict_table
 from steelyard.report.solve_view import solve_view, step_table
 from steelyard.search import (
+    TIME_LIMIT_S,
     SampledFrontier,
     SearchResult,
     load_problem,
@@ -29,12 +30,10 @@ def solve(
         Path, typer.Argument(help="A problem file; see `steelyard plan --save-problem`.", metavar="PROBLEM")
     ],
     memory: Memory = None,
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0)
-    ] = None,
+    time_limit: TimeLimit = TIME_LIMIT_S,
     with_frontier: Annotated[bool, typer.Option("--frontier", help="Also show time against memory.")] = False,
     points: Annotated[
-        int, typer.Option("--points", help="Memory budgets to search for the frontier.", min=3)
+        int, typer.Option("--points", help="Memory budgets to search for the frontier.", min=3, max=MOST_POINTS)
     ] = MAX_SEARCHES,
     everything: Annotated[
         bool, typer.Option("--all", help="Also say which strategies are illegal or dominated, and by which.")
@@ -47,7 +46,9 @@ def solve(
     with progress("searching", silent=as_json):
         result = solve_problem(problem, budget, time_limit_s=time_limit)
         frontier = (
-            sampled_frontier(problem.settings, samples=problem.samples, max_searches=points) if with_frontier else None
+            sampled_frontier(problem.settings, samples=problem.samples, max_searches=points, time_limit_s=time_limit)
+            if with_frontier
+            else None
         )
         shown = result.best or result.settings[0]
         verdicts = strategy_verdicts(shown.tables) if everything else ()

@@ -9,6 +9,7 @@ import typer
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import layer_times, predict
+from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import job_of
@@ -28,6 +29,7 @@ def timeline(
             help="Show the passes of so many microbatches, half of them the first, half the last; "
             "default: all, or as many as keep the file below 8 MB.",
             min=2,
+            max=MOST_MICROBATCHES,
         ),
     ] = None,
     cluster: Annotated[

@@ -19,6 +19,7 @@ from steelyard.cost.layer import (
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
+from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
@@ -58,9 +59,9 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
                 known[k, strategy, *place] = step_share_s(cost, setting)
             legal[k, s] = True
             time_s[k, s] = known[k, strategy, *place]
-            static[k, s] = sum(held.static_bytes.values())
-            activation[k, s] = held.activation_bytes
-            transient[k, s] = held.transient_bytes + _waiting_reduction_bytes(strategy, setting)
+            static[k, s] = min(sum(held.static_bytes.values()), MOST_BYTES)
+            activation[k, s] = min(held.activation_bytes, MOST_BYTES)
+            transient[k, s] = min(held.transient_bytes + _waiting_reduction_bytes(strategy, setting), MOST_BYTES)
     switch = switch_table(strategies, setting)
     pipeline = setting.pipeline
     has_chunks = pipeline.num_chunks > 1
@@ -131,7 +132,8 @@ def overhead_bytes(setting: Setting) -> int:
     """Bytes of a device that no layer accounts for: process context, what the pipeline keeps beside activations, and
     what the layers of the microbatches in flight share.
     """
-    return context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
+    found = context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
+    return min(found, MOST_BYTES)
 
 
 def shared_input_bytes(setting: Setting) -> int:

@@ -44,6 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.errors import InvalidProblemError
+from steelyard.limits import MOST_BYTES
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig, names_of
 
@@ -113,6 +114,12 @@ class CostTables:
         _check_chunks(self)
         for index, side in enumerate(self.side_inputs):
             _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
+
+    def held_bytes(self, in_flight: int) -> NDArray[np.int64]:
+        """[K, S] static bytes and those of so many microbatches in flight; `MOST_BYTES` where they would be more."""
+        room = np.maximum(MOST_BYTES - self.static_bytes, 0)
+        fits = self.activation_bytes <= room // in_flight
+        return self.static_bytes + np.where(fits, in_flight * np.where(fits, self.activation_bytes, 0), room)
 
     def with_last_kinds(
         self, static_bytes: NDArray[np.int64], activation_bytes: NDArray[np.int64], *, apart: Container[int] = ()

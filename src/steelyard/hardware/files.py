@@ -7,7 +7,6 @@ here, once, to bytes, seconds and FLOP. GB is 10^9 bytes, GiB is 2^30 bytes, a T
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -21,11 +20,14 @@ from pydantic import (
 )
 
 from steelyard.errors import InvalidClusterError, nearest
+from steelyard.files import MOST_YAML_BYTES, parse_yaml
+from steelyard.files import read_text as read_file
 from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceKind, Link
+from steelyard.limits import MOST_BYTES, MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
-Positive = Annotated[FiniteFloat, Field(gt=0)]
-Count = Annotated[StrictInt, Field(gt=0)]
+Positive = Annotated[FiniteFloat, Field(ge=1e-6, le=1e9)]
+Count = Annotated[StrictInt, Field(gt=0, le=MOST_DEVICES)]
 DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
@@ -68,7 +70,7 @@ class LinkSpec(FileModel):
 
     name: str
     bandwidth_GBps: Positive  # noqa: N815
-    latency_us: Annotated[FiniteFloat, Field(ge=0)]
+    latency_us: Annotated[FiniteFloat, Field(ge=0, le=1e9)]
     ports_per_node: Count | None = None
     source: str = "cluster file"
     notes: str = ""
@@ -105,8 +107,8 @@ class DeviceSpec(FileModel):
     name: str
     kind: DeviceKind | None = None
     backend: Backend | None = None
-    memory_GiB: Positive | None = None  # noqa: N815
-    memory_GB: Positive | None = None  # noqa: N815
+    memory_GiB: Annotated[Positive, Field(le=MOST_BYTES / GIB)] | None = None  # noqa: N815
+    memory_GB: Annotated[Positive, Field(le=MOST_BYTES / GB)] | None = None  # noqa: N815
     memory_bandwidth_GBps: Positive | None = None  # noqa: N815
     peak_TFLOPs: dict[DtypeName, Positive] = {}  # noqa: N815
     source: str = "cluster file"
@@ -227,9 +229,9 @@ class LinkCatalogue(FileModel):
 def read_yaml(text: str, model: type[FileModelT], *, where: str) -> FileModelT:
     """The checked contents of a YAML text; raises `InvalidClusterError` naming the key that is wrong."""
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidClusterError(field=where, found=f"no valid YAML: {error}", expected="a YAML mapping") from error
+        data = parse_yaml(text)
+    except ValueError as error:
+        raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -250,8 +252,8 @@ def _first_mistake(error: ValidationError, model: type[FileModel], *, where: str
 def read_text(path: Path) -> str:
     """The text of a file that the user named; raises `InvalidClusterError` when it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(path, most_bytes=MOST_YAML_BYTES)
+    except (OSError, ValueError) as error:
         raise InvalidClusterError(
             field="cluster",
             found=f"{path}: {error}",

@@ -10,7 +10,7 @@ from steelyard.hardware.files import MICRO, ClusterFile, DeviceSpec, LinkSpec, S
 from steelyard.hardware.values import Cluster, Device, Link
 from steelyard.units import GB, GIB, TERA
 
-_SHORT = re.compile(r"\s*([0-9]+)\s*x\s*([0-9]+)\s*x\s*(\S.*?)\s*", re.IGNORECASE)
+_SHORT = re.compile(r"\s*([0-9]{1,9})\s*x\s*([0-9]{1,9})\s*x\s*(\S.*?)\s*", re.IGNORECASE)
 
 
 def parse_cluster(text: str) -> Cluster:

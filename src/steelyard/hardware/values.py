@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from steelyard.errors import InvalidClusterError, nearest
+from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_PER_S
 from steelyard.units import format_bytes
 
 _PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pass --profile profile.json"
@@ -79,7 +80,7 @@ class Device:
         for dtype, rate in self.peak_flop_per_s.items():
             _require_positive(f"device {self.name!r}: peak_flop_per_s[{dtype!r}]", rate)
         if self.memory_bytes is not None:
-            _require_positive(f"device {self.name!r}: memory_bytes", self.memory_bytes)
+            _require_positive(f"device {self.name!r}: memory_bytes", self.memory_bytes, MOST_BYTES)
         if self.memory_bytes_per_s is not None:
             _require_positive(f"device {self.name!r}: memory_bytes_per_s", self.memory_bytes_per_s)
 
@@ -186,6 +187,10 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
             _require_positive(name, count)
+        if self.num_devices > MOST_DEVICES:
+            raise InvalidClusterError(
+                field="cluster", found=f"{self.num_devices} devices", expected=f"at most {MOST_DEVICES}"
+            )
         if self.num_nodes > 1 and self.inter_link is None:
             raise InvalidClusterError(
                 field="inter_link",
@@ -216,6 +221,8 @@ def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
         )
 
 
-def _require_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise InvalidClusterError(field=name, found=str(value), expected="a finite number above zero")
+def _require_positive(name: str, value: float, most: float = MOST_PER_S) -> None:
+    if isinstance(value, bool) or not 0 < value <= most:
+        raise InvalidClusterError(
+            field=name, found=f"{value!r:.40}", expected=f"a finite number above zero, at most {most:g}"
+        )

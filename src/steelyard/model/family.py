@@ -11,9 +11,10 @@ runtime and the tracer alone: they use modules and tensors through their methods
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from steelyard.errors import InvalidModelError
+from steelyard.limits import MOST_LAYERS, MOST_SIZE
 
 Tensor = Any
 """A torch tensor."""
@@ -133,7 +134,7 @@ class Sizes:
                 raise _wrong_size(keys[0], None)
             return default
         value = self.config[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_size(value, key):
             raise _wrong_size(key, value)
         self.read[key] = value
         return value
@@ -142,9 +143,7 @@ class Sizes:
         """The whole numbers of 1 or more under a key, one or several; raises `InvalidModelError`."""
         value = self.config.get(key)
         entries = value if isinstance(value, list | tuple) else (value,)
-        if not entries or not all(
-            isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in entries
-        ):
+        if not entries or len(entries) > MOST_LAYERS or not all(_is_size(each, key) for each in entries):
             raise _wrong_size(key, value)
         return tuple(entries)
 
@@ -167,11 +166,23 @@ class Sizes:
         return count
 
 
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depths")
+"""Keys that count layers."""
+
+
+def _most(key: str) -> int:
+    return MOST_LAYERS if key in _LAYERS else MOST_SIZE
+
+
+def _is_size(value: object, key: str) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _most(key)
+
+
 def _wrong_size(key: str, value: object) -> InvalidModelError:
     return InvalidModelError(
         field=key,
         found="nothing" if value is None else repr(value),
-        expected="a whole number of 1 or more in config.json",
+        expected=f"a whole number of 1 or more in config.json, at most {_most(key)}",
         hint="use the complete config that the model was published with",
     )
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidModelError, nearest
+from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
+from steelyard.model.config_values import check_values
 from steelyard.model.families import family_of
 from steelyard.model.family import Sizes
 from steelyard.model.split import ModelSplit, family_of_split
@@ -49,8 +51,8 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
             hint=nearest(text, model_names()),
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
         raise InvalidModelError(
             field="model", found=f"{path}: {error}", expected="a JSON file", hint="check that the file is complete"
         ) from error
@@ -66,6 +68,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
     family = family_of_split(split) if split else family_of(str(config.get("model_type", "")))
+    check_values(config)
     sizes = Sizes(config)
     layout = family.layout(sizes)
     return ModelChain(

@@ -8,6 +8,7 @@ parameter that several layers hold (a tied embedding) depends on the first of th
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,12 +34,20 @@ def hub_config(chain: ModelChain) -> PreTrainedConfig:
 def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     """The `transformers` config object of a config.json; raises `InvalidModelError` where transformers refuses it."""
     entries = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}  # it adds keys
-    try:
+    with _as_the_configs(model_type):
         return AutoConfig.for_model(model_type, **entries)
-    except (TypeError, ValueError, KeyError) as error:
+
+
+@contextmanager
+def _as_the_configs(model_type: str) -> Iterator[None]:
+    """Says of whatever transformers raises while it makes something of a config that the config is wrong."""
+    try:
+        yield
+    except Exception as error:
+        words = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModelError(
             field="config",
-            found=str(error).splitlines()[0],
+            found=words if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {words}",
             expected=f"a config that transformers accepts for {model_type}",
             hint="compare with the config.json that the model was published with",
         ) from error
@@ -57,7 +66,7 @@ def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: 
     options = {"attn_implementation": ATTENTION if fused_attention else "eager"}
     if _has_experts(config):
         options["experts_implementation"] = IMPLEMENTATION
-    with torch.device("meta"), warnings.catch_warnings():
+    with torch.device("meta"), warnings.catch_warnings(), _as_the_configs(config.model_type):
         warnings.simplefilter("ignore")
         model = auto_class.from_config(config, dtype=torch.float32, **options)
     model.train()

@@ -6,8 +6,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
+from steelyard.limits import Seconds
 from steelyard.plan.part import PlanPart
-from steelyard.units import format_bytes, parse_bytes
+from steelyard.units import format_bytes, format_seconds, parse_bytes
 
 Status = Literal["optimal", "gap", "simulated", "priced"]
 
@@ -23,6 +24,8 @@ class Certificate(PlanPart):
     gap: float | None = Field(default=None, ge=0, le=1)
     """The part of the plan's step by the cost tables that `Prediction.lower_bound_s` does not prove necessary; absent
     where nothing is proven."""
+    time_limit_s: Seconds | None = None
+    """What the search might take, where it did not prove its plan; absent where it might take all it wanted."""
     num_simulated: int | None = Field(default=None, ge=2)
     """Plans among which the simulator chose; absent where it confirmed the search's best."""
     spared_bytes: int | None = Field(default=None, gt=0)
@@ -73,7 +76,8 @@ class Certificate(PlanPart):
             case "optimal":
                 return "optimal for the cost tables"
             case "gap":
-                return f"best so far, gap {self.gap:.2%}"
+                limit = f", searched for {format_seconds(self.time_limit_s)} at most" if self.time_limit_s else ""
+                return f"best so far, gap {self.gap:.2%}{limit}"
             case "simulated":
                 return (
                     f"fastest in simulation among the search's best {self.num_simulated}; in its closed form another is"

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from steelyard.errors import InvalidPlanError, UserError, nearest
+from steelyard.files import read_json
 from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 
@@ -31,12 +32,12 @@ def dump_json(value: BaseModel) -> str:
 def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
     """The value of type ``model`` in the JSON file at ``path``; every failure is an ``error_type``."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_distinct_keys)
+        content = read_json(path)
     except FileNotFoundError:
         raise error_type(
             field=what, found=f"no file {path}", expected=f"the path of a {what} file", hint="check the path"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise error_type(
             field=what,
             found=f"{path}: {error}",
@@ -63,15 +64,6 @@ def parse_value(content: Any, model: type[FileModel], error_type: type[UserError
         raise _first_error(error, model, error_type) from error
     except RecursionError:
         raise error_type(field="file", found="values nested too deep", expected=f"a {what} in JSON") from None
-
-
-def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict; raises ValueError for a repeated key, of which JSON would silently keep the last value."""
-    keys = [key for key, _ in pairs]
-    repeated = next((key for key in keys if keys.count(key) > 1), None)
-    if repeated is not None:
-        raise ValueError(f"the key {repeated!r} is there twice")
-    return dict(pairs)
 
 
 def _first_error(error: ValidationError, model: type[BaseModel], error_type: type[UserError]) -> UserError:

@@ -4,12 +4,23 @@ A plan is the only thing that travels from the planner to the runtime. It checks
 exists can be run by as many processes as it has ranks. ``prediction`` is absent in a plan written by hand.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.hardware import Backend, Cluster, ClusterFile, cluster_of, parse_cluster
+from steelyard.limits import (
+    MOST_DEVICES,
+    MOST_LAYERS,
+    MOST_PER_S,
+    Bytes,
+    Microbatches,
+    PositiveSeconds,
+    Samples,
+    Seconds,
+    Tokens,
+)
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.model.split import ModelSplit
@@ -26,6 +37,8 @@ from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 
 Precision = Literal["fp32", "bf16"]
+LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
+RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 
 
 class PlanModel(PlanPart):
@@ -46,7 +59,7 @@ class LayerRun(PlanPart):
 
     model_config = ConfigDict(extra="allow")
 
-    layers: tuple[int, int]
+    layers: tuple[LayerPlace, LayerPlace]
     parallel: str
     remat: Remat = Remat.NONE
 
@@ -75,7 +88,7 @@ class StagePlan(PlanPart):
     The whole of a stage, or one of its chunks where the schedule takes several.
     """
 
-    ranks: tuple[int, int]
+    ranks: tuple[RankPlace, RankPlace]
     runs: tuple[LayerRun, ...] = Field(min_length=1)
 
     @property
@@ -111,8 +124,8 @@ class StagePrediction(PlanPart):
     Of all its chunks together.
     """
 
-    time_s: dict[str, float]
-    memory_bytes: dict[str, int]
+    time_s: dict[str, Seconds]
+    memory_bytes: dict[str, Bytes]
 
     @property
     def total_time_s(self) -> float:
@@ -130,11 +143,11 @@ class Alternative(PlanPart):
 
     description: str
     reason: str
-    step_time_s: float | None = None
+    step_time_s: Seconds | None = None
     """Absent where it was not computed exactly."""
     is_bound: bool = False
     """Whether the setting was not searched to the end, so that its best plan may be faster."""
-    memory_bytes: int | None = None
+    memory_bytes: Bytes | None = None
     """Of its fullest device; absent where it was not computed exactly."""
 
 
@@ -142,9 +155,9 @@ class Baseline(PlanPart):
     """The best plan of a plain kind that one takes without a planner, on the same costs."""
 
     name: str
-    step_time_s: float | None = None
+    step_time_s: Seconds | None = None
     """Absent where none of them fits."""
-    missing_bytes: int | None = None
+    missing_bytes: Bytes | None = None
     """Bytes per device that the nearest one lacks, where none fits."""
     setting: str = ""
     strategies: str = ""
@@ -153,14 +166,14 @@ class Baseline(PlanPart):
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
-    step_time_s: float = Field(ge=0)
-    tokens_per_s_per_device: float = Field(ge=0)
-    mfu: float | None = Field(default=None, ge=0)
+    step_time_s: PositiveSeconds
+    tokens_per_s_per_device: float = Field(ge=0, le=MOST_PER_S)
+    mfu: float | None = Field(default=None, ge=0, le=MOST_PER_S)
     """Model FLOP utilisation; absent where the device's peak is not known."""
-    budget_bytes: int = Field(ge=0)
+    budget_bytes: Bytes
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
-    lower_bound_s: float = Field(ge=0)
+    lower_bound_s: Seconds
     profile: CostSource
     """Where the costs came from."""
     backend: Backend | None = None
@@ -178,7 +191,7 @@ class Prediction(PlanPart):
 class Fallback(PlanPart):
     """The plan to go on with where memory runs out: less of it, more time, the same model, batch and devices."""
 
-    num_microbatches: int = Field(ge=1)
+    num_microbatches: Microbatches
     schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     prediction: Prediction | None = None
@@ -196,9 +209,9 @@ class Plan(PlanPart):
     cluster: str
     hardware: ClusterFile | None = None
     """What the cluster is, where its name does not say it all: it was described in a file, or its network chosen."""
-    seq_len: int = Field(ge=1)
-    global_batch: int = Field(ge=1)
-    num_microbatches: int = Field(ge=1)
+    seq_len: Tokens
+    global_batch: Samples
+    num_microbatches: Microbatches
     precision: Precision
     schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)

@@ -33,6 +33,7 @@ __all__ = [
     "Level",
     "Remat",
     "Strategy",
+    "divisors",
     "mesh_axes",
     "parse_parallel",
     "parse_strategy",
@@ -391,6 +392,12 @@ def mesh_axes(num_devices: int) -> tuple[int, ...]:
     if rest > 1:
         factors.append(rest)
     return tuple(reversed(factors))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """The whole numbers that divide ``number``, rising."""
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(low + [number // each for each in reversed(low) if each * each < number])
 
 
 _LEVEL = re.compile(r"([a-z]+)([0-9]{1,9})")

@@ -18,13 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
+from steelyard.files import parse_json, parse_yaml, read_text
 from steelyard.hardware.values import Device
+from steelyard.limits import PositiveSeconds
 from steelyard.plan.file import parse_value, read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.price import job_of
@@ -43,7 +44,7 @@ class MeasuredRun(BaseModel):
 
     version: Literal[1] = 1
     plan: str
-    step_time_s: float = Field(gt=0)
+    step_time_s: PositiveSeconds
 
 
 def calibrate(job: Job, path: str | Path) -> Job:
@@ -61,8 +62,9 @@ def calibrate(job: Job, path: str | Path) -> Job:
 
 def _content(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = read_text(path)
+        return parse_json(text) if text.lstrip().startswith("{") else parse_yaml(text)
+    except (OSError, ValueError) as error:
         raise InvalidRunError(
             field="--calibrate",
             found=f"{path}: {error}",

@@ -113,13 +113,18 @@ def plan_job(
     candidates = [each.plan for each in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
     best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    prediction = _prediction(job, found, candidates, costs, best)
+    prediction = _prediction(job, found, candidates, costs, best, options.time_limit_s)
     plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
     return PlanningResult(job=job, search=found.search, plan=plan, cost=costs[best], miss=None, miss_text="")
 
 
 def _prediction(
-    job: Job, acceptance: Acceptance, candidates: list[Plan], costs: list[PlanCost], best: int
+    job: Job,
+    acceptance: Acceptance,
+    candidates: list[Plan],
+    costs: list[PlanCost],
+    best: int,
+    time_limit_s: float | None,
 ) -> Prediction:
     cost, found = costs[best], acceptance.search
     is_bound = [not each.is_settled for each in acceptance.ranked]
@@ -145,7 +150,7 @@ def _prediction(
         mfu=cost.mfu,
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
-        certificate=_certificate(found, best, num_simulated=len(candidates)),
+        certificate=_certificate(found, best, len(candidates), time_limit_s),
         lower_bound_s=found.lower_bound_s,
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
@@ -153,12 +158,14 @@ def _prediction(
     )
 
 
-def _certificate(found: SearchResult, best: int, *, num_simulated: int) -> Certificate:
+def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_s: float | None) -> Certificate:
     """What is proven of the plan at place ``best`` of the search's ranking, which the simulator took."""
     if best > 0:
         gap = max(0.0, 1 - found.lower_bound_s / found.ranked[best].score_s)
         return Certificate(status="simulated", gap=gap, num_simulated=num_simulated)
-    return Certificate(status="optimal" if found.status == "optimal" else "gap", gap=found.gap)
+    if found.status == "optimal":
+        return Certificate(status="optimal", gap=found.gap)
+    return Certificate(status="gap", gap=found.gap, time_limit_s=time_limit_s)
 
 
 def _why_lost(job: Job, outcome: SettingOutcome) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
+from steelyard.plan.strategy import divisors
 from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_plural
@@ -23,8 +24,7 @@ class FewestDevices:
 def device_counts(cluster: Cluster) -> tuple[int, ...]:
     """Counts that a part of this cluster may have: the divisors of a node, then whole nodes; rising."""
     size = cluster.devices_per_node
-    within = [count for count in range(1, size) if size % count == 0]
-    return (*within, *(nodes * size for nodes in range(1, cluster.num_nodes + 1)))
+    return (*divisors(size)[:-1], *(nodes * size for nodes in range(1, cluster.num_nodes + 1)))
 
 
 def doubled_counts(cluster: Cluster) -> tuple[int, ...]:
@@ -39,11 +39,11 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
     if count == cluster.num_devices:
         return cluster
     if not _is_possible(cluster, count):
-        divisors = ", ".join(str(each) for each in range(1, size) if size % each == 0)
+        parts = ", ".join(map(str, divisors(size)[:-1]))
         raise InvalidClusterError(
             field="devices",
             found=str(count),
-            expected=f"a multiple of the {size} devices of a node" + (f", or {divisors}" if divisors else ""),
+            expected=f"a multiple of the {size} devices of a node" + (f", or {parts}" if parts else ""),
             hint="name counts such as --devices " + ",".join(str(nodes * size) for nodes in (1, 2, 4)),
         )
     nodes, per_node = (1, count) if count < size else (count // size, size)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from steelyard.cost.build import build_tables
 from steelyard.cost.layer import refusal
 from steelyard.cost.setting import Job, Setting
+from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
@@ -20,7 +21,6 @@ SMALL_BUDGET_BYTES = 16 * GIB
 """Below this a sixteenth of the budget takes the place of one GiB."""
 SAME = 5e-4
 """Step times that differ by less than this fraction are called the same."""
-UNLIMITED_FACTOR = 2**20
 
 
 def explain_plan(
@@ -39,7 +39,9 @@ def explain_plan(
     problem = make_problem(job, options)
     priced = with_price(plan, job)
     assert priced.prediction is not None, "just priced"
-    contest = Contest(job=job, tables=problem.settings, step_s=priced.prediction.step_time_s)
+    contest = Contest(
+        job=job, tables=problem.settings, step_s=priced.prediction.step_time_s, time_limit_s=options.time_limit_s
+    )
     progress("searching the rivals of the plan")
     rivals = find_rivals(contest, plan, options)
     budgets = other_budgets(contest)
@@ -83,7 +85,7 @@ def other_budgets(contest: Contest) -> tuple[Rival, ...]:
 
 def what_binds(contest: Contest, best: Rival) -> str:
     """What a plan faster than ``best`` would need, in a sentence."""
-    roomy = replace(contest.job, budget_bytes=contest.job.budget_bytes * UNLIMITED_FACTOR)
+    roomy = replace(contest.job, budget_bytes=MOST_BYTES)
     free = replace(contest, job=roomy).rival("unlimited memory", contest.tables)
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory binds: the search finds no plan that fits."

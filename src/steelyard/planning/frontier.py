@@ -75,7 +75,13 @@ def memory_points(
     budget = usable_bytes(job)
     progress(f"searching {max_searches} memory budgets")
     floors = [floor_tables(tables, job)[0] for tables in problem.settings]
-    frontier = sampled_frontier(floors, most_bytes=SHOWN_BUDGETS * budget, budgets=(budget,), max_searches=max_searches)
+    frontier = sampled_frontier(
+        floors,
+        most_bytes=SHOWN_BUDGETS * budget,
+        budgets=(budget,),
+        max_searches=max_searches,
+        time_limit_s=options.time_limit_s,
+    )
     plans = [bare_plan(job, step.outcome) for step in frontier.steps]
     is_exact = all(walked_bytes(plan, job) == step.peak_bytes for plan, step in zip(plans, frontier.steps, strict=True))
     points = [frontier_point(job, plan) for plan in plans]

@@ -7,9 +7,11 @@ from typing import Any
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
+from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.plan.plan import Precision
+from steelyard.plan.strategy import divisors
 from steelyard.planning.profile_file import read_profile
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -35,11 +37,18 @@ def make_job(
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if memory is not None:
         machines = machines.with_memory(parse_bytes(memory) if isinstance(memory, str) else memory)
-    for field, value in (("global_batch", global_batch), ("seq_len", seq_len)):
-        if value < 1:
+    for field, value, most in (("global_batch", global_batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
+        if not 1 <= value <= most:
             raise UserError(
-                field=field, found=str(value), expected="1 or more", hint=f"give --{field.replace('_', '-')}"
+                field=field, found=str(value), expected=f"1 to {most}", hint=f"give --{field.replace('_', '-')}"
             )
+    if global_batch * seq_len > MOST_STEP_TOKENS:
+        raise UserError(
+            field="global_batch",
+            found=f"{global_batch} samples of {seq_len} tokens, {global_batch * seq_len} tokens a step",
+            expected=f"at most {MOST_STEP_TOKENS} tokens a step",
+            hint="give a smaller --global-batch",
+        )
     if not 1 <= imbalance <= MOST_IMBALANCE:
         raise UserError(
             field="imbalance",
@@ -52,7 +61,7 @@ def make_job(
     if isinstance(profile, str | Path):
         profile, file = read_profile(profile)
     if profile is None:
-        degrees = tuple(d for d in range(1, machines.devices_per_node + 1) if machines.devices_per_node % d == 0)
+        degrees = divisors(machines.devices_per_node)
         profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
     else:
         _check_profile(profile, chain, machines, seq_len, precision)

@@ -8,11 +8,12 @@ from steelyard.cost.build import KnownTimes, build_tables, usable_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
+from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.kinds import KINDS, Value
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned
 from steelyard.schedules import SCHEDULES, PipelineConfig, Schedule, find_schedule
-from steelyard.search import Partition, Problem, SpaceOptions, enumerate_strategies, paper_kinds
+from steelyard.search import TIME_LIMIT_S, Partition, Problem, SpaceOptions, enumerate_strategies, paper_kinds
 
 Space = Literal["full", "paper"]
 
@@ -33,7 +34,8 @@ class PlanOptions:
     schedules: tuple[str, ...] = field(default_factory=lambda: tuple(SCHEDULES))
     """By name."""
     partition: Partition = "exact"
-    time_limit_s: float | None = None
+    time_limit_s: float | None = TIME_LIMIT_S
+    """Of every search; None lets it take what it takes."""
     pins: tuple[Pin, ...] = ()
 
     def __post_init__(self) -> None:
@@ -65,8 +67,8 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
     divide into them. A partition for comparison cuts no chunks.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
-    stages = [p for p in range(1, min(devices, layers) + 1) if devices % p == 0]
-    counts = [m for m in range(1, job.global_batch + 1) if job.global_batch % m == 0]
+    stages = [p for p in divisors(devices) if p <= layers]
+    counts = [m for m in divisors(job.global_batch) if m <= MOST_MICROBATCHES]
     if options.num_stages is not None:
         stages = _pinned("num_stages", options.num_stages, stages, f"the {devices} devices")
     if options.num_microbatches is not None:

@@ -23,6 +23,7 @@ from steelyard.planning.plain import PLAIN_KINDS, least_tables, plain_tables
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
+from steelyard.search import TIME_LIMIT_S
 from steelyard.units import format_plural
 
 Keeps = Callable[[Strategy], bool]
@@ -66,7 +67,7 @@ class Contest:
     job: Job
     tables: tuple[CostTables, ...]
     step_s: float
-    time_limit_s: float | None = None
+    time_limit_s: float | None = TIME_LIMIT_S
 
     def rival(self, name: str, tables: Sequence[CostTables]) -> Rival:
         """The best plan of these tables within the budget of the job, or by how much it misses."""

@@ -137,9 +137,11 @@ def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
 
 
 def describe(failure: Failure) -> str:
-    """The failure for people: rank, kind, message, and the end of the traceback."""
+    """The failure for people: rank, kind, message, and the end of the traceback where that says more."""
     if not failure.kind:
         return f"rank {failure.rank} {failure.message}"
+    if failure.is_final:
+        return f"rank {failure.rank} stopped: {failure.message}"
     lines = failure.traceback.rstrip().splitlines()
     shown = lines if len(lines) <= _NUM_SHOWN_LINES else ["…", *lines[-_NUM_SHOWN_LINES:]]
     return "\n".join([f"rank {failure.rank} failed: {failure.kind}: {failure.message}", *shown])

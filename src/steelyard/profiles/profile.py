@@ -18,6 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import DeviceKind
+from steelyard.limits import (
+    MOST_DEVICES,
+    Bytes,
+    BytesPerS,
+    Count,
+    DeviceCount,
+    PositiveSeconds,
+    Quantity,
+    Samples,
+    Seconds,
+    Tokens,
+)
 
 RematChoice = Literal["selective", "full"]
 """The choices that compute something again."""
@@ -33,8 +45,8 @@ class ProfilePart(BaseModel):
 class Affine(ProfilePart):
     """A quantity of ``constant + per_sample × samples``."""
 
-    constant: float = 0.0
-    per_sample: float = 0.0
+    constant: Quantity = 0.0
+    per_sample: Quantity = 0.0
 
     def at(self, samples: float) -> float:
         """The quantity for this many samples on a rank."""
@@ -54,7 +66,7 @@ class Work(ProfilePart):
     matmul_bytes: Affine
     expert_weight_bytes: float = 0.0
     memory_bytes: Affine
-    num_kernels: int
+    num_kernels: Count
 
     def with_experts_over(self, degree: int) -> "Work":
         """The same where a rank reads the weights of one in ``degree`` of the experts alone."""
@@ -71,7 +83,7 @@ class CollectiveCount(ProfilePart):
     """
 
     kind: CollectiveKind
-    count: int
+    count: Count
     tensor_bytes: Affine
 
 
@@ -81,12 +93,12 @@ class MeasuredTime(ProfilePart):
     ``selective_s`` and ``full_s`` are what a remat choice adds to a forward and a backward pass together.
     """
 
-    samples: int = Field(ge=1)
-    forward_s: float = Field(gt=0)
-    backward_s: float = Field(gt=0)
-    selective_s: float | None = Field(default=None, ge=0)
+    samples: Samples
+    forward_s: PositiveSeconds
+    backward_s: PositiveSeconds
+    selective_s: Seconds | None = None
     """Absent where the choice is not for the layer, or was not measured."""
-    full_s: float | None = Field(default=None, ge=0)
+    full_s: Seconds | None = None
     """Absent where it was not measured."""
 
 
@@ -120,9 +132,9 @@ class LayerProfile(ProfilePart):
     """
 
     kind: str
-    degrees: dict[str, Annotated[int, Field(ge=2)]] = Field(default_factory=dict)
-    num_params: int
-    expert_params: int = 0
+    degrees: dict[str, Annotated[int, Field(ge=2, le=MOST_DEVICES)]] = Field(default_factory=dict)
+    num_params: Bytes
+    expert_params: Bytes = 0
     forward: Work
     backward: Work
     forward_collectives: tuple[CollectiveCount, ...] = ()
@@ -132,7 +144,7 @@ class LayerProfile(ProfilePart):
     forward_transient_bytes: Affine
     backward_transient_bytes: Affine
     recomputations: tuple[Recomputation, ...]
-    buffer_bytes: int = 0
+    buffer_bytes: Bytes = 0
     key_value_bytes: Affine = Affine()
     """Keys and values that attention reads."""
     attention_bytes: Affine = Affine()
@@ -295,10 +307,10 @@ class CollectiveProfile(ProfilePart):
     """
 
     kind: CollectiveKind
-    group_size: int = Field(ge=2)
+    group_size: int = Field(ge=2, le=MOST_DEVICES)
     strided: bool
-    latency_s: float = Field(ge=0)
-    bytes_per_s: float = Field(gt=0)
+    latency_s: Seconds
+    bytes_per_s: BytesPerS
     max_relative_error: float = Field(ge=0)
 
     def time_s(self, num_bytes: float) -> float:
@@ -312,12 +324,12 @@ class ProfileIdentity(ProfilePart):
     method: Literal["traced", "measured"]
     model_name: str
     config_hash: str
-    seq_len: int
+    seq_len: Tokens
     precision: Literal["fp32", "bf16"]
     device: str
     device_kind: DeviceKind | None = None
     """What was measured on; absent where it was traced, and in profiles that were written before it was said."""
-    num_devices: int = Field(ge=1)
+    num_devices: DeviceCount
     driver: str = "none"
     """Versions of what lies between PyTorch and a GPU; a CPU has nothing there."""
     torch: str
@@ -336,8 +348,8 @@ class ShardingTime(ProfilePart):
     Hooks and copies, and processes that share cores and wait for each other at every layer.
     """
 
-    group_size: int = Field(ge=2)
-    seconds: float = Field(ge=0)
+    group_size: int = Field(ge=2, le=MOST_DEVICES)
+    seconds: Seconds
 
 
 class Profile(ProfilePart):
@@ -347,18 +359,18 @@ class Profile(ProfilePart):
     identity: ProfileIdentity
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     collectives: tuple[CollectiveProfile, ...] = ()
-    optimizer_s_per_param: float | None = None
+    optimizer_s_per_param: Seconds | None = None
     """Measured seconds of an optimizer step per parameter of a rank; absent in a traced profile."""
-    step_overhead_s: float = 0.0
+    step_overhead_s: Seconds = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
     sharding: tuple[ShardingTime, ...] = ()
     """What sharding a layer adds on a CPU, by the size of the group; absent for GPUs, whose hosts are ahead of them."""
-    overlap_slowdown: float = Field(default=1.3, ge=1.0)
+    overlap_slowdown: float = Field(default=1.3, ge=1.0, le=100)
     """How much longer compute and communication take side by side; 1.3 as in Galvatron (Miao et al. 2022)."""
-    busy_speeds: tuple[float, ...] = ()
+    busy_speeds: tuple[Annotated[float, Field(ge=1e-3, le=1e3)], ...] = ()
     """How fast a process computes while 1, 2, … of them do, over its speed while all do, at which layers were measured.
     Processes of a host share its cores; absent for devices of their own."""
-    reserved_over_allocated: float | None = Field(default=None, ge=1)
+    reserved_over_allocated: float | None = Field(default=None, ge=1, le=100)
     """Most bytes that a GPU's allocator reserved over most that tensors held, as layers were measured."""
 
     @model_validator(mode="after")

@@ -1,8 +1,10 @@
 """A run record: what a training run measured, next to what its plan predicted; versioned JSON."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast
+
+from steelyard.limits import Bytes, Count, DeviceCount, Factor, PositiveSeconds, Seconds
 
 
 class RecordPart(BaseModel):
@@ -14,22 +16,22 @@ class RecordPart(BaseModel):
 class StepRecord(RecordPart):
     """One training step: mean loss of the global batch and seconds of the slowest rank."""
 
-    step: int
+    step: Count
     loss: float
-    time_s: float
+    time_s: Seconds
     grad_norm: float
 
 
 class RankRecord(RecordPart):
     """What one process measured. ``peak_bytes`` is the most that its tensors held, found as ``memory_method`` says."""
 
-    rank: int
-    stage: int
-    peak_bytes: int
+    rank: Count
+    stage: Count
+    peak_bytes: Bytes
     memory_method: str
     num_params: int
     """Parameters this rank holds (its shards)."""
-    busy_s: float | None = None
+    busy_s: Seconds | None = None
     """Seconds of a step, the median, in which the rank worked and did not wait for another stage; absent in records
     that were written before it was measured."""
     imbalance: float | None = None
@@ -44,22 +46,22 @@ class RunRecord(RecordPart):
     model_name: str
     config_hash: str
     device: str
-    num_devices: int
+    num_devices: DeviceCount
     strategies: tuple[str, ...]
     """The strategy that the runtime applied to each layer, as it reads it back from the modules it made."""
-    num_warmup_steps: int
-    median_step_s: float = Field(gt=0)
+    num_warmup_steps: Count
+    median_step_s: PositiveSeconds
     tokens_per_s: float
-    steps: tuple[StepRecord, ...]
-    ranks: tuple[RankRecord, ...]
+    steps: Annotated[tuple[StepRecord, ...], FailFast()]
+    ranks: Annotated[tuple[RankRecord, ...], FailFast()]
     mfu: float | None = None
     """Model FLOP utilisation of the median step; absent where the devices' peak rate is not known."""
-    predicted_step_s: float | None = None
-    predicted_time_factor: float = Field(default=1.0, gt=0)
+    predicted_step_s: PositiveSeconds | None = None
+    predicted_time_factor: Factor = 1.0
     """What the prediction had been multiplied by after an earlier run."""
     predicted_imbalance: float | None = None
     """What was assumed of how uneven routing is; absent for models without experts."""
-    predicted_busy_s: tuple[float, ...] | None = None
+    predicted_busy_s: tuple[Seconds, ...] | None = None
     """Per stage the seconds of a step in which it works, as the plan predicted."""
-    predicted_peak_bytes: tuple[int, ...] | None = None
+    predicted_peak_bytes: tuple[Bytes, ...] | None = None
     """Per stage, as the plan predicted."""

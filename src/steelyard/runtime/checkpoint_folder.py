@@ -28,6 +28,7 @@ from typing import Annotated, Any, Literal, TextIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard.errors import InvalidCheckpointError
+from steelyard.files import read_text
 from steelyard.plan.plan import Plan
 
 INFO_FILE = "run.json"
@@ -147,8 +148,8 @@ def read_info(path: Path) -> CheckpointInfo:
     Raises `InvalidCheckpointError` if it is no checkpoint of steelyard's, or a file of it is missing or truncated.
     """
     try:
-        info = CheckpointInfo.model_validate_json((path / INFO_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError) as error:
+        info = CheckpointInfo.model_validate_json(read_text(path / INFO_FILE))
+    except (OSError, ValidationError, ValueError) as error:
         missing = isinstance(error, FileNotFoundError)
         reason = (
             f"no {INFO_FILE} in {path}" if missing else f"{path / INFO_FILE}, which is damaged or of another version"

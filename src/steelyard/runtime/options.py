@@ -1,18 +1,21 @@
 """Options of a training run, as values, as arguments of `python -m steelyard.train`, and back."""
 
 import argparse
+import math
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_args
 
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import DeviceKind
+from steelyard.limits import MOST_BYTES, MOST_STEPS
 from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
     "text, JSON lines, a folder of text, or token ids (.npy, .bin); for image models a folder with a folder of images "
     "per class, or synthetic"
 )
+MOST_SEED = 2**32 - 1
 
 
 def parse_yes(text: str) -> bool:
@@ -21,8 +24,10 @@ def parse_yes(text: str) -> bool:
     return values[text.lower()] if text.lower() in values else bool(int(text))
 
 
-def _option(default: Any, help_text: str, kind: type = float, *, least: float | None = None) -> Any:
-    return field(default=default, metadata={"help": help_text, "kind": kind, "least": least})
+def _option(
+    default: Any, help_text: str, kind: type = float, *, least: float | None = None, most: float = MOST_STEPS
+) -> Any:
+    return field(default=default, metadata={"help": help_text, "kind": kind, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +38,16 @@ class TrainOptions:
     """
 
     steps: int = _option(100, "training steps", int, least=1)
-    lr: float = _option(3e-4, "peak learning rate", least=0)
+    lr: float = _option(3e-4, "peak learning rate", least=0, most=1e6)
     warmup_steps: int = _option(10, "steps over which the learning rate rises from zero", int, least=0)
-    weight_decay: float = _option(0.1, "weight decay of AdamW", least=0)
-    max_grad_norm: float = _option(1.0, "gradients are scaled down to this global norm", least=0)
-    seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0)
+    weight_decay: float = _option(0.1, "weight decay of AdamW", least=0, most=1e6)
+    max_grad_norm: float = _option(1.0, "gradients are scaled down to this global norm", least=0, most=math.inf)
+    seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0, most=MOST_SEED)
     tokenizer: Path | None = _option(None, "a tokenizer.json for text; without it text is read as bytes", Path)  # noqa: RUF009
     text_key: str = _option("text", "key of JSON lines that holds the text", str)
-    max_data_bytes: int | None = _option(None, "text read from --data at most, in bytes; all without it", int, least=1)
+    max_data_bytes: int | None = _option(
+        None, "text read from --data at most, in bytes; all without it", int, least=1, most=MOST_BYTES
+    )
     mask_token: int | None = _option(None, "token id that hides another, for masked-token training", int, least=0)
     checkpoint_dir: Path | None = _option(None, "folder for checkpoints; none are written without it", Path)  # noqa: RUF009
     checkpoint_every: int = _option(100, "steps between checkpoints; one more is written at the end", int, least=1)
@@ -59,11 +66,10 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            least, value = option.metadata["least"], getattr(self, option.name)
-            if least is not None and value is not None and not value >= least:
-                raise UserError(
-                    field=flag(option), found=str(value), expected=f"{least} or more", hint="correct the option"
-                )
+            least, most, value = option.metadata["least"], option.metadata["most"], getattr(self, option.name)
+            if least is not None and value is not None and not least <= value <= most:
+                expected = f"{least} or more" + (f", at most {most:g}" if most < math.inf else "")
+                raise UserError(field=flag(option), found=str(value), expected=expected, hint="correct the option")
         kinds = get_args(DeviceKind)
         if self.device not in (None, *kinds):
             hint = nearest(str(self.device), kinds)

@@ -144,7 +144,7 @@ def _check_finite(step: int, result: Step, options: TrainOptions) -> None:
     for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
         if not math.isfinite(value):
             raise DivergedError(
-                f"step {step + 1}: the {name} is {value}; the run has diverged. "
+                f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is saved. "
                 f"Lower --lr (now {options.lr:g}) or raise --warmup-steps (now {options.warmup_steps})."
             )
 

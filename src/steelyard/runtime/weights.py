@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from steelyard.errors import InvalidCheckpointError
+from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, hub_config
@@ -154,7 +155,7 @@ def export_weights(
 def _chain_at(path: Path) -> ModelChain:
     """The model that the folder's config describes."""
     try:
-        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        content = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         raise _bad_init(
             f"no config.json that can be read in {path}",
@@ -203,7 +204,7 @@ def _tensor_files(path: Path) -> dict[str, str]:
 
 def _indexed_files(index: Path) -> dict[str, str]:
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = dict[str, str](read_json(index)["weight_map"])
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise _bad_init(f"{index}, which is damaged", "an index with a weight_map", "download it again") from error
     missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
@@ -211,7 +212,7 @@ def _indexed_files(index: Path) -> dict[str, str]:
         raise _bad_init(
             f"no {_some(missing)} in {index.parent}", f"every file that {index.name} names", "download them again"
         )
-    return dict(files)
+    return files
 
 
 def _open(path: Path) -> Any:

@@ -14,6 +14,9 @@ from steelyard.errors import InvalidPlanError
 from steelyard.schedules.passes import PassOrder, Phase, in_turn
 from steelyard.schedules.pipeline import PipelineConfig, Schedule
 
+MOST_TRIED = 4096
+"""Microbatches beyond which the search leaves it out: the bubble that it makes smaller is next to nothing there."""
+
 
 class Interleaved1F1B(Schedule):
     """1F1B over the chunks of every stage."""
@@ -26,7 +29,10 @@ class Interleaved1F1B(Schedule):
     chunk_counts = (2, 4)
     """More of them send more and gain little."""
     keeps_sends = True
-    why_nowhere = "no setting has two stages or more, as many microbatches, and blocks that divide into chunks"
+    why_nowhere = (
+        f"no setting has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide into "
+        "chunks"
+    )
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
         """Rounds of microbatches through the chunks: the first forwards, a forward and a backward in turn, the rest."""
@@ -54,8 +60,9 @@ class Interleaved1F1B(Schedule):
         )
 
     def is_tried(self, pipeline: PipelineConfig) -> bool:
-        """Where every stage has a microbatch to work for, and the chunks can be filled."""
-        return 2 <= pipeline.num_stages <= pipeline.num_microbatches and super().is_tried(pipeline)
+        """Where every stage has a microbatch to work for, chunks can be filled, and there is a bubble to speak of."""
+        filled = 2 <= pipeline.num_stages <= pipeline.num_microbatches <= MOST_TRIED
+        return filled and super().is_tried(pipeline)
 
     def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
         """The first forwards, and the one that comes before the first backward; of all chunks together."""

@@ -29,7 +29,7 @@ from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.partition import SettingResult, partition_exact
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts
-from steelyard.search.solve import SearchResult, SettingOutcome, search
+from steelyard.search.solve import TIME_LIMIT_S, SearchResult, SettingOutcome, search
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, paper_kinds, refusal
 from steelyard.search.tradeoff import (
     SampledFrontier,
@@ -38,6 +38,7 @@ from steelyard.search.tradeoff import (
 )
 
 __all__ = [
+    "TIME_LIMIT_S",
     "BalancedResult",
     "CostGraph",
     "Frontier",

@@ -172,7 +172,7 @@ def cost_graph(tables: CostTables, *, transient_bytes: int) -> CostGraph:
         )
     allowed = tables.legal & (tables.transient_bytes <= transient_bytes)
     seconds = np.where(allowed, tables.time_s, np.inf)
-    num_bytes = tables.static_bytes + tables.pipeline.in_flight(0) * tables.activation_bytes
+    num_bytes = tables.held_bytes(tables.pipeline.in_flight(0))
     switches = [
         GraphEdge(source=layer - 1, target=layer, seconds=tables.switch_s[kind])
         for layer, kind in enumerate(tables.layers)

@@ -168,7 +168,7 @@ class OptionTable:
     def stage(self, in_flight: int) -> StageCosts:
         """The costs of a stage with this many microbatches in flight, beaten strategies left out."""
         tables = self.tables
-        num_bytes = tables.static_bytes + in_flight * tables.activation_bytes
+        num_bytes = tables.held_bytes(in_flight)
         beats = self.may_beat & (num_bytes[:, :, None] <= num_bytes[:, None, :])
         equal = beats & beats.transpose(0, 2, 1)
         kept = tables.legal & ~(beats & ~np.tril(equal)).any(axis=1)

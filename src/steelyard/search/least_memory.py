@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from steelyard.cost.tables import CostTables
+from steelyard.limits import MOST_BYTES
 from steelyard.search.frontier import IntArray
 
-IMPOSSIBLE = 2**48
+IMPOSSIBLE = MOST_BYTES
 """Bytes of a layer that has no strategy; so large that no device holds it, so small that sums stay in int64."""
 
 MAX_THRESHOLDS = 64
@@ -79,7 +80,7 @@ class NearestMiss:
 def stage_memories(tables: CostTables) -> list[StageMemory]:
     """One for each stage; stages with equal microbatches in flight share theirs."""
     flights = sorted({tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)})
-    threshold, per_kind = _least_by_threshold(tables, np.array(flights))
+    threshold, per_kind = _least_by_threshold(tables, flights)
     shared: dict[int, StageMemory] = {}
     for in_flight, least in zip(flights, per_kind, strict=True):
         prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
@@ -103,9 +104,9 @@ def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
     return ended
 
 
-def _least_by_threshold(tables: CostTables, in_flight: IntArray) -> tuple[IntArray, IntArray]:
+def _least_by_threshold(tables: CostTables, in_flight: Sequence[int]) -> tuple[IntArray, IntArray]:
     """[R] transient peaks worth allowing, rising, and [F, R, K] the least bytes within each."""
-    num_bytes = tables.static_bytes + in_flight[:, None, None] * tables.activation_bytes
+    num_bytes = np.stack([tables.held_bytes(each) for each in in_flight])
     num_bytes = np.where(tables.legal, num_bytes, IMPOSSIBLE)
     transient = np.where(tables.legal, tables.transient_bytes, 0)
     order = np.argsort(transient, axis=1, kind="stable")
@@ -206,7 +207,7 @@ def least_memory_strategies(
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         memory = memories[stage]
         best = int(np.argmin(memory.ended[:, end] - memory.prefix[:, start] + memory.threshold))
-        num_bytes = tables.static_bytes + tables.pipeline.in_flight(stage) * tables.activation_bytes
+        num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
         allowed = tables.legal & (tables.transient_bytes <= memory.threshold[best])
         smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
         chosen.extend(int(smallest[kind]) for kind in tables.run_kinds(start, end))

@@ -75,7 +75,8 @@ class SettingResult:
 
     ``optimal``: ``solution`` is proven best. ``feasible``: best so far when time ran out. ``infeasible``: see
     ``miss`` (None where no budget helps). ``beaten``: proven slower than the cutoff, so not searched to the end;
-    ``solution`` may then be missing. ``lower_bound_s`` holds for every plan of the setting.
+    ``solution`` may then be missing, as it is where time ran out before. ``lower_bound_s`` holds for every plan of the
+    setting.
     """
 
     status: Status

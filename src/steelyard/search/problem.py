@@ -36,7 +36,6 @@ Everything is checked when read: unknown keys, missing, negative or non-finite n
 `InvalidProblemError` with the place in the file.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -44,19 +43,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
+from steelyard.files import read_json
+from steelyard.limits import MOST_BYTES, MOST_LAYERS, Bytes, Microbatches, Samples, Seconds
 from steelyard.output import write_file
 from steelyard.plan.strategy import parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 from steelyard.search.solve import SearchResult, search
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0, lt=2**48)]
-Count = Annotated[int, Field(ge=1)]
+Row = Annotated[list[Seconds], FailFast()]
+ByteRow = Annotated[list[Bytes], FailFast()]
+LayerCount = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+LayerPlace = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 
 
 class _Part(BaseModel):
@@ -67,50 +69,50 @@ class KindCosts(_Part):
     """Costs of one layer kind, one entry per strategy."""
 
     name: str
-    legal: list[bool]
-    time_s: list[Seconds]
-    static_bytes: list[Bytes]
-    activation_bytes: list[Bytes]
-    transient_bytes: list[Bytes]
+    legal: Annotated[list[bool], FailFast()]
+    time_s: Row
+    static_bytes: ByteRow
+    activation_bytes: ByteRow
+    transient_bytes: ByteRow
 
 
 class SwitchCosts(_Part):
     """Switch costs towards layers of these kinds: row = strategy of the layer before, column = of the layer."""
 
     kinds: list[str]
-    seconds: list[list[Seconds]]
+    seconds: Annotated[list[Row], FailFast()]
 
 
 class EqualLayers(_Part):
     """``count`` equal layers in a row."""
 
     kind: str
-    count: Count
+    count: LayerCount
 
 
 class SideInputCosts(_Part):
     """A value that the layers ``readers`` read from the layer ``source``: row = its strategy, column = the reader's."""
 
-    source: Annotated[int, Field(ge=0)]
-    readers: list[Annotated[int, Field(ge=0)]]
-    seconds: list[list[Seconds]]
+    source: LayerPlace
+    readers: Annotated[list[LayerPlace], FailFast()]
+    seconds: Annotated[list[Row], FailFast()]
 
 
 class SettingCosts(_Part):
     """One pipeline setting; ``samples`` is its global batch, 1 where all settings have the same."""
 
-    num_stages: Count
-    num_microbatches: Count
+    num_stages: LayerCount
+    num_microbatches: Microbatches
     schedule: ScheduleName
-    strategies: list[str]
-    layers: list[EqualLayers]
-    kinds: list[KindCosts]
-    switch_s: list[SwitchCosts]
+    strategies: Annotated[list[str], FailFast()]
+    layers: Annotated[list[EqualLayers], FailFast()]
+    kinds: Annotated[list[KindCosts], FailFast()]
+    switch_s: Annotated[list[SwitchCosts], FailFast()]
     transfer_s: Seconds
     overhead_bytes: Bytes
-    samples: Count = 1
+    samples: Samples = 1
     side_inputs: list[SideInputCosts] = []
-    num_chunks: Count = 1
+    num_chunks: LayerCount = 1
 
 
 class ProblemFile(_Part):
@@ -139,6 +141,8 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
         raise InvalidProblemError(
             field="budget_bytes", found="none", expected="a budget in the file or on the command", hint="add one"
         )
+    if budget > MOST_BYTES:
+        raise InvalidProblemError(field="budget_bytes", found=str(budget), expected=f"at most {MOST_BYTES}")
     return search(problem.settings, budget, samples=problem.samples, **options)
 
 
@@ -159,7 +163,7 @@ def save_problem(path: Path, problem: Problem) -> None:
 def load_problem(path: Path) -> Problem:
     """Read a problem file; raises `InvalidProblemError` naming the place in it and what was expected there."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except OSError as error:
         raise InvalidProblemError(
             field=str(path), found=error.strerror or "an error", expected="a readable file"
@@ -243,6 +247,9 @@ def _tables(setting: SettingCosts, place: str) -> CostTables:
         for row in part.seconds:
             _expect_length(row, size, f"{place}.switch_s")
         switch[[names.index(name) for name in part.kinds]] = np.array(part.seconds)
+    if sum(run.count for run in setting.layers) > MOST_LAYERS:
+        found = f"{sum(run.count for run in setting.layers)} layers"
+        raise InvalidProblemError(field=f"{place}.layers", found=found, expected=f"at most {MOST_LAYERS}")
     for run in setting.layers:
         if run.kind not in names:
             raise InvalidProblemError(

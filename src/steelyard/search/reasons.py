@@ -54,7 +54,7 @@ def _beats(tables: CostTables) -> NDArray[np.bool_]:
         may_beat &= table[:, :, None] <= table[:, None, :]
     may_beat &= _no_dearer_switches(tables)
     for in_flight in {tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)}:
-        num_bytes = tables.static_bytes + in_flight * tables.activation_bytes
+        num_bytes = tables.held_bytes(in_flight)
         may_beat &= num_bytes[:, :, None] <= num_bytes[:, None, :]
     for side in tables.side_inputs:
         as_source = np.all(side.seconds[:, None, :] <= side.seconds[None, :, :], axis=2)

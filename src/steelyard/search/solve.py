@@ -24,6 +24,8 @@ from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
 from steelyard.search.side_inputs import SideProspect, assess, partition_with, settle, sketch
 from steelyard.units import format_bytes, format_seconds
 
+TIME_LIMIT_S = 300.0
+"""What a search takes at most where nobody says otherwise. Most take seconds."""
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
 
 
@@ -142,7 +144,8 @@ def _solve_in_order(
     while waiting:
         bound, index, prospect = heapq.heappop(waiting)
         cutoff = -best[0] if len(best) == num_exact else np.inf
-        if bound > cutoff and num_alternatives <= 0:
+        is_late = bool(best) and deadline is not None and time.monotonic() > deadline
+        if is_late or (bound > cutoff and num_alternatives <= 0):
             results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
         elif prospect is None:
             assessed = assess(tables[index], budget_bytes)

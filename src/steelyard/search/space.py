@@ -23,7 +23,7 @@ from steelyard.model.chain import LayerKind
 from steelyard.plan.kinds import KINDS, Kind, Value, variants
 from steelyard.plan.kinds.data import degree_of
 from steelyard.plan.kinds.kind import Divides, Level, Levels, Variant
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.strategy import Remat, Strategy, divisors
 
 
 def paper_kinds() -> tuple[Kind, ...]:
@@ -90,10 +90,9 @@ def _ordered_factorisations(number: int, depth: int) -> Iterator[tuple[int, ...]
         if number == 1:
             yield ()
         return
-    for first in range(number, 1, -1):
-        if number % first == 0:
-            for rest in _ordered_factorisations(number // first, depth - 1):
-                yield (first, *rest)
+    for first in reversed(divisors(number)[1:]):
+        for rest in _ordered_factorisations(number // first, depth - 1):
+            yield (first, *rest)
 
 
 def mixing(levels: Levels, options: SpaceOptions) -> str | None:

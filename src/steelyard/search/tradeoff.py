@@ -12,6 +12,7 @@ itself, and *mini-parallelism* is that on the smallest number of devices that ho
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,8 +51,11 @@ def sampled_frontier(
     most_bytes: int = UNLIMITED_BYTES,
     budgets: Sequence[int] = (),
     max_searches: int = 32,
+    time_limit_s: float | None = None,
 ) -> SampledFrontier:
     """Steps of time against memory from ``most_bytes`` down to the least that holds anything, by so many searches.
+
+    After ``time_limit_s`` no search begins, and the one under way takes the best so far: then steps may be missing.
 
     Every step is what `search` finds within its ``peak_bytes``; ``budgets`` are searched before any other. No steps
     where nothing fits into ``most_bytes``.
@@ -63,22 +67,27 @@ def sampled_frontier(
     if least_bytes > most_bytes:
         return SampledFrontier(steps=(), is_complete=True)
     everything = tuple(range(len(given)))
-    fastest = _found(given, weights, everything, most_bytes)
-    smallest = _found(given, weights, everything, least_bytes)
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    fastest = _found(given, weights, everything, most_bytes, deadline)
+    smallest = _found(given, weights, everything, least_bytes, deadline)
     gaps = [_Gap(slow=smallest.step, explored_bytes=least_bytes, fast=fastest)]
     wanted = [budget for budget in budgets if least_bytes < budget < most_bytes]
+    is_proven = fastest.is_proven and smallest.is_proven
     for _ in range(max_searches - 2):
+        if not any(gap.is_open for gap in gaps) or (deadline is not None and time.monotonic() > deadline):
+            break
         gap = next((each for each in gaps if wanted and each.holds(wanted[0])), gaps[0])
         budget = wanted.pop(0) if wanted else gap.next_budget
         if gap.holds(budget):
             gaps.remove(gap)
-            middle = _found(given, weights, gap.settings(weights), budget)
+            middle = _found(given, weights, gap.settings(weights), budget, deadline)
+            is_proven = is_proven and middle.is_proven
             gaps += gap.divided(middle, budget)
             heapq.heapify(gaps)
     ordered = sorted(gaps, key=lambda gap: -gap.fast.step.peak_bytes)
     steps = [gap.fast.step for gap in ordered] + [ordered[-1].slow]
     kept = [step for step, after in itertools.pairwise(steps) if step.score_s < after.score_s] + [steps[-1]]
-    return SampledFrontier(steps=tuple(kept), is_complete=not any(gap.is_open for gap in ordered))
+    return SampledFrontier(steps=tuple(kept), is_complete=is_proven and not any(gap.is_open for gap in ordered))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +96,7 @@ class _Found:
 
     step: TradeOff
     bounds_s: dict[int, float]
+    is_proven: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,13 +152,20 @@ class _Gap:
         return math.log(bytes_ratio) * (self.slow.score_s / max(self.fast.step.score_s, LEAST_S) - 1)
 
 
-def _found(tables: Sequence[CostTables], samples: Sequence[int], settings: Sequence[int], budget_bytes: int) -> _Found:
+def _found(
+    tables: Sequence[CostTables],
+    samples: Sequence[int],
+    settings: Sequence[int],
+    budget_bytes: int,
+    deadline: float | None,
+) -> _Found:
     """What `search` finds among these settings within the budget, which holds something."""
     result = search(
         [tables[index] for index in settings],
         budget_bytes,
         samples=[samples[index] for index in settings],
         num_alternatives=0,
+        time_limit_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
     )
     assert result.best is not None, "the least bytes that hold something were asked for"
     best = replace(result.best, index=settings[result.best.index])
@@ -158,4 +175,4 @@ def _found(tables: Sequence[CostTables], samples: Sequence[int], settings: Seque
         for each in result.settings
         if each.result.status != "infeasible"
     }
-    return _Found(step=step, bounds_s=bounds)
+    return _Found(step=step, bounds_s=bounds, is_proven=result.status == "optimal")

@@ -64,7 +64,7 @@ def prepare_text(path: Path, options: TextOptions, *, folder: Path | None = None
 
 def check_data_path(path: str | Path) -> None:
     """Raises `InvalidDataError` if there is nothing at ``path``."""
-    if not Path(path).exists():
+    if not os.path.exists(path):  # which calls a path too long no mistake of its own
         raise InvalidDataError(
             field="data",
             found=f"nothing at {path}",

@@ -5,7 +5,6 @@ beside the ``tokenizer.json`` names; without one, documents follow each other di
 """
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -15,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from steelyard.errors import InvalidDataError
+from steelyard.files import read_json
 from steelyard.runtime.data.files import NUM_BYTE_TOKENS
 
 _DOCUMENTS_AT_ONCE = 256
@@ -90,8 +90,8 @@ def _special_tokens(config: Path) -> dict[str, str]:
     if not config.is_file():
         return {}
     try:
-        entries = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+        entries = read_json(config)
+    except (OSError, ValueError) as error:
         raise InvalidDataError(
             field="tokenizer", found=f"{config}: {error}", expected="a JSON object", hint="restore or remove the file"
         ) from error

@@ -1,0 +1,79 @@
+"""Values of a config.json that no layout reads, but that the modules of transformers are made from.
+
+What is wrong with one of them would show only while the model is built or traced, as an error of somebody else's. Keys
+that stand for the same in every family are checked here, before anything is built; a key that is not there is not
+missed, and sizes are checked where they are read (`steelyard.model.family.Sizes`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from steelyard.errors import InvalidModelError, nearest
+
+ACTIVATIONS = (
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
+    *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
+    *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
+)
+"""Those of ``transformers.activations``."""
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_FLAGS = ("attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "use_cache", "use_parallel_residual")
+_NUMBERS = (
+    *("initializer_factor", "layer_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar", "rms_norm_eps"),
+    *("rope_local_base_freq", "rope_theta", "rotary_emb_base", "routed_scaling_factor"),
+)
+_SHARES = (
+    *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "drop_path_rate", "dropout_rate"),
+    *("embd_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "rotary_pct"),
+)
+_ACTIVATIONS = ("activation_function", "hidden_act")
+_DTYPES = ("dtype", "torch_dtype")
+_OBJECTS = ("id2label", "rope_parameters", "rope_scaling")
+_LISTS = ("layer_types", "mlp_only_layers")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_TOP_K = "num_experts_per_tok"
+_MOST = 1e15
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Raises `InvalidModelError` naming the first key whose value no model can be made with."""
+    for keys, is_right, expected in _RULES:
+        for key in keys:
+            if key in config and not is_right(config[key]):
+                raise _wrong(key, config[key], expected)
+    for keys, known in ((_ACTIVATIONS, ACTIVATIONS), (_DTYPES, DTYPES)):
+        for key in keys:
+            value = config.get(key, known[0])
+            if not (value in known if isinstance(value, str) else value is None and keys is _DTYPES):
+                raise _wrong(key, value, "one of " + ", ".join(known), nearest(str(value), known))
+    experts = next((config[key] for key in _EXPERTS if _is_count(config.get(key))), None)
+    top_k = config.get(_TOP_K)
+    if top_k is not None and not (_is_count(top_k) and (experts is None or top_k <= experts)):
+        most = "" if experts is None else f", at most the {experts} experts"
+        raise _wrong(_TOP_K, top_k, f"a whole number of 1 or more{most}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_FLAGS, lambda value: isinstance(value, bool), "true or false"),
+    (_NUMBERS, lambda value: _is_number(value) and 0 < value <= _MOST, "a number above 0"),
+    (_SHARES, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object, or null"),
+    (_LISTS, lambda value: value is None or isinstance(value, list), "a list, or null"),
+)
+
+
+def _wrong(key: str, value: object, expected: str, hint: str = "") -> InvalidModelError:
+    return InvalidModelError(
+        field=key,
+        found=repr(value),
+        expected=f"{expected} in config.json",
+        hint=hint or "use the complete config that the model was published with",
+    )

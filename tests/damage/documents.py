@@ -1,0 +1,128 @@
+"""One whole file of each sort that steelyard reads, small enough that a whole search takes milliseconds; no torch."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
+from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
+from steelyard.search import Problem, save_problem
+from tests.cost import examples
+
+CONFIG = examples.CONFIG | {
+    "num_hidden_layers": 2,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "dtype": "float32",
+    "architectures": ["LlamaForCausalLM"],
+}
+CLUSTER: dict[str, Any] = {
+    "version": 1,
+    "name": "lab",
+    "num_nodes": 1,
+    "devices_per_node": 4,
+    "device": {
+        "name": "round",
+        "kind": "gpu",
+        "memory_GiB": 4,
+        "peak_TFLOPs": {"bf16": 100, "fp32": 10},
+        "memory_bandwidth_GBps": 1000,
+    },
+    "intra_link": {"name": "intra", "bandwidth_GBps": 100, "latency_us": 1},
+    "inter_link": {"name": "ethernet-100", "ports_per_node": 4},
+}
+
+
+def whole() -> dict[str, Any]:
+    """The content of every sort of file by its name; those of one job, so that they belong together."""
+    model = chain_from_config(CONFIG, name="small")
+    job = examples.job(examples.cluster(1, 4), global_batch=4, num_hidden_layers=2)
+    profile = examples.profile(model)
+    profile = profile.model_copy(
+        update={"layers": tuple(each for each in profile.layers if sum(each.degrees.values()) <= 4)}
+    )
+    problem = make_problem(job, PlanOptions(num_stages=2, num_microbatches=2))
+    plan = {
+        "version": 1,
+        "model": {"name": "small", "config": CONFIG},
+        "cluster": "lab",
+        "seq_len": examples.SEQ_LEN,
+        "global_batch": 4,
+        "num_microbatches": 2,
+        "precision": "bf16",
+        "schedule": "1f1b",
+        "stages": [
+            {
+                "ranks": [0, 1],
+                "runs": [{"layers": [0, 0], "parallel": "fsdp2"}, {"layers": [1, 1], "parallel": "tp2", "sp": True}],
+            },
+            {
+                "ranks": [2, 3],
+                "runs": [
+                    {"layers": [2, 2], "parallel": "tp2", "remat": "full"},
+                    {"layers": [3, 3], "parallel": "fsdp2", "zero": 2},
+                ],
+            },
+        ],
+        "prediction": _prediction(model),
+    }
+    return {
+        "config": CONFIG,
+        "cluster": CLUSTER,
+        "profile": profile.model_dump(mode="json", exclude_none=True),
+        "plan": plan,
+        "problem": _saved(problem),
+        "record": _record(model),
+        "run": {"version": 1, "plan": "plan.json", "step_time_s": 0.5},
+    }
+
+
+def _prediction(model: ModelChain) -> dict[str, Any]:
+    stage = {"time_s": {"compute": 0.25, "tp": 0.1}, "memory_bytes": {"parameters": 1000, "activations": 2000}}
+    identity = examples.profile(model).identity.model_dump(mode="json", exclude_none=True)
+    return {
+        "step_time_s": 1.5,
+        "tokens_per_s_per_device": 100.0,
+        "mfu": 0.4,
+        "budget_bytes": 2**32,
+        "stages": [stage, stage],
+        "certificate": {"status": "gap", "gap": 0.1},
+        "lower_bound_s": 1.2,
+        "profile": identity,
+        "backend": "nccl",
+        "alternatives": [{"description": "dp4", "reason": "does not fit"}],
+        "baselines": [{"name": "DDP", "step_time_s": 2.0, "setting": "1 stage", "strategies": "dp4"}],
+    }
+
+
+def _record(model: ModelChain) -> dict[str, Any]:
+    return RunRecord(
+        model_name="small",
+        config_hash=model.config_hash,
+        device="round",
+        num_devices=4,
+        strategies=("fsdp2", "tp2+sp", "tp2 remat=full", "fsdp2 zero2"),
+        num_warmup_steps=1,
+        median_step_s=0.5,
+        tokens_per_s=128.0,
+        steps=tuple(StepRecord(step=step, loss=5.5, time_s=0.5, grad_norm=1.0) for step in (1, 2, 3)),
+        ranks=tuple(
+            RankRecord(rank=rank, stage=rank // 2, peak_bytes=10, memory_method="counted", num_params=3, busy_s=0.2)
+            for rank in range(4)
+        ),
+        predicted_step_s=1.5,
+        predicted_busy_s=(0.3, 0.4),
+        predicted_peak_bytes=(3000, 3000),
+    ).model_dump(mode="json", exclude_none=True)
+
+
+def _saved(problem: Problem) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "problem.json"
+        save_problem(path, problem)
+        return json.loads(path.read_text())
