@@ -128,7 +128,7 @@ def space_options(job: Job, options: PlanOptions) -> SpaceOptions:
         devices_per_node=job.cluster.devices_per_node,
         seq_len=job.seq_len,
         layers=job.chain.kinds,
-        insists=lambda strategy: any(pin.demands(strategy) for pin in options.pins),
+        insists=(lambda strategy: any(pin.demands(strategy) for pin in options.pins)) if options.pins else None,
     )
 
 
