@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from steelyard.cost.build import KnownTimes, build_tables, usable_bytes
+from steelyard.cost.build import KnownCosts, build_tables, usable_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
@@ -46,7 +46,7 @@ def make_problem(job: Job, options: PlanOptions) -> Problem:
     settings = pipeline_settings(job, options)
     sizes = {setting.devices_per_stage for setting in settings}
     offered = {size: stage_strategies(job, size, options) for size in sizes}
-    known: KnownTimes = {}
+    known: KnownCosts = {}
     tables = tuple(
         pinned(build_tables(setting, offered[setting.devices_per_stage], known), options.pins) for setting in settings
     )
