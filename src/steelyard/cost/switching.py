@@ -81,9 +81,7 @@ def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[
     return tuple(found)
 
 
-def _change(
-    current: list[str], axis: int, wanted: Placement, sizes: tuple[int, ...]
-) -> list[Step]:
+def _change(current: list[str], axis: int, wanted: Placement, sizes: tuple[int, ...]) -> list[Step]:
     """Changes one axis of ``current`` in place; the collective that it takes, if any."""
     before, current[axis] = current[axis], wanted
     if before in ("R", wanted):
