@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.build import (
-    build_tables,
     CUDA_CONTEXT_BYTES,
     PIPELINE_CHANNEL_BYTES,
+    build_tables,
     context_bytes,
     overhead_bytes,
     usable_bytes,
