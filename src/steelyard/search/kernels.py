@@ -171,10 +171,10 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
         beaten = False
         for other in range(detour.shape[0]):
             longest = seconds[index] - detour[other, left]
-            beaten = own > 0 and fastest[came, other, own - 1] <= longest
-            beaten |= same[came, other, own] <= longest and same_peak[came, other, own] <= peak
-            if beaten:
-                break
+            if own > 0 and fastest[came, other, own - 1] <= longest:
+                beaten = True
+            if same[came, other, own] <= longest and same_peak[came, other, own] <= peak:
+                beaten = True
         if beaten:
             continue
         order[num_kept] = index
