@@ -210,7 +210,7 @@ def _kind(name: str, strategy: Strategy, setting: Setting, share: float) -> dict
     assert layer is not None, "the profile was made for this degree"
     samples = setting.microbatch_samples // strategy.sample_degree
     passes = _passes(layer, strategy, job, share)
-    group = levels_group(strategy, data_levels(strategy.levels), setting)
+    group = levels_group(strategy, data_levels(strategy.levels), setting.devices_per_stage)
     shards = job.execution.optimizer_shards(strategy.replicas)
     sharded = strategy.state_shards > 1 or shards > 1
     bandwidth = job.cluster.device.known_memory_bytes_per_s()
@@ -276,7 +276,7 @@ def _unit(work: Work, samples: int, job: Job, rates: Efficiency) -> float:
 
 def _tensor(calls: tuple[CollectiveCount, ...], strategy: Strategy, setting: Setting, samples: int) -> Array:
     job = setting.job
-    group = levels_group(strategy, [level for level in strategy.levels if level.kind is TP], setting)
+    group = levels_group(strategy, [level for level in strategy.levels if level.kind is TP], setting.devices_per_stage)
     total = np.zeros(len(UNIT_LINKS))
     for each in calls if strategy.tensor_degree > 1 else ():
         size = each.tensor_bytes.at(samples) / each.count

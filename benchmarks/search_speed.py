@@ -6,7 +6,9 @@ tables have the size and shape of real decoders (`tests/problems/`); they are no
 this process: the median of repeated searches, or one search where it takes seconds. Growth of memory is what the
 process grew by.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [small] [large] [full] [deep] [unlike] [first]
+`jobs` plans models that were traced, with all kinds, and tells table building, search and acceptance apart.
+
+Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [small] [large] [full] [jobs] [deep] [unlike] [first]
 """
 
 import os
@@ -23,7 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from steelyard.cost.tables import CostTables
 from steelyard.plan.kinds import level_kinds
 from steelyard.plan.kinds.cp import LEAST_TOKENS
-from steelyard.search import SearchResult, SpaceOptions, search
+from steelyard.planning.acceptance import accept
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.search import Problem, SearchResult, SpaceOptions, search, solve_problem
 from steelyard.units import format_seconds
 from tests.oracles import grid
 from tests.problems.patterned import deep_settings
@@ -32,6 +37,13 @@ from tests.problems.transformer import LLAMA3_8B, LLAMA3_405B, decoder_settings
 GB = 10**9
 BUDGETS_GB = (24, 36, 40, 80)
 REPEATS = 5
+JOBS = (
+    ("llama3-8b", "1x8xh100-80gb", 64, 32768),
+    ("llama3-8b", "8x8xh100-80gb", 512, 8192),
+    ("mixtral-8x22b", "8x8xh100-80gb", 512, 8192),
+    ("llama3-405b", "2048x8xh100-80gb", 2048, 8192),
+)
+"""Model, cluster, batch, sequence length."""
 
 FIRST_USE = """
 import time
@@ -120,6 +132,32 @@ def full() -> None:
             show(f"{budget_gb} GB", result, seconds)
 
 
+def jobs() -> None:
+    """Real jobs with all kinds: tables, search within them, and the whole of planning with acceptance by the walk."""
+    for model, cluster, batch, seq_len in JOBS:
+        print(f"{model}, {seq_len:,} tokens, batch {batch}, {cluster}")
+        times: dict[str, list[float]] = {"tables": [], "search": [], "acceptance": []}
+        for _ in range(REPEATS):
+            job = make_job(
+                model,
+                cluster,
+                global_batch=batch,
+                seq_len=seq_len,
+                precision="bf16",
+                memory=None,
+                profile=None,
+            )
+            problems: list[Problem] = []
+            times["tables"].append(cpu_s(lambda of=job, to=problems: to.append(make_problem(of, PlanOptions()))))
+            settings = problems[0].settings
+            times["search"].append(cpu_s(lambda of=problems[0]: solve_problem(of)))
+            times["acceptance"].append(cpu_s(lambda of=job, tables=settings: accept(of, tables)))
+        result = solve_problem(problems[0])
+        most = max(len(each.strategies) for each in settings)
+        seconds = ", ".join(f"{name} {format_seconds(statistics.median(each))}" for name, each in times.items())
+        print(f"  {len(settings)} settings, up to {most} strategies: {seconds}; {result.status}", flush=True)
+
+
 def _beside_the_grid(settings: Sequence[CostTables], budget_gb: int) -> None:
     budget = budget_gb * GB
     result = search(settings, budget)
@@ -188,7 +226,7 @@ def first() -> None:
             print(f"  {which}: {format_seconds(cold - warm)} more than a warm search", flush=True)
 
 
-PARTS = {"small": small, "large": large, "full": full, "deep": deep, "unlike": unlike, "first": first}
+PARTS = {"small": small, "large": large, "full": full, "jobs": jobs, "deep": deep, "unlike": unlike, "first": first}
 
 
 def main() -> None:

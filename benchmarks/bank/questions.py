@@ -12,6 +12,7 @@ Question = Callable[[], Record]
 
 
 SETTINGS = {
+    "deepseek-v3": ("32x8xh200-141gb", 512, 4096, "bf16"),
     "gpt-neox-20b": ("2x8xa100-40gb", 64, 2048, "bf16"),
     "llama-demo": ("1x4xa10", 16, 256, "fp32"),
     "llama2-13b": ("1x8xa100-pcie-80gb", 32, 4096, "bf16"),
@@ -23,11 +24,13 @@ SETTINGS = {
     "llama3.2-1b": ("1x4xrtx-4090", 32, 2048, "bf16"),
     "llama3.2-3b": ("1x8xl40s", 32, 4096, "bf16"),
     "mistral-7b": ("1x8xh200-141gb", 64, 8192, "bf16"),
+    "mixtral-8x22b": ("8x8xh100-80gb", 512, 8192, "bf16"),
     "pythia-1.4b": ("1x6xa10", 48, 2048, "bf16"),
     "pythia-6.9b": ("2x8xl4", 64, 2048, "bf16"),
     "qwen2.5-0.5b": ("1x2xrtx-3090", 16, 2048, "fp32"),
     "qwen2.5-72b": ("2x8xmi300x", 32, 8192, "bf16"),
     "qwen2.5-7b": ("1x8xb200-180gb", 64, 8192, "bf16"),
+    "qwen3-30b-a3b": ("1x8xh100-80gb", 64, 16384, "bf16"),
 }
 """A cluster, batch, sequence length and precision for every packaged model."""
 
@@ -40,6 +43,7 @@ LESS_MEMORY = {
     "pythia-6.9b": ("14GiB",),
     "llama3.2-1b": ("12GiB",),
     "llama3-405b": ("72GiB",),
+    "mixtral-8x22b": ("50GiB",),
     "qwen2.5-72b": ("90GiB",),
 }
 """Budgets below what the devices have, down to some in which nothing fits."""

@@ -72,7 +72,7 @@ def predicted(text: str, setting: Setting) -> Sent:
         load = layer_load(layer_profile(chain.kinds[kind_index], strategy, setting), strategy, setting)
         for kind in strategy.kinds:
             for each in kind.traffic(load):
-                ranks = traffic_group(each, kind, strategy, setting).size
+                ranks = traffic_group(each.over, kind, strategy, setting.devices_per_stage).size
                 times = 1 if each.phase == "step" else setting.pipeline.num_microbatches
                 found[each.collective, int(each.tensor_bytes / each.count), ranks] += each.count * times
     return found

@@ -1,6 +1,10 @@
 """Strategies: their text, the axes that they take, the layouts that they leave, and their contradictions."""
 
 import math
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -232,3 +236,15 @@ def test_any_text_is_a_strategy_or_one_invalid_plan_error(text):
     except InvalidPlanError:
         return
     assert parse_strategy(str(strategy)) == strategy
+
+
+def test_a_strategy_of_another_process_is_found_among_equal_ones() -> None:
+    """Hashes of text differ between processes."""
+    text = "fsdp2-tp2+sp remat=full"
+    code = (
+        "import pickle, sys; from steelyard.plan.strategy import parse_strategy; "
+        f"sys.stdout.buffer.write(pickle.dumps(parse_strategy({text!r})))"
+    )
+    env = os.environ | {"PYTHONHASHSEED": "7"}
+    sent = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True).stdout
+    assert pickle.loads(sent) in {parse_strategy(text)}

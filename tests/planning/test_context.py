@@ -6,8 +6,9 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
-from steelyard.plan.kinds import CP
+from steelyard.plan.kinds import CP, DP
 from steelyard.planning import PlanOptions, find_plan, make_job, parse_pin, pin_error, plan_job, stage_strategies
+from steelyard.search import SpaceOptions, enumerate_strategies
 from tests.runtime.models import FAMILY_CONFIGS
 
 LLAMA: dict[str, Any] = FAMILY_CONFIGS["llama"] | {"num_key_value_heads": 2}
@@ -40,6 +41,18 @@ def why_not(of: Job, text: str) -> UserError:
 def test_it_is_searched_from_a_length_on(seq_len: int, offered: bool) -> None:
     strategies = stage_strategies(job(seq_len=seq_len), 4, PlanOptions())
     assert any(CP in strategy.kinds for strategy in strategies) == offered
+
+
+@pytest.mark.parametrize(("seq_len", "most"), [(16384, 8), (32768, 16)])
+def test_a_rank_keeps_2048_tokens(seq_len: int, most: int) -> None:
+    offered = enumerate_strategies(32, SpaceOptions(kinds=(DP, CP), variants={}, seq_len=seq_len))
+    assert max(strategy.token_degree for strategy in offered) == most
+
+
+def test_ulysses_that_divides_no_blocks_heads_is_not_searched() -> None:
+    offered = stage_strategies(job(seq_len=16384), 4, PlanOptions())
+    found = {strategy.parallel for strategy in offered if strategy.variant("cp_method") == "ulysses"}
+    assert found == {"dp2-cp2", "fsdp2-cp2"}
 
 
 @pytest.mark.parametrize("text", ["cp=2", "blocks: cp2-tp2+sp", "cp=2, cp_method=ulysses"])

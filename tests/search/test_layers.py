@@ -4,11 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import stage_bounds
 from steelyard.search.evaluate import evaluate
-from steelyard.search.layers import Pruning, chain_frontier, option_table
+from steelyard.search.layers import Pruning, chain_frontier, columns_no_larger, option_table
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
@@ -98,3 +100,10 @@ def test_beaten_strategies_are_left_out_and_equal_ones_kept_once() -> None:
     )
     costs = option_table(tables).stage(1)
     assert costs.strategy[0, : costs.count[0]].tolist() == [1]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), max_size=4))
+def test_columns_are_compared_as_if_one_by_one(rows: list[list[int]]) -> None:
+    table = np.array(rows, dtype=np.float64).reshape(-1, 6)
+    pairs = [[bool((table[:, one] <= table[:, other]).all()) for other in range(6)] for one in range(6)]
+    assert columns_no_larger(table).tolist() == pairs

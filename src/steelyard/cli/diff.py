@@ -8,6 +8,7 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, check_page, print_json, tried
 from steelyard.errors import InvalidPlanError
+from steelyard.output import write_file
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.report.compare_view import changed_layers, compare_view, fullest_terms, step_terms
@@ -18,7 +19,10 @@ def diff(
     first: Annotated[Path, typer.Argument(help="A plan file.", metavar="FIRST")],
     second: Annotated[Path, typer.Argument(help="Another plan of the same model.", metavar="SECOND")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the comparison as a page: a path that ends in .html.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", callback=tried, help="Write the comparison as a page, a path that ends in .html."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -35,7 +39,7 @@ def diff(
         )
     if output is not None:
         names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
-        write_page(output, compare_page(one, other, names))
+        write_file(output, compare_page(one, other, names), "--output")
     if as_json:
         print_json({"first": _terms(one), "second": _terms(other), "layers": _changes(one, other)})
     else:

@@ -1,21 +1,14 @@
 """Builds the tables that a search works on, from a job, for one pipeline setting."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steelyard.cost.communication import send_recv_s
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
-from steelyard.cost.layer import (
-    LayerBytes,
-    LayerCost,
-    held_params,
-    layer_bytes,
-    layer_cost,
-    pipeline_buffer_bytes,
-    refusal,
-)
+from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_buffer_bytes, refusal
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
@@ -31,51 +24,48 @@ PIPELINE_CHANNEL_BYTES = 1024 * MIB
 """Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
 
 
-KnownTimes = dict[tuple[int, Strategy, int, int], float]
-"""Seconds of layers of a job by kind, strategy, numbers of stages and microbatches: what no schedule changes."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Costs:
+    """What no schedule changes of the tables of a number of stages and microbatches; as in `CostTables`."""
+
+    strategies: tuple[Strategy, ...]
+    legal: NDArray[np.bool_]
+    time_s: NDArray[np.float64]
+    static_bytes: NDArray[np.int64]
+    activation_bytes: NDArray[np.int64]
+    transient_bytes: NDArray[np.int64]
+    switch_s: NDArray[np.float64]
+    """[S, S] the same for all kinds."""
 
 
-def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownTimes | None = None) -> CostTables:
+KnownCosts = dict[tuple[int, int], Costs]
+"""Of a job, by numbers of stages and microbatches."""
+
+
+def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts | None = None) -> CostTables:
     """Costs of every layer kind under every strategy; one that a kind does not allow, or for which measured times do
     not reach, is marked illegal.
 
     ``known`` saves work between settings of one job.
     """
-    job, known = setting.job, {} if known is None else known
-    place = setting.pipeline.num_stages, setting.pipeline.num_microbatches
-    shape = (len(job.chain.kinds), len(strategies))
-    legal = np.zeros(shape, dtype=bool)
-    time_s = np.zeros(shape)
-    static, activation, transient = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    for k, kind in enumerate(job.chain.kinds):
-        for s, strategy in enumerate(strategies):
-            if refusal(kind, strategy, setting) is not None:
-                continue
-            held: LayerBytes
-            if (k, strategy, *place) in known:
-                held = layer_bytes(kind, strategy, setting)
-            else:
-                held = cost = layer_cost(kind, strategy, setting)
-                known[k, strategy, *place] = step_share_s(cost, setting)
-            legal[k, s] = True
-            time_s[k, s] = known[k, strategy, *place]
-            static[k, s] = min(sum(held.static_bytes.values()), MOST_BYTES)
-            activation[k, s] = min(held.activation_bytes, MOST_BYTES)
-            transient[k, s] = min(held.transient_bytes + _waiting_reduction_bytes(strategy, setting), MOST_BYTES)
-    switch = switch_table(strategies, setting)
-    pipeline = setting.pipeline
+    job, pipeline, known = setting.job, setting.pipeline, {} if known is None else known
+    place = pipeline.num_stages, pipeline.num_microbatches
+    if place not in known or known[place].strategies != strategies:
+        known[place] = _costs(setting, strategies)
+    costs = known[place]
+    buffers = np.array([_buffer_bytes(strategy, setting) for strategy in strategies])
     has_chunks = pipeline.num_chunks > 1
     tables = CostTables(
         pipeline=replace(pipeline, num_chunks=1, schedule=USUAL) if has_chunks else pipeline,
         kinds=tuple(kind.name for kind in job.chain.kinds),
         layers=job.chain.layers,
         strategies=strategies,
-        legal=legal,
-        time_s=time_s,
-        static_bytes=static,
-        activation_bytes=activation,
-        transient_bytes=transient,
-        switch_s=np.broadcast_to(switch, (shape[0], *switch.shape)).copy(),
+        legal=costs.legal,
+        time_s=costs.time_s,
+        static_bytes=costs.static_bytes,
+        activation_bytes=costs.activation_bytes,
+        transient_bytes=np.where(costs.legal, np.minimum(costs.transient_bytes + buffers, MOST_BYTES), 0),
+        switch_s=np.broadcast_to(costs.switch_s, (len(job.chain.kinds), *costs.switch_s.shape)),
         transfer_s=transfer_s(setting),
         overhead_bytes=overhead_bytes(setting),
     )
@@ -87,6 +77,43 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
         overhead_bytes=overhead_bytes(setting),
         round_trip_s=transfer_s(setting, pipeline.num_stages - 1),
     )
+
+
+def _costs(setting: Setting, strategies: tuple[Strategy, ...]) -> Costs:
+    job = setting.job
+    shape = (len(job.chain.kinds), len(strategies))
+    legal = np.zeros(shape, dtype=bool)
+    time_s = np.zeros(shape)
+    static, activation, transient = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    for k, kind in enumerate(job.chain.kinds):
+        for s, strategy in enumerate(strategies):
+            if refusal(kind, strategy, setting) is not None:
+                continue
+            cost = layer_cost(kind, strategy, setting)
+            legal[k, s] = True
+            time_s[k, s] = step_share_s(cost, setting)
+            static[k, s] = min(sum(cost.static_bytes.values()), MOST_BYTES)
+            activation[k, s] = min(cost.activation_bytes, MOST_BYTES)
+            transient[k, s] = min(cost.transient_bytes, MOST_BYTES)
+    return Costs(
+        strategies=strategies,
+        legal=legal,
+        time_s=time_s,
+        static_bytes=static,
+        activation_bytes=activation,
+        transient_bytes=transient,
+        switch_s=switch_table(strategies, setting),
+    )
+
+
+def _buffer_bytes(strategy: Strategy, setting: Setting) -> int:
+    """What a schedule adds to the working set of any layer.
+
+    Counted there, a stage has it once, whichever of its layers lie at a cut: what the pipeline's buffers take beyond
+    `pipeline_buffer_bytes` where all ranks of tp without sp have a copy.
+    """
+    more_copies = (strategy.hidden.copies - 1) * pipeline_buffer_bytes(setting)
+    return more_copies + _waiting_reduction_bytes(strategy, setting)
 
 
 def _waiting_reduction_bytes(strategy: Strategy, setting: Setting) -> int:

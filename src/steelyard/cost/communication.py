@@ -27,8 +27,10 @@ $$t = (k - 1)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}
 Source: Thakur et al. 2005 (ring algorithms). Not modelled: congestion in the switches between nodes, trees.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.errors import InvalidProfileError
@@ -38,8 +40,7 @@ from steelyard.profiles.profile import CollectiveKind, Profile
 _PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(NamedTuple):
     """Process groups by their shape: ``size`` ranks, each ``stride`` after the last, in stages of ``span`` ranks."""
 
     size: int
@@ -68,6 +69,15 @@ def collective_s(
     Raises `InvalidProfileError` for a kind that has no cost here (`send_recv_s` prices transfers), and where the
     cluster's rates are unknown and the profile did not measure this collective.
     """
+    if group.size == 1 or tensor_bytes == 0:
+        return 0.0
+    return collective(kind, group, cluster, profile, reached)(tensor_bytes)
+
+
+def collective(
+    kind: CollectiveKind, group: Group, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
+) -> Callable[[float], float]:
+    """Seconds of one collective over two ranks or more, by the bytes of its tensor; raises as `collective_s`."""
     if kind not in _PASSES:
         raise InvalidProfileError(
             field="collectives",
@@ -75,11 +85,9 @@ def collective_s(
             expected="one of " + ", ".join(_PASSES),
             hint="this collective has no cost yet",
         )
-    if group.size == 1 or tensor_bytes == 0:
-        return 0.0
     measured = profile.collective(kind, group.size, strided=group.stride > 1)
     if measured is not None:
-        return measured.time_s(tensor_bytes)
+        return measured.time_s
     if cluster.intra_link.needs_profile:
         raise InvalidProfileError(
             field="collectives",
@@ -88,9 +96,9 @@ def collective_s(
             hint="run steelyard profile with as many processes as the plan has",
         )
     if kind == "all_to_all":
-        return _exchange_s(tensor_bytes, group, cluster, reached)
-    path = _path(group, cluster, reached)
-    return _PASSES[kind] * (path.latency_s + (group.size - 1) / group.size * tensor_bytes / path.bytes_per_s)
+        return partial(_exchange_s, group=group, cluster=cluster, reached=reached)
+    path, passes, fraction = _path(group, cluster, reached), _PASSES[kind], (group.size - 1) / group.size
+    return lambda tensor_bytes: passes * (path.latency_s + fraction * tensor_bytes / path.bytes_per_s)
 
 
 def _exchange_s(tensor_bytes: float, group: Group, cluster: Cluster, reached: LinkEfficiency) -> float:

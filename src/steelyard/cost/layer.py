@@ -32,10 +32,11 @@ Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slo
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, prod
 
-from steelyard.cost.communication import Group, collective_s
+from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.inputs import sample_bytes
@@ -120,22 +121,25 @@ def exposed_s(compute_s: float, communication_s: float, slowdown: float) -> floa
     return slowdown * shorter + (longer - shorter) - compute_s
 
 
-def levels_group(strategy: Strategy, levels: Levels, setting: Setting) -> Group:
-    """The shape of the process groups over neighbouring levels of a strategy; of one rank where there are none."""
+def levels_group(strategy: Strategy, levels: Levels, span: int) -> Group:
+    """The shape of the process groups over neighbouring levels of a strategy, in a stage of ``span`` ranks.
+
+    Of one rank where there are no such levels.
+    """
     stride = 1
     for level in reversed(strategy.levels):
         if level in levels:
-            return Group(size=degree_of(levels), stride=stride, span=setting.devices_per_stage)
+            return Group(size=degree_of(levels), stride=stride, span=span)
         stride *= level.degree
-    return Group(size=1, stride=1, span=setting.devices_per_stage)
+    return Group(size=1, stride=1, span=span)
 
 
-def _group_of_experts(over: Over, strategy: Strategy, setting: Setting) -> Group:
+def _group_of_experts(over: Over, strategy: Strategy, span: int) -> Group:
     """The shape of the groups that divide routed experts, the innermost of the data ranks, or share or repeat them."""
-    data = levels_group(strategy, data_levels(strategy.levels), setting)
+    data = levels_group(strategy, data_levels(strategy.levels), span)
     sizes = (strategy.expert_degree, strategy.expert_state_shards, strategy.expert_replicas)
     place = ("experts", "expert shards", "expert replicas").index(over)
-    return replace(data, size=sizes[place], stride=data.stride * prod(sizes[:place]))
+    return data._replace(size=sizes[place], stride=data.stride * prod(sizes[:place]))
 
 
 def layer_profile(
@@ -307,16 +311,14 @@ class _Sent:
         """Of a kind in a phase, beside compute or in line."""
         self._calls: Counter[tuple[Kind, Phase]] = Counter()
         for kind in strategy.kinds:
-            groups: dict[str, Group] = {}
             for each in kind.traffic(load):
                 if not each.beside_compute:
                     self._waits.add(kind)
                 if each.phase == "step":
                     self._once[kind].append(each)
                     continue
-                if each.over not in groups:
-                    groups[each.over] = traffic_group(each, kind, strategy, setting)
-                call_s = _collective_s(each.collective, each.tensor_bytes / each.count, groups[each.over], self._job)
+                group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
+                call_s = self._job.collective_s(each.collective, each.tensor_bytes / each.count, group)
                 seconds = each.count * call_s + each.num_waits * wait_s(self._job)
                 self._seconds[kind, each.phase, each.beside_compute] += seconds
                 self._calls[kind, each.phase] += 0 if each.beside_compute else each.count
@@ -342,14 +344,15 @@ class _Sent:
         return self._once[kind]
 
 
-def traffic_group(traffic: Traffic, kind: Kind, strategy: Strategy, setting: Setting) -> Group:
-    """The groups of ranks that collectives go over."""
-    if "expert" in traffic.over:
-        return _group_of_experts(traffic.over, strategy, setting)
+@lru_cache(maxsize=65536)
+def traffic_group(over: Over, kind: Kind, strategy: Strategy, span: int) -> Group:
+    """The groups of ranks that collectives of a kind go over, in a stage of ``span`` ranks."""
+    if "expert" in over:
+        return _group_of_experts(over, strategy, span)
     levels = strategy.levels
     own = tuple(level for level in levels if level.kind is kind)
-    taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[traffic.over]
-    return levels_group(strategy, taking, setting)
+    taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[over]
+    return levels_group(strategy, taking, span)
 
 
 def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: Setting, samples: float) -> float:
@@ -400,17 +403,17 @@ def _once_time(
     for kind in strategy.kinds:
         reduce_s = gather_s = 0.0
         for each in sent.once(kind):
-            group = traffic_group(each, kind, strategy, setting)
+            group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
             shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
             if shards == 1:
-                reduce_s += each.count * _collective_s(each.collective, each.tensor_bytes / each.count, group, job)
+                reduce_s += each.count * job.collective_s(each.collective, each.tensor_bytes / each.count, group)
             else:
-                owners = replace(group, size=min(shards, group.size))
+                owners = group._replace(size=min(shards, group.size))
                 reduction: CollectiveKind = "reduce_scatter" if owners.size == group.size else "all_reduce"
                 pieces = execution.shard_pieces
                 new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
-                gather_s += pieces * _collective_s("all_gather", new_bytes / pieces, owners, job)
-                reduce_s += pieces * _collective_s(reduction, each.tensor_bytes / pieces, group, job)
+                gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
+                reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
         if sent.once(kind):
             terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
             terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
@@ -448,14 +451,15 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if alike or job.execution.keeps_own_buffers:
         shards = job.execution.states.tied_shards(strategy)
-        return _collective_s("all_reduce", matrix_bytes / shards, pair, job) if setting.pipeline.num_stages > 1 else 0.0
+        return job.collective_s("all_reduce", matrix_bytes / shards, pair) if setting.pipeline.num_stages > 1 else 0.0
     dividing = tuple(level for level in strategy.levels if level.kind.divides is Divides.TENSORS)
-    tensor, data = (levels_group(strategy, each, setting) for each in (dividing, shard_levels(strategy.levels)))
+    taking = dividing, shard_levels(strategy.levels)
+    tensor, data = (levels_group(strategy, each, setting.devices_per_stage) for each in taking)
     count = SLICES_PER_TP_RANK * strategy.tensor_degree
-    seconds = _collective_s("all_gather", matrix_bytes / tensor.size / count, data, job)
-    seconds += _collective_s("all_gather", matrix_bytes / count, tensor, job)
+    seconds = job.collective_s("all_gather", matrix_bytes / tensor.size / count, data)
+    seconds += job.collective_s("all_gather", matrix_bytes / count, tensor)
     if setting.pipeline.num_stages > 1:
-        seconds += _collective_s("all_reduce", matrix_bytes / count, pair, job)
+        seconds += job.collective_s("all_reduce", matrix_bytes / count, pair)
     return count * seconds
 
 
@@ -463,10 +467,6 @@ def _beside(compute_s: float, communication_s: float, setting: Setting) -> float
     if not setting.job.overlaps:
         return communication_s
     return exposed_s(compute_s, communication_s, setting.job.profile.overlap_slowdown)
-
-
-def _collective_s(kind: CollectiveKind, num_bytes: float, group: Group, job: Job) -> float:
-    return collective_s(kind, num_bytes, group, job.cluster, job.profile, job.efficiency.links)
 
 
 def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
@@ -552,7 +552,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
         reduced = MASTER_BYTES * params + kept_gradient_bytes(layer, strategy)
         ahead = buffer if copy else 0
         reduction = input_bytes + again + max(made, scratch) + reduced + ahead
-    return int(max(forward, backward, reduction)) + _replicated_buffer_bytes(strategy, setting)
+    return int(max(forward, backward, reduction))
 
 
 def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
@@ -622,14 +622,6 @@ def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Settin
     if strategy.state_shards > 1:
         return made + (0 if setting.pipeline.num_microbatches == 1 else int(MASTER_BYTES * _trained(layer, strategy)))
     return 0 if setting.pipeline.num_microbatches == 1 and setting.job.compute_bytes == MASTER_BYTES else made
-
-
-def _replicated_buffer_bytes(strategy: Strategy, setting: Setting) -> int:
-    """What the pipeline's buffers take beyond `pipeline_buffer_bytes` where all ranks of tp without sp have a copy.
-
-    Counted with the working set, so that a stage has it once, whichever of its layers lie at a cut.
-    """
-    return (strategy.hidden.copies - 1) * pipeline_buffer_bytes(setting)
 
 
 def pipeline_buffer_bytes(setting: Setting) -> int:

@@ -1,8 +1,10 @@
 """What a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline setting."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
 from steelyard.hardware import Cluster
@@ -10,7 +12,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.plan import Precision
-from steelyard.profiles.profile import LayerProfile, Profile, Shape
+from steelyard.profiles.profile import CollectiveKind, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
@@ -68,6 +70,20 @@ class Job:
                 found = found.with_divided_experts(expert_degree, uneven)
             self._layers[key] = found
         return self._layers[key]
+
+    @cached_property
+    def _collectives(self) -> dict[tuple[CollectiveKind, Group], Callable[[float], float]]:
+        return {}
+
+    def collective_s(self, kind: CollectiveKind, tensor_bytes: float, group: Group) -> float:
+        """Seconds of one collective on the cluster; 0 for a group of one rank. Raises as `collective`."""
+        if group.size == 1 or tensor_bytes == 0:
+            return 0.0
+        known = self._collectives.get((kind, group))
+        if known is None:
+            known = collective(kind, group, self.cluster, self.profile, self.efficiency.links)
+            self._collectives[kind, group] = known
+        return known(tensor_bytes)
 
     def cost_source(self) -> CostSource:
         """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""

@@ -21,9 +21,10 @@ hold between their passes, and what was sent stays until the step ends.
 Not modelled: what a redistribution between two layouts takes beyond its result.
 """
 
-from collections import Counter
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.layer import (
@@ -114,8 +115,7 @@ class PartLayers:
     """What all layers read beside the hidden state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
+class _Moment(NamedTuple):
     """The state of a part as one of its passes begins: microbatches in flight beside the pass's own, what was done."""
 
     in_flight: int
@@ -132,8 +132,7 @@ class _Moment:
     """Gradients that were sent to the part before and are still there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pause:
+class _Pause(NamedTuple):
     """The state of a part while another chunk of its stage works."""
 
     in_flight: int
@@ -159,33 +158,99 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
     parameters takes when the backward passes have ended.
     """
     layers = [layer for part in parts for layer in part.layers]
-    always = Counter(
-        {
-            "parameters": sum(layer.shard for layer in layers),
-            "optimizer": sum(2 * layer.shard + layer.buffers for layer in layers),
-            "working set": sum(part.token_bytes for part in parts),
-            "pipeline buffers": setting.pipeline.num_microbatches * sum(part.received + part.sent for part in parts),
-        }
-    )
-    best = Counter(
-        {
-            "gradients": sum(layer.kept_gradients for layer in layers),
-            "working set": tied + sum(_last_reduced_bytes(part.layers) + part.side_bytes for part in parts),
-        }
+    sums = [_layer_sums(part) for part in parts]
+    best = _Held(
+        gradients=sum(layer.kept_gradients for layer in layers),
+        copies=0,
+        activations=0,
+        working=tied + sum(own.last_reduced + part.side_bytes for part, own in zip(parts, sums, strict=True)),
+        buffers=0,
     )
     keeps_sends = setting.pipeline.schedule.keeps_sends
-    for (chunk, moment, pauses), sent in _moments(parts, index, setting).items():
-        beside = Counter({"pipeline buffers": sent})
-        for place, (part, pause) in enumerate(zip(parts, pauses, strict=True)):
-            if place != chunk:
-                beside.update(_paused_terms(part, pause))
-        for terms in _pass_terms(parts[chunk], moment, keeps_sent=keeps_sends):
-            if (terms + beside).total() > best.total():
-                best = terms + beside
-    return dict(always + best)
+    for (chunk, moment, pauses), sent in _moments(parts, sums, index, setting).items():
+        paused = [_paused(*each) for place, each in enumerate(zip(parts, sums, pauses, strict=True)) if place != chunk]
+        beside = _Held(*map(sum, zip(_Held(0, 0, 0, 0, sent), *paused, strict=True)))
+        room = sum(best) - sum(beside)
+        for held in _held_in_pass(parts[chunk], sums[chunk], moment, keeps_sent=keeps_sends):
+            if sum(held) > room:
+                best, room = _Held(*map(operator.add, held, beside)), sum(held)
+    always = {
+        "parameters": sum(layer.shard for layer in layers),
+        "optimizer": sum(2 * layer.shard + layer.buffers for layer in layers),
+        "working set": best.working + sum(part.token_bytes for part in parts),
+        "pipeline buffers": best.buffers
+        + setting.pipeline.num_microbatches * sum(part.received + part.sent for part in parts),
+    }
+    found = always | {
+        "gradients": best.gradients,
+        "gathered parameters": best.copies,
+        "activations": best.activations,
+    }
+    return {name: num_bytes for name, num_bytes in found.items() if num_bytes > 0}
 
 
-def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[_Working, int]:
+class _Held(NamedTuple):
+    """Bytes of what is not always there."""
+
+    gradients: int
+    copies: int
+    activations: int
+    working: int
+    buffers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerSums:
+    """What each of the layers of a part finds in those before and behind it."""
+
+    sharded: tuple[int, ...]
+    """The places of sharded layers."""
+    kept_gradients: tuple[int, ...]
+    """[n + 1] of the layers from each place on"""
+    reduced: tuple[int, ...]
+    """[n + 1] the buffer of the nearest sharded layer from each place on"""
+    gathered: tuple[int, ...]
+    """[n + 1] the copy of the nearest sharded layer before each place"""
+    prefetched: tuple[int, ...]
+    """[n + 1] the same where it is to be gathered again for the backward pass, else 0"""
+    in_flight: int
+    """What a microbatch holds between its forward and its backward pass."""
+
+    @property
+    def last_reduced(self) -> int:
+        """The buffer of the layer that reduces last in a backward pass."""
+        return self.reduced[0]
+
+    @property
+    def ahead(self) -> int:
+        """The parameters of the last sharded layer."""
+        return self.gathered[-1]
+
+
+def _layer_sums(part: PartLayers) -> _LayerSums:
+    layers = part.layers
+    kept, reduced, gathered, prefetched = [0], [0], [0], [0]
+    for layer in reversed(layers):
+        kept.append(kept[-1] + layer.kept_gradients)
+        reduced.append(layer.reduced if layer.shards > 1 else reduced[-1])
+    for layer in layers:
+        gathered.append(layer.copy if layer.shards > 1 else gathered[-1])
+        again = 0 if layer.keeps_copy else layer.copy
+        prefetched.append(again if layer.shards > 1 else prefetched[-1])
+    saved = sum(layer.saved for layer in layers) + part.side_bytes + part.sent
+    return _LayerSums(
+        sharded=tuple(place for place, layer in enumerate(layers) if layer.shards > 1),
+        kept_gradients=tuple(reversed(kept)),
+        reduced=tuple(reversed(reduced)),
+        gathered=tuple(gathered),
+        prefetched=tuple(prefetched),
+        in_flight=saved - (part.received if part.received_is_saved else 0),
+    )
+
+
+def _moments(
+    parts: Sequence[PartLayers], sums: Sequence[_LayerSums], index: int, setting: Setting
+) -> dict[_Working, int]:
     """The distinct states in which a stage begins a pass, and the most bytes sent before it that are still there.
 
     Under some schedules torch waits for all sends only when the step ends; of others see `Schedule.kept_gradients`.
@@ -194,7 +259,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
     begin = _Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False, is_ahead=False)
     pauses = [begin for _ in parts]
     backwards = [0] * len(parts)
-    num_sharded = [sum(layer.shards > 1 for layer in part.layers) for part in parts]
+    num_sharded = [len(own.sharded) for own in sums]
     forwards: list[int] = []
     """The chunks of the forward passes so far that have sharded layers."""
     in_flight: list[list[int]] = [[] for _ in parts]
@@ -221,7 +286,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             is_last_backward=is_last,
             follows_forward=before.follows_forward,
             finds_ahead=before.is_ahead,
-            gathers_ahead=0 if target is None else _ahead_bytes(parts[target].layers),
+            gathers_ahead=0 if target is None else sums[target].ahead,
             kept_sends=0 if schedule.keeps_sends else schedule.kept_gradients(backwards[chunk] - is_backward),
         )
         working = (chunk, moment, tuple(pauses))
@@ -234,7 +299,7 @@ def _moments(parts: Sequence[PartLayers], index: int, setting: Setting) -> dict[
             is_ahead=False,
         )
         if target is not None and not pauses[target].is_done:
-            pauses[target] = replace(pauses[target], is_ahead=True)
+            pauses[target] = pauses[target]._replace(is_ahead=True)
         if schedule.keeps_sends:
             sent += parts[chunk].received if is_backward else parts[chunk].sent
     return found
@@ -258,58 +323,46 @@ def _passes(index: int, pipeline: PipelineConfig) -> Iterable[Pass]:
     return [Pass(phase, 0, microbatch) for microbatch in range(pipeline.num_microbatches) for phase in phases]
 
 
-def _paused_terms(part: PartLayers, pause: _Pause) -> Counter[str]:
+def _paused(part: PartLayers, sums: _LayerSums, pause: _Pause) -> _Held:
     """What a chunk holds between its passes."""
     copies = 0
     for layer in part.layers:
         begun = pause.in_flight > 0 or pause.has_gradients
         stays = pause.in_flight > 0 and pause.follows_forward if layer.shards > 1 else begun and not pause.is_done
         copies += layer.copy if layer.keeps_copy and stays else 0
-    working = _last_reduced_bytes(part.layers) if pause.has_gradients else 0
-    working += _ahead_bytes(part.layers) if pause.is_ahead else 0
-    return Counter(
-        {
-            "gradients": sum(layer.kept_gradients for layer in part.layers) if pause.has_gradients else 0,
-            "gathered parameters": copies,
-            "activations": pause.in_flight * (_in_flight_bytes(part) - part.sent),
-            "working set": working,
-        }
+    return _Held(
+        gradients=sums.kept_gradients[0] if pause.has_gradients else 0,
+        copies=copies,
+        activations=pause.in_flight * (sums.in_flight - part.sent),
+        working=(sums.last_reduced if pause.has_gradients else 0) + (sums.ahead if pause.is_ahead else 0),
+        buffers=0,
     )
 
 
-def _pass_terms(part: PartLayers, moment: _Moment, *, keeps_sent: bool) -> Iterator[Counter[str]]:
-    """The terms at the fullest moment of each layer in one pass, without what is always there.
+def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, *, keeps_sent: bool) -> Iterator[_Held]:
+    """What is held at the fullest moment of each layer in one pass.
 
     ``keeps_sent`` where what the part sent counts elsewhere.
     """
     layers = part.layers
     sent = 0 if keeps_sent else part.sent
-    others = moment.in_flight * (_in_flight_bytes(part) - part.sent + sent)
-    saved_before = -part.received if part.received_is_saved else 0
-    saved_before += part.side_bytes + moment.kept_sends * part.received
+    activations = moment.in_flight * (sums.in_flight - part.sent + sent) + (sent if moment.is_backward else 0)
+    activations += part.side_bytes + moment.kept_sends * part.received - part.received * part.received_is_saved
     copies = sum(layer.copy for layer in layers if layer.keeps_copy and _stays(layer, moment))
+    gradients = 0 if moment.is_first else sums.kept_gradients[0]
     for place, layer in enumerate(layers):
         copies += layer.copy if layer.keeps_copy and not _stays(layer, moment) else 0
-        later = range(place + 1, len(layers))
-        has_gradients = later if moment.is_first and moment.is_backward else range(len(layers))
-        if moment.is_first and not moment.is_backward:
-            has_gradients = range(0)
-        terms = Counter(
-            {
-                "gradients": sum(layers[other].kept_gradients for other in has_gradients),
-                "gathered parameters": copies,
-                "activations": others + saved_before + layer.saved + (sent if moment.is_backward else 0),
-            }
-        )
-        if moment.is_backward:
-            yield Counter({**terms, "working set": _backward_bytes(layers, place, moment)})
-            freed = {"activations": layer.freed, "gathered parameters": layer.copy if layer.drops_copy else 0}
-            terms.subtract(freed)
-            yield Counter({**terms, "working set": _reduction_bytes(layers, place, moment)})
-        else:
-            working = _forward_bytes(layers, place) + _waiting_bytes(layers, place, moment)
-            yield Counter({**terms, "working set": working + _reducing_bytes(layers, len(layers), moment)})
-        saved_before += layer.saved
+        activations += layer.saved
+        if not moment.is_backward:
+            working = _forward_bytes(layer, sums, place) + _waiting_bytes(sums, place, moment)
+            working += _reducing_bytes(sums, len(layers), moment)
+            yield _Held(gradients, copies, activations, working, 0)
+            continue
+        if moment.is_first:
+            gradients = sums.kept_gradients[place + 1]
+        yield _Held(gradients, copies, activations, _backward_bytes(layer, sums, place, moment), 0)
+        rest = copies - (layer.copy if layer.drops_copy else 0)
+        yield _Held(gradients, rest, activations - layer.freed, _reduction_bytes(layer, sums, place, moment), 0)
 
 
 def _stays(layer: LayerMemory, moment: _Moment) -> bool:
@@ -325,90 +378,64 @@ def _stays(layer: LayerMemory, moment: _Moment) -> bool:
     return moment.in_flight > 0 or not moment.is_first
 
 
-def _in_flight_bytes(part: PartLayers) -> int:
-    """What a microbatch holds between its forward and its backward pass."""
-    saved = sum(layer.saved for layer in part.layers) + part.side_bytes + part.sent
-    return saved - (part.received if part.received_is_saved else 0)
-
-
-def _forward_bytes(layers: tuple[LayerMemory, ...], place: int) -> int:
+def _forward_bytes(layer: LayerMemory, sums: _LayerSums, place: int) -> int:
     """Working activations, for a sharded layer its parameters, and the buffer of the last gathering.
 
     FSDP holds what it gathered in until the next sharded layer has its parameters, or the forward pass ends.
     """
-    layer = layers[place]
-    gathered = 0 if layer.keeps_copy else layer.copy
-    before = next((each.copy for each in reversed(layers[:place]) if each.shards > 1), 0)
+    gathered, before = 0 if layer.keeps_copy else layer.copy, sums.gathered[place]
     if layer.shards == 1:
         return layer.forward + gathered + before
     return gathered + layer.copy + max(layer.forward, before)
 
 
-def _backward_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+def _backward_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment) -> int:
     """While autograd works: activations, parameters, new gradients, and the buffers of the neighbours.
 
     The next layer to work is gathered, and the layer that worked before still reduces.
     """
-    layer = layers[place]
-    total = layer.backward + layer.made_gradients + _prefetched_bytes(layers, place, moment)
+    total = layer.backward + layer.made_gradients + _prefetched_bytes(sums, place, moment)
     if not layer.keeps_copy:
         total += layer.copy
-    return total + _reducing_bytes(layers, place + 1, moment)
+    return total + _reducing_bytes(sums, place + 1, moment)
 
 
-def _prefetched_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
     """The parameters that FSDP gathers ahead in a backward pass, of the sharded layer that works next.
 
     It does so as a sharded layer begins to work; after the first one comes the last one of the forward pass before
     (`_gathered_ahead`), which then waits for the next pass.
     """
-    sharded = [number for number, layer in enumerate(layers) if layer.shards > 1]
-    if not sharded:
+    if not sums.sharded:
         return 0
-    if place > sharded[-1]:
-        return _ahead_bytes(layers) if moment.finds_ahead else 0
-    if place <= sharded[0]:
-        return moment.gathers_ahead
-    ahead = layers[max(number for number in sharded if number < place)]
-    return 0 if ahead.keeps_copy else ahead.copy
+    if place > sums.sharded[-1]:
+        return sums.ahead if moment.finds_ahead else 0
+    return moment.gathers_ahead if place <= sums.sharded[0] else sums.prefetched[place]
 
 
-def _waiting_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+def _waiting_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
     """The same in a forward pass: what the backward pass before it gathered for the last sharded layer."""
-    is_waiting = moment.finds_ahead and any(layer.shards > 1 for layer in layers[place + 1 :])
-    return _ahead_bytes(layers) if is_waiting else 0
+    is_waiting = moment.finds_ahead and bool(sums.sharded) and place < sums.sharded[-1]
+    return sums.ahead if is_waiting else 0
 
 
-def _ahead_bytes(layers: tuple[LayerMemory, ...]) -> int:
-    """The parameters of the last sharded layer."""
-    return next((layer.copy for layer in reversed(layers) if layer.shards > 1), 0)
-
-
-def _reducing_bytes(layers: tuple[LayerMemory, ...], first: int, moment: _Moment) -> int:
+def _reducing_bytes(sums: _LayerSums, first: int, moment: _Moment) -> int:
     """The buffer of the last reduction before the layers from ``first`` on, which FSDP holds until the next one.
 
     Within a backward pass that is the nearest sharded layer behind. Before the first layer that reduces it is the one
     that reduced last in the backward pass before.
     """
-    behind = next((layer.reduced for layer in layers[first:] if layer.shards > 1), 0)
-    if behind or moment.is_first:
-        return behind
-    return _last_reduced_bytes(layers)
+    behind = sums.reduced[first]
+    return behind if behind or moment.is_first else sums.last_reduced
 
 
-def _last_reduced_bytes(layers: tuple[LayerMemory, ...]) -> int:
-    """The buffer of the layer that reduces last in a backward pass."""
-    return next((layer.reduced for layer in layers if layer.shards > 1), 0)
-
-
-def _reduction_bytes(layers: tuple[LayerMemory, ...], place: int, moment: _Moment) -> int:
+def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment) -> int:
     """As a layer's gradients are reduced: the new ones, the buffer they are copied to, and of a sharded layer a result.
 
     The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
-    layer = layers[place]
-    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(layers, place, moment)
-    return total if layer.shards > 1 else total + _reducing_bytes(layers, place + 1, moment)
+    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(sums, place, moment)
+    return total if layer.shards > 1 else total + _reducing_bytes(sums, place + 1, moment)
 
 
 def reduction_bytes(layer: LayerMemory, *, is_first: bool) -> int:

@@ -12,19 +12,23 @@ Source: ``DTensorRedistributePlanner.generate_greedy_transform_infos`` of torch 
 compute; neighbouring all-gathers that DTensor merges into one where another layer's group spans just these axes.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.communication import Group, collective_s
+from steelyard.cost.communication import Group
 from steelyard.cost.setting import Setting
 from steelyard.plan.kinds.kind import Placed
-from steelyard.plan.strategy import HiddenPlacement, Strategy, mesh_axes
+from steelyard.plan.strategy import Strategy, mesh_axes
 from steelyard.profiles.profile import CollectiveKind
 
 Placement = str
 """A letter of `steelyard.plan.kinds.kind.Placed` for each axis of the stage mesh."""
+Step = tuple[CollectiveKind, int, float]
+"""A collective, its axis of the stage mesh, and the tensor's bytes as a fraction of the whole activation."""
 
 _HEAD_TAIL = Placed.HEAD_TAIL.value
 _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
@@ -35,33 +39,38 @@ def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[
     layouts = [strategy.hidden for strategy in strategies]
     distinct = list(dict.fromkeys(layouts))
     index = np.array([distinct.index(layout) for layout in layouts])
-    costs = np.array([[_switch_s(before, after, setting) for after in distinct] for before in distinct])
+    sizes = mesh_axes(setting.devices_per_stage)
+    placements = [layout.placements(sizes) for layout in distinct]
+    step_s = _step_seconds(sizes, setting)
+    costs = np.zeros((len(distinct),) * 2)
+    for row, before in enumerate(placements):
+        for column, after in enumerate(placements):
+            steps = (*moves(before, after, sizes), *moves(after, before, sizes))
+            costs[row, column] = setting.job.time_factor * sum(map(step_s, steps), start=0.0)
     table: NDArray[np.float64] = costs[np.ix_(index, index)]
     return table
 
 
-def _switch_s(before: HiddenPlacement, after: HiddenPlacement, setting: Setting) -> float:
-    sizes = mesh_axes(setting.devices_per_stage)
-    there = moves(before.placements(sizes), after.placements(sizes), sizes)
-    back = moves(after.placements(sizes), before.placements(sizes), sizes)
-    job = setting.job
-    total = 0.0
-    for step in (*there, *back):
+def _step_seconds(sizes: tuple[int, ...], setting: Setting) -> Callable[[Step], float]:
+    """Seconds of a step of a redistribution on the stage mesh."""
+    has_all_to_all = setting.job.cluster.device.backend.has_all_to_all
+
+    @cache
+    def seconds(step: Step) -> float:
         kind, axis, fraction = step
-        stride = int(np.prod(sizes[axis + 1 :], dtype=int))
-        group = Group(size=sizes[axis], stride=stride, span=setting.devices_per_stage)
-        if kind == "all_to_all" and not job.cluster.device.backend.has_all_to_all:
+        group = Group(size=sizes[axis], stride=prod(sizes[axis + 1 :]), span=setting.devices_per_stage)
+        if kind == "all_to_all" and not has_all_to_all:
             kind, fraction = "all_gather", fraction * sizes[axis]
-        num_bytes = fraction * setting.activation_bytes
-        total += collective_s(kind, num_bytes, group, job.cluster, job.profile, job.efficiency.links)
-    return job.time_factor * total
+        return setting.job.collective_s(kind, fraction * setting.activation_bytes, group)
+
+    return seconds
 
 
 @lru_cache(maxsize=65536)
-def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[tuple[CollectiveKind, int, float], ...]:
-    """Collectives that redistribute: kind, axis, and the tensor's bytes as a fraction of the whole activation."""
+def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[Step, ...]:
+    """The steps of a redistribution in their order."""
     current = list(before)
-    found: list[tuple[CollectiveKind, int, float]] = []
+    found: list[Step] = []
     reordered = [letter == _HEAD_TAIL for letter in before] != [letter == _HEAD_TAIL for letter in after]
     for axis in reversed(range(len(sizes))):
         whole = reordered and {current[axis], after[axis]} & _OF_SEQUENCE
@@ -72,9 +81,7 @@ def moves(before: Placement, after: Placement, sizes: tuple[int, ...]) -> tuple[
     return tuple(found)
 
 
-def _change(
-    current: list[str], axis: int, wanted: Placement, sizes: tuple[int, ...]
-) -> list[tuple[CollectiveKind, int, float]]:
+def _change(current: list[str], axis: int, wanted: Placement, sizes: tuple[int, ...]) -> list[Step]:
     """Changes one axis of ``current`` in place; the collective that it takes, if any."""
     before, current[axis] = current[axis], wanted
     if before in ("R", wanted):

@@ -18,7 +18,7 @@ Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2 (decision tree); Korthi
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -81,6 +81,15 @@ class Strategy:
     """The degrees, by name, that change the layer's shape on a rank: under these it is traced and measured."""
     hidden: "HiddenPlacement" = field(init=False, repr=False, compare=False)
     """How the layer's input and output activations lie on the stage mesh; equal placements switch at no cost."""
+    keeps_gathered: bool = field(init=False, repr=False, compare=False)
+    """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Callable[..., "Strategy"], tuple[object, ...]]:
+        return _strategy, (self.levels, self.remat, self.variants)  # hashes of text differ between processes
 
     def __post_init__(self) -> None:
         self._derive()
@@ -148,11 +157,14 @@ class Strategy:
             "expert_degree": math.prod(int(self.variant(key)) for key in experts),
             "state_shards": degree_of(shard_levels(levels)),
             "replicas": degree_of(replica_levels(levels)),
+            "_hash": hash((levels, self.remat, self.variants)),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         shape = {name: degree for kind in self.kinds for name, degree in kind.shape(self).items()}
         object.__setattr__(self, "shape", shape)
+        gathered = self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)
+        object.__setattr__(self, "keeps_gathered", gathered)
         object.__setattr__(
             self, "hidden", HiddenPlacement.of((level.kind.placement(self), level.degree) for level in levels)
         )
@@ -215,11 +227,6 @@ class Strategy:
     def expert_replicas(self) -> int:
         """Data ranks that hold the same shard of routed experts."""
         return self.data_degree // (self.expert_degree * self.expert_state_shards)
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
-        return self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)
 
     def _divided(self, what: Divides) -> int:
         return degree_of(tuple(level for level in self.levels if level.kind.divides is what))
@@ -306,6 +313,10 @@ class Strategy:
     def is_aligned(self) -> bool:
         """Whether every level is a run of whole axes of the stage mesh, which the runtime needs."""
         return _is_aligned(self)
+
+
+def _strategy(levels: Levels, remat: Remat, chosen: tuple[tuple[str, Value], ...]) -> Strategy:
+    return Strategy(levels=levels, remat=remat, variants=chosen)
 
 
 @lru_cache(maxsize=65536)

@@ -91,9 +91,13 @@ def accept(
         contest.admit(found.ranked)
         return _summary(contest, found)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    floors = [floor[0] for floor in contest.floors]
     found = search(
-        floors, contest.room_bytes, num_exact=num_exact, num_alternatives=num_alternatives, time_limit_s=time_limit_s
+        tables,
+        contest.room_bytes,
+        num_exact=num_exact,
+        num_alternatives=num_alternatives,
+        time_limit_s=time_limit_s,
+        stand_in=lambda index: contest.floors(index)[0],
     )
     contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
     refused = contest.admit(found.ranked[: num_exact + num_alternatives])
@@ -110,18 +114,23 @@ class _Contest:
     job: Job
     tables: Sequence[CostTables]
     num_exact: int
-    floors: list[tuple[CostTables, ...]] = field(init=False)
+    _floors: dict[int, tuple[CostTables, ...]] = field(default_factory=dict)
+    _known: KnownLayers = field(default_factory=dict)
     room_bytes: int = field(init=False)
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
     accepted: dict[int, Accepted] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known: KnownLayers = {}
-        self.floors = [floor_tables(tables, self.job, known) for tables in self.tables]
         own_slack = self.job.execution.keeps_own_buffers
         self.room_bytes = self.job.budget_bytes if own_slack else usable_bytes(self.job) + 1
         self.bounds_s = [0.0] * len(self.tables)
+
+    def floors(self, index: int) -> tuple[CostTables, ...]:
+        """The floors of a setting, made when first asked for."""
+        if index not in self._floors:
+            self._floors[index] = floor_tables(self.tables[index], self.job, self._known)
+        return self._floors[index]
 
     @property
     def cutoff_s(self) -> float:
@@ -207,7 +216,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
     Begins with the floor that bounds the setting best.
     """
     outcome = known if known.result.status == "optimal" else None
-    for floor in contest.floors[index][outcome is not None :]:
+    for floor in contest.floors(index)[outcome is not None :]:
         outcome = _within(contest, index, floor, 0, deadline) or outcome
         if contest.bounds_s[index] >= contest.cutoff_s * (1 - SAME):
             return
@@ -217,7 +226,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
         if outcome is None or excess == 0:
             break
         walked = contest.room_bytes + excess
-        least = {walked - _peak_bytes(each, outcome): each for each in contest.floors[index]}
+        least = {walked - _peak_bytes(each, outcome): each for each in contest.floors(index)}
         floor = least[min(least)]
         refused, spared = spared, max(spared + 1, min(least))
         outcome = _within(contest, index, floor, spared, deadline)
@@ -328,7 +337,7 @@ def _least(contest: _Contest) -> _Least | None:
     for index in sorted(needed, key=lambda index: needed[index]):
         if best is not None and needed[index] >= best.walked_bytes:
             break
-        for tables in (contest.tables[index], *contest.floors[index]):
+        for tables in (contest.tables[index], *contest.floors(index)):
             least = _least_of(contest, index, tables)
             if least is not None and (best is None or least.walked_bytes < best.walked_bytes):
                 best = least
@@ -337,7 +346,7 @@ def _least(contest: _Contest) -> _Least | None:
 
 def _lessened(contest: _Contest, least: _Least) -> _Least:
     """A plan of the same cuts that takes less by the walk, where one is found by changing some layers at a time."""
-    tables = contest.floors[least.outcome.index][0]
+    tables = contest.floors(least.outcome.index)[0]
     cuts = least.outcome.solution.boundaries
     best, is_better = least, True
     while is_better:
@@ -358,7 +367,7 @@ def _lessened(contest: _Contest, least: _Least) -> _Least:
 def _small_strategies(contest: _Contest, index: int, kind: int, stage: int) -> list[int]:
     """The strategies of a kind that take least by some floor of a setting."""
     found: dict[int, None] = {}
-    for tables in contest.floors[index]:
+    for tables in contest.floors(index):
         num_bytes = tables.static_bytes[kind] + tables.pipeline.in_flight(stage) * tables.activation_bytes[kind]
         order = np.argsort(np.where(tables.legal[kind], num_bytes, IMPOSSIBLE), kind="stable")
         found.update(dict.fromkeys(each for each in order[:NUM_SMALL].tolist() if tables.legal[kind, each]))
@@ -366,8 +375,8 @@ def _small_strategies(contest: _Contest, index: int, kind: int, stage: int) -> l
 
 
 def _misses(contest: _Contest) -> Iterator[tuple[int, NearestMiss]]:
-    for index, floors in enumerate(contest.floors):
-        miss = nearest_miss(floors[0], 0)
+    for index in range(len(contest.tables)):
+        miss = nearest_miss(contest.floors(index)[0], 0)
         if miss is not None:
             yield index, miss
 

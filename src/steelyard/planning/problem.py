@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from steelyard.cost.build import KnownTimes, build_tables, usable_bytes
+from steelyard.cost.build import KnownCosts, build_tables, usable_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
@@ -48,7 +48,7 @@ def make_problem(job: Job, options: PlanOptions) -> Problem:
     settings = pipeline_settings(job, options)
     sizes = {setting.devices_per_stage for setting in settings}
     offered = {size: stage_strategies(job, size, options) for size in sizes}
-    known: KnownTimes = {}
+    known: KnownCosts = {}
     tables = tuple(
         pinned(build_tables(setting, offered[setting.devices_per_stage], known), options.pins) for setting in settings
     )
@@ -130,7 +130,7 @@ def space_options(job: Job, options: PlanOptions) -> SpaceOptions:
         devices_per_node=job.cluster.devices_per_node,
         seq_len=job.seq_len,
         layers=job.chain.kinds,
-        insists=lambda strategy: any(pin.demands(strategy) for pin in options.pins),
+        insists=(lambda strategy: any(pin.demands(strategy) for pin in options.pins)) if options.pins else None,
     )
 
 

@@ -92,14 +92,20 @@ def candidates(
     found = 0
     for option in range(count):
         strategy, own_group = options[0, option], options[1, option]
+        soonest, smallest = np.inf, budget + 1
+        for level in range(len(upper)):
+            paid = completion[level, 0, own_group] if prices[level, 0] == 0 else 0.0
+            soonest, smallest = min(soonest, paid), min(smallest, rest_bytes[level])
         for state in range(states.shape[1]):
             taken = states[2, state] + options[2, option]
             peak = states[3, state]
             peak = max(peak, options[3, option])
+            spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
+            if spent + soonest > limit_s or taken + smallest + peak > budget:
+                continue
             level = 0
             while level < len(upper) and upper[level] < peak:
                 level += 1
-            spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
             bound = np.inf
             for higher in range(level, len(upper)):
                 reached = max(lower[higher], peak)
@@ -110,6 +116,8 @@ def candidates(
                 for which in range(prices.shape[1]):
                     paid = completion[higher, which, own_group] + prices[higher, which] * excess
                     least = max(least, paid)
+                    if spent + least > limit_s:
+                        break
                 bound = min(bound, least)
             if spent + bound <= limit_s and bound < np.inf:
                 places[0, found] = states[0, state]

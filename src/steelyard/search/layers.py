@@ -193,8 +193,7 @@ def option_table(tables: CostTables) -> OptionTable:
     sender = np.unique(group, return_index=True)[1]
     seconds = np.zeros((len(first), num_groups + 1, len(group)))
     seconds[:, :-1] = switch[:, sender]
-    sending = np.flatnonzero(tables.legal.any(axis=0))
-    received = switch[:, sending]
+    received = seconds[:, np.unique(group[tables.legal.any(axis=0)])]
     switches = Switches(
         group=group,
         num_groups=num_groups,
@@ -202,7 +201,7 @@ def option_table(tables: CostTables) -> OptionTable:
         seconds=seconds,
         detour=np.stack([_detours(*each) for each in zip(legal, seconds, strict=True)]),
     )
-    receives_less = np.stack([np.all(each[:, :, None] <= each[:, None, :], axis=0) for each in received])
+    receives_less = np.stack([columns_no_larger(each) for each in received])
     may_beat = (group[:, None] == group[None, :]) & ~np.eye(len(group), dtype=bool) & receives_less[table]
     may_beat &= tables.legal[:, :, None] & tables.legal[:, None, :]
     for table_of in (tables.time_s, tables.transient_bytes):
@@ -212,8 +211,30 @@ def option_table(tables: CostTables) -> OptionTable:
 
 def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
     """[C + 1, C + 1] the most that a legal receiver pays more from the first class than from the second, or 0."""
-    paid = seconds[:, legal]
+    paid = _different_columns(seconds[:, legal])[0]
     return np.asarray((paid[:, None, :] - paid[None, :, :]).max(axis=2, initial=0.0))
+
+
+def columns_no_larger(table: FloatArray) -> NDArray[np.bool_]:
+    """[S, S] whether the first column of a table [R, S] is nowhere larger than the second; equal ones compared once."""
+    columns, which = _different_columns(table)
+    no_larger = np.ones((columns.shape[1],) * 2, dtype=bool)
+    for row in columns:
+        no_larger &= row[:, None] <= row[None, :]
+    return np.asarray(no_larger[np.ix_(which, which)])
+
+
+def _different_columns(table: FloatArray) -> tuple[FloatArray, IntArray]:
+    """[R, D] the different columns of a table [R, S], in order of their first place, and [S] which of them each is."""
+    which = _numbered(table.T)
+    return table[:, np.unique(which, return_index=True)[1]], which
+
+
+def _numbered(rows: FloatArray) -> IntArray:
+    """[S] a number for each row, the same for equal rows, in order of their first place."""
+    seen: dict[bytes, int] = {}
+    plain = np.ascontiguousarray(rows + 0.0)  # without negative zeros
+    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in plain], dtype=np.int64)
 
 
 def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
@@ -234,9 +255,7 @@ def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
 def _classes(legal: NDArray[np.bool_], switch: FloatArray) -> IntArray:
     """[S] the strategies from which every legal receiver of all T tables pays the same share a number."""
     rows = np.where(legal[:, None, :], switch, 0.0).transpose(1, 0, 2)
-    flat = np.ascontiguousarray(rows.reshape(rows.shape[0], -1))
-    seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in flat + 0.0], dtype=np.int64)
+    return _numbered(rows.reshape(rows.shape[0], -1))
 
 
 class TimeIsUpError(Exception):

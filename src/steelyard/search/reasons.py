@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.plan.strategy import Strategy
+from steelyard.search.layers import columns_no_larger
 
 NOT_ALLOWED = "the tables do not allow it"
 
@@ -67,11 +68,10 @@ def _beats(tables: CostTables) -> NDArray[np.bool_]:
 
 def _no_dearer_switches(tables: CostTables) -> NDArray[np.bool_]:
     """[K, S, S] no legal receiver pays more after the first than after the second, nor does the kind to receive."""
-    paid = np.where(tables.legal[:, None, :], tables.switch_s, 0.0).transpose(1, 0, 2)
-    paid = paid.reshape(len(tables.strategies), -1)
-    as_sender = np.all(paid[:, None, :] <= paid[None, :, :], axis=2)
+    paid = np.where(tables.legal[:, None, :], tables.switch_s, 0.0).transpose(0, 2, 1)
+    as_sender = columns_no_larger(paid.reshape(-1, len(tables.strategies)))
     received = tables.switch_s[:, tables.legal.any(axis=0), :]
-    return np.asarray(as_sender & np.all(received[:, :, :, None] <= received[:, :, None, :], axis=1))
+    return as_sender & np.stack([columns_no_larger(each) for each in received])
 
 
 def _verdict(

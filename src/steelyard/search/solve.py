@@ -9,7 +9,7 @@ With ``samples`` (the global batch of each setting) settings compete on seconds 
 
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,12 +100,15 @@ def search(
     samples: Sequence[int] | None = None,
     time_limit_s: float | None = None,
     partition: Partition = "exact",
+    stand_in: Callable[[int], CostTables] | None = None,
 ) -> SearchResult:
     """The fastest plan over these settings within the budget per device.
 
     The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten. The
     most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its setting. With
     another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven.
+    ``stand_in`` makes the tables that a setting is searched with in place of those given, of the same times; it is
+    asked for settings that are not beaten by their times alone.
     Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
     """
     given = tuple(tables)
@@ -121,18 +124,24 @@ def search(
     if partition != "exact":
         results = [partition_with(partition, each, budget_bytes) for each in given]
         return _summary(given, weights, results, budget_bytes)
-    results = _solve_in_order(given, weights, budget_bytes, (max(1, num_exact), num_alternatives), deadline)
-    return _summary(given, weights, results, budget_bytes)
+    searched = list(given)
+    wanted = max(1, num_exact), num_alternatives
+    results = _solve_in_order(searched, weights, budget_bytes, wanted, deadline, stand_in)
+    return _summary(searched, weights, results, budget_bytes)
 
 
 def _solve_in_order(
-    tables: Sequence[CostTables],
+    tables: list[CostTables],
     samples: Sequence[int],
     budget_bytes: int,
     wanted: tuple[int, int],
     deadline: float | None,
+    stand_in: Callable[[int], CostTables] | None,
 ) -> list[SettingResult]:
-    """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it."""
+    """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it.
+
+    Tables that another one stands in for are replaced in the list.
+    """
     num_exact, num_alternatives = wanted
     results: dict[int, SettingResult] = {}
     best: list[float] = []
@@ -148,6 +157,7 @@ def _solve_in_order(
         if is_late or (bound > cutoff and num_alternatives <= 0):
             results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
         elif prospect is None:
+            tables[index] = tables[index] if stand_in is None else stand_in(index)
             assessed = assess(tables[index], budget_bytes)
             if isinstance(assessed, SettingResult):
                 results[index] = assessed

@@ -57,8 +57,8 @@ class SpaceOptions:
     seq_len: int = 0
     layers: tuple[LayerKind, ...] = ()
     """The kinds of layers that the strategies are for."""
-    insists: Callable[[Strategy], bool] = lambda _strategy: False
-    """What is offered although its kind finds it not worth a search."""
+    insists: Callable[[Strategy], bool] | None = None
+    """What is offered although its kind finds it not worth a search; None where that is nothing."""
 
 
 def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) -> tuple[Strategy, ...]:
@@ -67,7 +67,7 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
     return tuple(
         strategy
         for levels in enumerate_levels(num_devices, options.kinds)
-        if mixing(levels, options) is None
+        if not any(_refusals_of_levels(levels, options))
         for strategy in _leaves(levels, options)
         if refusal(strategy, options) is None
     )
@@ -103,6 +103,27 @@ def mixing(levels: Levels, options: SpaceOptions) -> str | None:
         return f"{' and '.join(sorted(sharing))} are not mixed in one layer"
     found = (kind.contradiction(levels, {}) for kind in kinds)
     return next((f"the order of its levels; expected {each.expected}" for each in found if each is not None), None)
+
+
+def _refusals_of_levels(levels: Levels, options: SpaceOptions) -> Iterator[str | None]:
+    """Those of the reasons of `refusal` that hold for every leaf of these levels."""
+    yield _reach(levels, options)
+    yield mixing(levels, options)
+    if options.insists is None:
+        for level in levels:
+            yield level.kind.not_worth(levels, options.devices_per_node, options.seq_len)
+
+
+def _reach(levels: Levels, options: SpaceOptions) -> str | None:
+    """Why these degrees are not offered, or None where they are."""
+    for position, level in enumerate(levels):
+        most, node = options.max_degrees.get(level.kind.name), options.devices_per_node
+        if most is not None and level.degree > most:
+            return f"{level.kind} {level.degree} is above the largest allowed, {most}"
+        span = degree_of(levels[position:])
+        if node is not None and level.kind.stays_in_node and span > node:
+            return f"a {level.kind} group would reach across {span} ranks, a node has {node}"
+    return None
 
 
 def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
@@ -141,16 +162,10 @@ def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]
     if strategy.remat not in options.remats:
         yield f"remat={strategy.remat} is left out of the search"
     yield mixing(strategy.levels, options)
-    for position, level in enumerate(strategy.levels):
-        most, node = options.max_degrees.get(level.kind.name), options.devices_per_node
-        if most is not None and level.degree > most:
-            yield f"{level.kind} {level.degree} is above the largest allowed, {most}"
-        span = degree_of(strategy.levels[position:])
-        if node is not None and level.kind.stays_in_node and span > node:
-            yield f"a {level.kind} group would reach across {span} ranks, a node has {node}"
+    yield _reach(strategy.levels, options)
     if options.aligned_only and not strategy.is_aligned:
         yield f"the levels of {strategy.parallel} are not runs of the stage mesh"
-    if not options.insists(strategy):
+    if options.insists is None or not options.insists(strategy):
         for kind in strategy.kinds:
             yield kind.not_worth(strategy.levels, options.devices_per_node, options.seq_len)
             yield kind.not_worth_for(strategy, options.devices_per_node, options.layers)

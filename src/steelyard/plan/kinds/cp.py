@@ -40,6 +40,8 @@ METHOD = Variant(
 
 LEAST_TOKENS = 16384
 """Shorter sequences are not worth dividing while there are samples: the search leaves cp out unless a pin asks."""
+LEAST_PART = 2048
+"""Nor are smaller parts of a sequence worth a search: whatever its part, a rank gathers the keys and values of all."""
 
 
 def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
@@ -66,11 +68,16 @@ def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
         return f"cp is not for the {kind.name} layers: {kind.no_cp}"
     if batch.seq_len % (2 * degree):
         return f"cp {degree} cuts a sequence into {2 * degree} equal pieces, which {batch.seq_len} tokens do not give"
+    return _undivided_heads(kind, strategy)
+
+
+def _undivided_heads(kind: LayerKind, strategy: "Strategy") -> str | None:
+    """Why ulysses cannot exchange the heads of a layer, or None where it can."""
     if strategy.variant("cp_method") == "ulysses" and kind.role is LayerRole.BLOCK:
         for name, size in kind.tp_divides:
             if "heads" in name and size % strategy.head_degree:
                 each = f"{size // strategy.tensor_degree} {name} of a rank"
-                return f"ulysses over cp {degree} does not divide the {each}"
+                return f"ulysses over cp {strategy.degree(CP)} does not divide the {each}"
     return None
 
 
@@ -83,8 +90,17 @@ def _serves(chain: ModelChain) -> str:
     return next((reason for reason in reasons if reason), "")
 
 
-def _not_worth(_levels: Levels, _devices_per_node: int | None, seq_len: int) -> str:
-    return "" if seq_len >= LEAST_TOKENS else f"cp is searched for sequences of {LEAST_TOKENS:,} tokens or more"
+def _not_worth(levels: Levels, _devices_per_node: int | None, seq_len: int) -> str:
+    if seq_len < LEAST_TOKENS:
+        return f"cp is searched for sequences of {LEAST_TOKENS:,} tokens or more"
+    degree = next(level.degree for level in levels if level.kind is CP)
+    return "" if degree * LEAST_PART <= seq_len else f"cp is searched with {LEAST_PART:,} tokens or more on a rank"
+
+
+def _not_worth_for(strategy: "Strategy", _devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
+    """Layers without attention are the same under both methods, so ulysses is of use only to blocks."""
+    reasons = [_undivided_heads(kind, strategy) for kind in layers if kind.role is LayerRole.BLOCK]
+    return next((each for each in reasons if each), "") if all(reasons) else ""
 
 
 def _traffic(load: Load) -> Iterator[Traffic]:
@@ -138,5 +154,6 @@ CP = Kind(
     variants=(METHOD,),
     contradiction=_contradiction,
     not_worth=_not_worth,
+    not_worth_for=_not_worth_for,
     serves=_serves,
 )
