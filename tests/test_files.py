@@ -108,9 +108,9 @@ TOO_MUCH = {
 @pytest.mark.parametrize("text", TOO_MUCH.values(), ids=TOO_MUCH)
 def test_what_is_refused_takes_less_than_500_mib(text):
     script = (
-        f"import resource\nfrom steelyard.files import parse_json\ntext = {text}\n"
+        f"from steelyard.files import parse_json\ntext = {text}\n"
         "try:\n    parse_json(text)\n"
-        "except ValueError:\n    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "except ValueError:\n    print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(finished.stdout) < 500 * 1024

@@ -2,11 +2,11 @@
 
 import pytest
 
-from steelyard.cli.profile import MOST_SAMPLES, SAMPLES, parse_samples
+from steelyard.cli.profile import MOST_MEASURED, SAMPLES, parse_samples
 from steelyard.errors import UserError
 
 
-@pytest.mark.parametrize("batch", [2, 3, 8, 16, 17, 2 * MOST_SAMPLES])
+@pytest.mark.parametrize("batch", [2, 3, 8, 16, 17, 2 * MOST_MEASURED])
 def test_the_samples_for_a_batch_reach_from_one_sample_to_all_of_it(batch: int) -> None:
     sizes = parse_samples(None, batch)
     assert sizes[0] == 1
@@ -14,7 +14,7 @@ def test_the_samples_for_a_batch_reach_from_one_sample_to_all_of_it(batch: int) 
 
 
 def test_a_batch_of_very_many_samples_is_measured_as_far_as_a_rank_may_hold() -> None:
-    assert parse_samples(None, 10**6)[-1] == MOST_SAMPLES
+    assert parse_samples(None, 10**6)[-1] == MOST_MEASURED
 
 
 def test_without_samples_and_batch_the_usual_sizes_are_measured() -> None:

@@ -16,11 +16,16 @@ class _Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.num_experts, self.act_fn = EXPERTS, silu
+        self.has_gate, self.has_bias, self.is_transposed = True, False, False
         generator = torch.Generator().manual_seed(1)
         self.gate_up_proj = nn.Parameter(
             torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=generator, dtype=torch.float64)
         )
         self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator, dtype=torch.float64))
+
+    def _apply_gate(self, wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return silu(gate) * up
 
 
 def one_by_one(experts: _Experts, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

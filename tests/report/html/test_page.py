@@ -252,9 +252,9 @@ def test_names_that_a_page_does_not_use_are_not_explained() -> None:
 
 
 def test_the_network_is_named_with_its_rate() -> None:
-    assert "Between nodes inter: 10.0 GB/s for a device and direction" in report_page(pipelined())
+    assert "Between nodes inter: 10 GB/s for a device and direction" in report_page(pipelined())
     text = report_page(single())
-    assert "Inside a node intra: 100.0 GB/s for a device and direction" in text
+    assert "Inside a node intra: 100 GB/s for a device and direction" in text
     assert "etween nodes" not in text[: text.index('id="decision"')]
 
 
