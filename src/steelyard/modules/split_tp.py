@@ -14,7 +14,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -216,7 +216,8 @@ class ThreadedProof:
         store = dist.HashStore()
 
         def run(rank: int) -> None:
-            outcomes[rank] = self._outcome(rank, store, chain, frozenset(styles), sp)
+            with suppress(SystemExit):  # how a rank ends whose partner has failed
+                outcomes[rank] = self._outcome(rank, store, chain, frozenset(styles), sp)
 
         with _threaded_groups():
             ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
@@ -224,7 +225,8 @@ class ThreadedProof:
                 each.start()
             for each in ranks:
                 each.join(_PATIENCE_S)
-        return next((outcomes.get(rank, "it does not end") for rank in range(RANKS) if outcomes.get(rank) != ""), "")
+        reasons = [reason for reason in outcomes.values() if reason]
+        return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not end"
 
     def _outcome(self, rank: int, store: dist.Store, chain: ModelChain, divided: Collection[str], sp: bool) -> str:
         try:

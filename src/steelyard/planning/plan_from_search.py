@@ -56,4 +56,5 @@ def summarise(plan: Plan) -> str:
         counts[str(strategy)] = counts.get(str(strategy), 0) + 1
     most = sorted(counts.items(), key=lambda item: -item[1])[:2]
     others = len(plan.strategies) - sum(count for _, count in most)
-    return ", ".join(f"{text} ×{count}" for text, count in most) + (f", {format_plural(others, 'other')}" if others else "")
+    named = [f"{text} ×{count}" for text, count in most]
+    return ", ".join([*named, format_plural(others, "other")] if others else named)
