@@ -51,12 +51,12 @@ ProfileOption = Annotated[
 ]
 MaxTp = Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=MOST_DEVICES)]
 
-
-MOST_POINTS = 1000
 TimeLimit = Annotated[
     float,
     typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0, max=MOST_SECONDS),
 ]
+MOST_POINTS = 1000
+"""Budgets of a frontier."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import WIDTH_KEYS
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]
@@ -44,6 +44,34 @@ class BlockCall(_Part):
     """Place of the hidden state in what is returned; None where it is all."""
     num_results: int | None = None
     """How many things are returned; None where it is the hidden state alone."""
+
+    def hidden(self, arguments: "BlockArguments") -> Tensor:
+        """The hidden state among a block's arguments."""
+        places, names = arguments
+        return names[self.argument] if isinstance(self.argument, str) else places[self.argument]
+
+    def with_hidden(self, arguments: "BlockArguments", hidden: Tensor | None) -> "BlockArguments":
+        """The arguments with another hidden state."""
+        places, names = arguments
+        if isinstance(self.argument, str):
+            return places, {**names, self.argument: hidden}
+        return _with(places, self.argument, hidden), names
+
+    def returned(self, hidden: Tensor) -> Any:
+        """The hidden state in the form in which blocks return it."""
+        return hidden if self.result is None else _with((None,) * (self.num_results or 1), self.result, hidden)
+
+    def result_of(self, outputs: Any) -> Tensor:
+        """The hidden state in what a block returns."""
+        return outputs if self.result is None else outputs[self.result]
+
+
+BlockArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What a block is given, by place and by name."""
+
+
+def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:place], value, *values[place + 1 :])
 
 
 class ModelSplit(_Part):

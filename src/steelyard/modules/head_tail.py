@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from steelyard.errors import InvalidPlanError
 
@@ -53,15 +52,6 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def head_tail_order(seq_len: int, degree: int) -> tuple[Tensor, Tensor]:
-    """The natural places [S] of all tokens in rank order, and its inverse [S].
-
-    ``natural[order]`` is in rank order, ``ranked[inverse]`` in natural order. Raises as `piece_size`.
-    """
-    tokens = torch.arange(seq_len).view(2 * degree, piece_size(seq_len, degree))
-    return tokens[rank_order(degree)].flatten(), tokens[natural_order(degree)].flatten()
-
-
 def local_tokens(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """This rank's tokens of a whole sequence along ``dim``, in a tensor of their own; raises as `piece_size`."""
     degree = mesh.size()
@@ -70,34 +60,8 @@ def local_tokens(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return torch.cat([tensor.narrow(dim, piece * size, size) for piece in pieces], dim)
 
 
-def to_natural(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The whole hidden state [B, S, H] in natural order, the same on every rank, of each rank's share [B, S/c, H].
-
-    Differentiable as a tensor replicated over the axis: every rank brings the same gradient of the whole, of which it
-    keeps its own tokens. One all-gather forward, nothing backward.
-    """
-    ranked = _redistributed(local, mesh, Shard(SEQUENCE_DIM), Replicate())
-    return in_order(ranked, natural_order(mesh.size()))
-
-
-def from_natural(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's share [B, S/c, H] of a hidden state [B, S, H] in natural order that is the same on every rank.
-
-    The inverse of `to_natural`: nothing forward, one all-gather of gradients backward. Raises as `piece_size`.
-    """
-    ranked = in_order(whole, rank_order(mesh.size()))
-    local = _redistributed(ranked, mesh, Replicate(), Shard(SEQUENCE_DIM))
-    # what is cut out of the whole would keep the whole alive
-    return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
-
-
 def in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
     """The pieces of a whole sequence [B, S, …] in another order; raises as `piece_size`."""
     size = piece_size(whole.size(SEQUENCE_DIM), len(order) // 2)
     pieces = whole.split(size, SEQUENCE_DIM)
     return torch.cat([pieces[place] for place in order], SEQUENCE_DIM)
-
-
-def _redistributed(tensor: Tensor, mesh: DeviceMesh, current: Shard | Replicate, wanted: Shard | Replicate) -> Tensor:
-    placed = DTensor.from_local(tensor, mesh, [current], run_check=False)
-    return placed.redistribute(placements=[wanted]).to_local()

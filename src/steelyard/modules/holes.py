@@ -5,15 +5,15 @@ holes in its place. Blocks are called as the model calls them: one more forward 
 parameters shows what each kind of block is given beside the hidden state (masks, positions, rotary embeddings), which
 depends on no parameter.
 
-A hole passes on values without meaning, of the right shape and type. `steelyard.modules.splitting` proves that nothing
-of them reaches a result.
+A hole passes on values without meaning, of the right shape and type. `steelyard.modules.split_proof` proves that
+nothing of them reaches a result.
 
 Legend of shapes: B samples, S tokens.
 """
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -25,14 +25,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
-from steelyard.model.split import BlockCall, ModelSplit
+from steelyard.model.split import BlockArguments, BlockCall, ModelSplit
 from steelyard.modules.build import fill_buffers
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
-
-BlockArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""What a block is given, by place and by name, with None in the place of the hidden state."""
 
 
 class EmbeddingPiece:
@@ -57,7 +54,7 @@ class HeadPiece:
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         self._last = _Give(split.call)
         self._sees_shape = split.head_sees_shape
-        stubs: list[nn.Module] = [_Pass(split.call) for _ in range(split.num_blocks - 1)]
+        stubs: list[nn.Module] = [_Stub(split.call) for _ in range(split.num_blocks - 1)]
         self._shell = Shell(model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=False)
 
     def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
@@ -79,12 +76,8 @@ class BlockPiece:
 
     def __call__(self, layer: Layer, hidden: Tensor, context: Context) -> Tensor:
         """The next hidden state."""
-        block, (places, names) = layer.block, context.side.arguments[layer.kind.name]
-        if isinstance(self._call.argument, str):
-            outputs = block(*places, **{**names, self._call.argument: hidden})
-        else:
-            outputs = block(*_with(places, self._call.argument, hidden), **names)
-        return outputs if self._call.result is None else outputs[self._call.result]
+        places, names = self._call.with_hidden(context.side.arguments[layer.kind.name], hidden)
+        return self._call.result_of(layer.block(*places, **names))
 
 
 class BlockInputs:
@@ -101,7 +94,7 @@ class BlockInputs:
                 self._records[name] = _Record(split.call)
                 stubs.append(self._records[name])
             else:
-                stubs.append(_Pass(split.call))
+                stubs.append(_Stub(split.call))
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
 
     @torch.no_grad()
@@ -237,54 +230,39 @@ class _ReachedError(Exception):
 
 
 class _Stub(nn.Module):
-    """Stands where a block was."""
+    """Stands where a block was, and passes the hidden state on."""
 
     def __init__(self, call: BlockCall) -> None:
         super().__init__()
         self._call = call
 
-    def hidden_of(self, places: tuple[Any, ...], names: Mapping[str, Any]) -> Tensor:
-        """The hidden state among a block's arguments."""
-        return names[self._call.argument] if isinstance(self._call.argument, str) else places[self._call.argument]
-
-    def returned(self, hidden: Tensor) -> Any:
-        """The hidden state in the form in which blocks return it."""
-        if self._call.result is None:
-            return hidden
-        return _with((None,) * (self._call.num_results or 1), self._call.result, hidden)
+    def forward(self, *places: Any, **names: Any) -> Any:
+        """What the block would return, had it nothing to compute."""
+        return self._call.returned(self._call.hidden((places, names)))
 
 
 class _Stop(_Stub):
     def forward(self, *places: Any, **names: Any) -> Any:
-        raise _ReachedError(self.hidden_of(places, names))
-
-
-class _Pass(_Stub):
-    def forward(self, *places: Any, **names: Any) -> Any:
-        return self.returned(self.hidden_of(places, names))
+        raise _ReachedError(self._call.hidden((places, names)))
 
 
 class _Give(_Stub):
     hidden: Tensor | None = None
 
-    def forward(self, *places: Any, **names: Any) -> Any:
+    def forward(self, *_places: Any, **_names: Any) -> Any:
         assert self.hidden is not None
-        return self.returned(self.hidden)
+        return self._call.returned(self.hidden)
 
 
 class _Record(_Stub):
     _found: BlockArguments | None = None
 
     def forward(self, *places: Any, **names: Any) -> Any:
-        hidden = self.hidden_of(places, names)
-        if isinstance(self._call.argument, str):
-            self._found = places, {**names, self._call.argument: None}
-        else:
-            self._found = _with(places, self._call.argument, None), names
-        return self.returned(hidden)
+        self._found = self._call.with_hidden((places, names), None)
+        return super().forward(*places, **names)
 
     def take(self) -> BlockArguments:
-        """What the block was given; forgotten here."""
+        """What the block was given beside the hidden state; forgotten here."""
         found, self._found = self._found, None
         assert found is not None
         return found
@@ -293,10 +271,6 @@ class _Record(_Stub):
 def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
     """The tensors among a block's arguments."""
     return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
-
-
-def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
-    return (*values[:place], value, *values[place + 1 :])
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:

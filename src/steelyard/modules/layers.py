@@ -22,9 +22,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.family import Family, Run
+from steelyard.model.split import BlockArguments
 from steelyard.modules.build import build_rotary, named_layer_modules
 from steelyard.modules.context_attention import reads_mask
-from steelyard.modules.holes import BlockArguments, BlockInputs, split_run, tensors_in
+from steelyard.modules.holes import BlockInputs, split_run, tensors_in
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.plan.strategy import Remat
 

@@ -21,10 +21,8 @@ from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
-from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
-from steelyard.modules.split_tp import ThreadedProof, difference, divided_kinds, divided_sizes
+from steelyard.modules.split_tp import ThreadedProof, difference, divided_kinds, divided_sizes, pieces_of
 from steelyard.modules.splitting import Found, find_split
-from steelyard.plan.strategy import Remat
 
 _LENGTHS = (16, 24)
 _SAMPLES = 2
@@ -94,9 +92,7 @@ def _first_two(chain: ModelChain, kind: int) -> list[int]:
 
 
 def _run_pieces(model: PreTrainedModel, chain: ModelChain, ids: Tensor, numbers: Iterable[int]) -> Tensor:
-    layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
-    side = side_inputs_of(layers, model, chain, torch.device("cpu"))(ids.shape[1], torch.float32, ids.device)
-    context = LayerContext(side=side, config=model.config)
+    layers, context = pieces_of(model, chain, numbers, ids)
     flow: Tensor = ids
     for layer in layers:
         flow = layer.run_by_family(layer, flow, context)

@@ -13,7 +13,7 @@ width in fp32. The ranks are threads of this process. Sequence parallelism is pr
 import copy
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -36,12 +36,13 @@ from steelyard.model.read import chain_from_config
 from steelyard.model.split import ModelSplit, SplitKind
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.tp import apply_tensor_parallel
-from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
+from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, side_inputs_of
 from steelyard.modules.styles import STYLES
 from steelyard.plan.strategy import Remat
 
 RANKS = 2
 _SMALL = 1e-3
+"""Of the largest gradient: what a gradient of less is compared with."""
 _PATIENCE_S = 120.0
 """After which a rank is taken to stand still, as one whose partner has failed does."""
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
@@ -64,7 +65,6 @@ def divided_kinds(
     for number, kind in enumerate(split.kinds):
         layer = split.layers.index(number)
         reasons: list[str] = []
-        found[kind.name] = kind
         for styles in _suppositions(model, split, kind, layer, keywords):
             reason = prove({kind.name: styles}, False)
             if not reason:
@@ -182,10 +182,8 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
         yield "experts", max(experts)
     for path, style in styles.items():
         if style == "rowwise":
-            yield (
-                f"inputs of {path.removeprefix('block.')}",
-                block.get_submodule(path.removeprefix("block.")).in_features,
-            )
+            name = path.removeprefix("block.")
+            yield f"inputs of {name}", block.get_submodule(name).in_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,11 +239,7 @@ class ThreadedProof:
 
     def _compared(self, chain: ModelChain, mesh: DeviceMesh, divided: Collection[str], sp: bool) -> str:
         model = copy.deepcopy(self.model)
-        layers = [build_layer(model, chain, number, Remat.NONE) for number in self.numbers]
-        side = side_inputs_of(layers, model, chain, torch.device("cpu"))(
-            self.ids.shape[1], torch.float32, self.ids.device
-        )
-        context = LayerContext(side=side, config=model.config)
+        layers, context = pieces_of(model, chain, self.numbers, self.ids)
         paths = {id(parameter): path for path, parameter in model.named_parameters()}
         places = [(layer, name, paths[id(each)]) for layer in layers for name, each in layer.named_parameters()]
         flow: Tensor = self.ids
@@ -264,6 +258,15 @@ class ThreadedProof:
             if gradient is not None:
                 found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         return difference(self.expected, found, chain, self.tolerance)
+
+
+def pieces_of(
+    model: PreTrainedModel, chain: ModelChain, numbers: Iterable[int], ids: Tensor
+) -> tuple[list[ChainLayer], LayerContext]:
+    """Some layers of a split model, and what a forward pass through them carries along for token ids [B, S]."""
+    layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
+    side = side_inputs_of(layers, model, chain, ids.device)(ids.shape[1], torch.float32, ids.device)
+    return layers, LayerContext(side=side, config=model.config)
 
 
 def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chain: ModelChain, tolerance: float) -> str:

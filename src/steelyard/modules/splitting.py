@@ -108,7 +108,7 @@ def _split_of(
         kinds=kinds,
         layers=(0, *(1 + distinct.index(key) for key in keys), len(kinds) - 1),
         call=call,
-        hidden_size=_hidden_of(seen.calls[0], call).shape[-1],
+        hidden_size=call.hidden((seen.calls[0].places, seen.calls[0].names)).shape[-1],
         vocab_size=seen.logits.shape[-1],
         max_seq_len=positions,
         learned_positions=_has_table(model, embedding, positions),
@@ -221,10 +221,6 @@ def _block_call(seen: Recording, config: PreTrainedConfig) -> BlockCall:
         if len(arguments) == 1:
             return BlockCall(argument=arguments.pop(), result=result, num_results=count)
     raise _refused(config, "something between its blocks, or more than one state that goes from block to block")
-
-
-def _hidden_of(call: _Call, how: BlockCall) -> Tensor:
-    return call.names[how.argument] if isinstance(how.argument, str) else call.places[how.argument]
 
 
 def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -19,6 +19,7 @@ from steelyard.processes.parent import PARENT_VARIABLE
 
 _AGENT = "steelyard.processes.agent"
 _LOOK_S = 60.0
+"""Seconds of a wait for torchrun, at the end of which the next one begins."""
 END_S = 10.0
 """Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)

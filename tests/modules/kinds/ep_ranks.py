@@ -25,7 +25,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, build_rotary, materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.kinds.ep import apply_expert_parallel, divide_data_axis, take_imbalance
+from steelyard.modules.kinds.ep import apply_expert_parallel, take_imbalance
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import BlockLayer, SideInputBuilder, build_layer
 from steelyard.modules.replicated import Replicas
@@ -138,7 +138,9 @@ def meshes_of(division: Division) -> Meshes:
     sizes = (1, division.data, division.tp)
     whole = init_device_mesh("cpu", sizes, mesh_dim_names=("one", "data", "tensor"))
     world = whole["data", "tensor"]
-    data, (outer, inner) = world["data"], divide_data_axis(world["data"], division.ep)
+    data = world["data"]
+    parts = data._unflatten(0, (division.data // division.ep, division.ep), ("outer", "inner"))
+    outer, inner = parts["outer"], parts["inner"]
     if division.replicas > 1:
         num_shards = division.data // division.replicas
         data = world["data"]._unflatten(0, (division.replicas, num_shards), ("replicas", "shards"))

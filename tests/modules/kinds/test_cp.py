@@ -36,10 +36,3 @@ def test_wrong_positions_would_be_found(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_cannot_be_divided_is_refused_by_name(found: dict[str, Any], field: str) -> None:
     assert found["refused"][field] == field
-
-
-@pytest.mark.parametrize("what", ["local", "whole", "gradient of whole", "gradient of local"])
-def test_a_hidden_state_and_its_gradient_change_between_natural_order_and_shares(
-    found: dict[str, Any], what: str
-) -> None:
-    assert found["round trip"][what]

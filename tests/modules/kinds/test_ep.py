@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.kinds.ep import apply_expert_parallel, divide_data_axis, expert_degree
+from steelyard.modules.kinds.ep import apply_expert_parallel, expert_degree
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, build_layer
 from steelyard.modules.updates import local_part
@@ -240,15 +239,3 @@ def test_a_degree_that_does_not_divide_what_tp_leaves_is_an_error() -> None:
 def test_a_layer_without_experts_is_an_error(mesh: DeviceMesh) -> None:
     with pytest.raises(InvalidModelError, match="ep for the embedding layers"):
         apply_expert_parallel(layer_of(0), mesh)
-
-
-@pytest.mark.parametrize("degree", [0, 4, 12])
-def test_a_degree_that_does_not_divide_the_data_ranks_is_an_error(mesh: DeviceMesh, degree: int) -> None:
-    with pytest.raises(InvalidPlanError, match=f"ep{degree} over 6 data ranks"):
-        divide_data_axis(mesh, degree)
-
-
-def test_ep_takes_the_innermost_of_the_data_ranks(mesh: DeviceMesh) -> None:
-    outer, inner = divide_data_axis(mesh, 3)
-    assert (outer.mesh.tolist(), inner.mesh.tolist()) == ([0, 3], [0, 1, 2])
-    assert torch.equal(mesh.mesh, torch.arange(6))

@@ -44,25 +44,6 @@ from steelyard.modules.layers import ChainLayer
 from steelyard.modules.updates import local_part
 
 
-def divide_data_axis(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """The outer and the inner part of the one axis of ``mesh``, of which ep takes the inner one, of size ``degree``.
-
-    Makes process groups, so all ranks call it in the same order. Raises `InvalidPlanError` if the degree does not
-    divide the axis.
-    """
-    if degree < 1 or mesh.size() % degree:
-        raise InvalidPlanError(
-            field="ep",
-            found=f"ep{degree} over {mesh.size()} data ranks",
-            expected=f"a divisor of {mesh.size()}, the degree of dp, fsdp and cp together",
-            hint="lower ep, or raise the data degree of the layer",
-        )
-    name = mesh.mesh_dim_names[0]
-    names = (f"{name}_outer{degree}", f"{name}_ep{degree}")
-    parts = mesh._unflatten(0, (mesh.size() // degree, degree), names)
-    return parts[names[0]], parts[names[1]]
-
-
 def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
     """Divides the routed experts of the layer over the one axis of ``mesh``, in place.
 
