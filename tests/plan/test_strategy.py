@@ -248,3 +248,8 @@ def test_a_strategy_of_another_process_is_found_among_equal_ones() -> None:
     env = os.environ | {"PYTHONHASHSEED": "7"}
     sent = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True).stdout
     assert pickle.loads(sent) in {parse_strategy(text)}
+
+
+def test_an_unknown_kind_names_the_nearest():
+    with pytest.raises(InvalidPlanError, match="correct the level 'fdsp8': did you mean fsdp"):
+        parse_parallel("fdsp8")

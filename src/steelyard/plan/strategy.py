@@ -427,7 +427,7 @@ def parse_parallel(text: str) -> Levels:
                 field="parallel",
                 found=repr(text),
                 expected="levels such as fsdp4-tp2 with kinds " + ", ".join(by_name) + ", or single",
-                hint=f"correct the level {part!r}",
+                hint=f"correct the level {part!r}: {nearest(part.rstrip('0123456789'), by_name)}",
             )
         levels.append(Level(kind=by_name[match.group(1)], degree=int(match.group(2))))
     return tuple(levels)
