@@ -235,9 +235,10 @@ def _with_last_layers(
     waiting = _add_first_reduction(tables, parts, static) if follows_reduction else 0
     reduction = parts.reduction if follows_reduction else parts.reduction_first
     reduction = np.where(parts.reduced > 0, reduction - waiting, reduction)
-    last = static + np.maximum(parts.autograd_sending, reduction) + count * parts.sent
+    has_all = setting.job.execution.buffers_every_microbatch
+    last = static + np.maximum(parts.autograd_sending, reduction) + (count if has_all else 1) * parts.sent
     static[head] += np.maximum(parts.autograd, reduction)[head]
-    if tables.pipeline.num_stages > 1:
+    if tables.pipeline.num_stages > 1 and has_all:
         static[head] += (count - tables.pipeline.in_flight(tables.pipeline.num_stages - 1)) * _least_hidden_bytes(
             setting
         )
@@ -341,12 +342,9 @@ def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTab
         copies[kind], gradients[kind], begun[kind] = 1, moment.has_gradients[chunk], moment.is_begun[chunk]
         saved[kind] = parts.saved[kind] * moment.in_flight[chunk] // tables.pipeline.in_flight(stage)
     static = copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy
-    received = max(0, (tables.pipeline.num_chunks - 1) * setting.pipeline.num_microbatches - max(flights))
-    sends = [
-        tables.pipeline.num_chunks * setting.pipeline.num_microbatches + sum(moment.forwards) for moment in moments[:-1]
-    ]
-    last = static + np.maximum(parts.autograd_sending, parts.reduction) + min(sends) * parts.sent
-    static[head] += (tables.pipeline.num_chunks - 1) * setting.pipeline.num_microbatches * _least_hidden_bytes(setting)
+    received, sent, sent_by_last = _exchanged(moments, setting)
+    last = static + np.maximum(parts.autograd_sending, parts.reduction) + sent * parts.sent
+    static[head] += sent_by_last * _least_hidden_bytes(setting)
     if moments[-1].working == tables.pipeline.num_chunks - 1:
         static[head] += np.maximum(parts.autograd, parts.reduction)[head]
     floor = replace(
@@ -357,6 +355,20 @@ def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTab
         overhead_bytes=context_bytes(setting) + _shared_bytes(setting) + received * _least_hidden_bytes(setting),
     )
     return floor.with_last_kinds(last, saved, apart={head})
+
+
+def _exchanged(moments: list[_Moment], setting: Setting) -> tuple[int, int, int]:
+    """What a stage holds beside what layers save, at least: of others, of its own, and of its own on the last stage."""
+    pipeline, last = setting.pipeline, moments[-1]
+    if setting.job.execution.buffers_every_microbatch:
+        others, flights = pipeline.num_chunks - 1, [sum(moment.in_flight) for moment in moments]
+        forwards = min(sum(moment.forwards) for moment in moments[:-1])
+        count = pipeline.num_microbatches
+        return max(0, others * count - max(flights)), pipeline.num_chunks * count + forwards, others * count
+    ahead = (pipeline.schedule.received_ahead(pipeline, stage) for stage in range(pipeline.num_stages))
+    kept = (sum(moment.has_gradients[int(stage == 0) :]) for stage, moment in enumerate(moments))
+    received = min(sum(each) + own for each, own in zip(ahead, kept, strict=True))
+    return received, min(sum(moment.in_flight) for moment in moments[:-1]) + 1, sum(last.in_flight[:-1])
 
 
 def _fullest(stage: int, setting: Setting) -> _Moment:
