@@ -2,8 +2,8 @@
 
 A stage of `torch.distributed.pipelining` has a buffer for what arrives of every microbatch of a step, made before the
 first and kept to the end of training, and some schedules wait for what was sent only when the step ends. Here a buffer
-is made as a receive begins. An activation goes with the last that uses it, which is the backward pass of its microbatch;
-a gradient when its backward pass has ended. What was sent stays until it must have arrived: an activation until its
+is made as a receive begins. An activation goes with the last that uses it, the backward pass of its microbatch, and a
+gradient with the backward pass that it is for. What was sent stays until it must have arrived: an activation until its
 gradient is there, a gradient until the next is sent. So what is held does not grow with the microbatches of a step.
 """
 
