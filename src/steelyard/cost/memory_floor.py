@@ -46,6 +46,21 @@ KnownLayers = dict[tuple[object, ...], LayerMemory]
 """The memory of layers of a job by all that it depends on, shared between settings."""
 
 
+class Floors:
+    """The floors of cost tables of a job, made when first asked for; the budget of the job changes none of them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._made: dict[CostTables, tuple[CostTables, ...]] = {}
+        self._known: KnownLayers = {}
+
+    def of(self, tables: CostTables) -> tuple[CostTables, ...]:
+        """As `floor_tables` makes them."""
+        if tables not in self._made:
+            self._made[tables] = floor_tables(tables, self._job, self._known)
+        return self._made[tables]
+
+
 def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None) -> tuple[CostTables, ...]:
     """The same times with bytes that no walk is below; of several, each is a bound of its own.
 

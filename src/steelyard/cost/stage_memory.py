@@ -26,6 +26,7 @@ Not modelled: what a redistribution between two layouts takes beyond its result.
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
@@ -128,8 +129,6 @@ class _Moment(NamedTuple):
     follows_forward: bool
     finds_ahead: bool
     """Whether a backward pass before gathered the last sharded layer ahead."""
-    gathers_ahead: int
-    """Bytes that the first sharded layer gathers ahead in this pass."""
 
 
 class _Pause(NamedTuple):
@@ -147,8 +146,20 @@ class _Pause(NamedTuple):
 _SLICES_HELD = 3
 """The sum, what is added to it, and the same in the order of the rows where a matrix is divided twice."""
 
-_Working = tuple[int, _Moment, tuple[_Pause, ...]]
-"""The chunk that works, its moment, and the states of all chunks of the stage, its own among them."""
+
+class _Working(NamedTuple):
+    """A stage as one of its chunks begins a pass."""
+
+    chunk: int
+    moment: _Moment
+    target: int | None
+    """The chunk of which the first sharded layer to work gathers the last one ahead; None where it gathers none."""
+    pauses: tuple[_Pause, ...]
+    """The states of all chunks, of the one that works too."""
+
+
+_Sent = tuple[tuple[int, int], ...]
+"""Of each chunk the forward and the backward passes that were done before."""
 
 
 def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, tied: int = 0) -> dict[str, int]:
@@ -166,11 +177,14 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
         working=tied + sum(own.last_reduced + part.side_bytes for part, own in zip(parts, sums, strict=True)),
         buffers=0,
     )
-    for (chunk, moment, pauses), sent in _moments(parts, sums, index, setting).items():
+    sharded = tuple(min(len(own.sharded), 2) for own in sums)
+    for (chunk, moment, target, pauses), passed in _moments(index, setting.pipeline, sharded).items():
+        sent = _sent_bytes(parts, passed) if _keeps_sends(setting) else 0
+        ahead = 0 if target is None else sums[target].ahead
         paused = [_paused(*each) for place, each in enumerate(zip(parts, sums, pauses, strict=True)) if place != chunk]
         beside = _Held(*map(sum, zip(_Held(0, 0, 0, 0, sent), *paused, strict=True)))
         room = sum(best) - sum(beside)
-        for held in _held_in_pass(parts[chunk], sums[chunk], moment):
+        for held in _held_in_pass(parts[chunk], sums[chunk], moment, ahead):
             if sum(held) > room:
                 best, room = _Held(*map(operator.add, held, beside)), sum(held)
     always = {
@@ -272,23 +286,28 @@ def _keeps_sends(setting: Setting) -> bool:
     return setting.job.execution.buffers_every_microbatch and setting.pipeline.schedule.keeps_sends
 
 
-def _moments(
-    parts: Sequence[PartLayers], sums: Sequence[_LayerSums], index: int, setting: Setting
-) -> dict[_Working, int]:
-    """The distinct states in which a stage begins a pass, and of those whose sends all stay the most bytes sent."""
-    found: dict[_Working, int] = {}
+def _sent_bytes(parts: Sequence[PartLayers], passed: _Sent) -> int:
+    """All that a stage has sent in these passes."""
+    pairs = zip(parts, passed, strict=True)
+    return sum(forwards * part.sent + backwards * part.received for part, (forwards, backwards) in pairs)
+
+
+@lru_cache(maxsize=4096)
+def _moments(index: int, pipeline: PipelineConfig, num_sharded: tuple[int, ...]) -> dict[_Working, _Sent]:
+    """The distinct states in which a stage begins a pass, and what was done before when each was there last.
+
+    ``num_sharded`` counts the sharded layers of each chunk, 2 for more.
+    """
+    found: dict[_Working, _Sent] = {}
     begin = _Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False, is_ahead=False)
-    pauses = [begin for _ in parts]
-    backwards = [0] * len(parts)
-    num_sharded = [len(own.sharded) for own in sums]
+    pauses = [begin for _ in num_sharded]
+    passed = [(0, 0) for _ in num_sharded]
     forwards: list[int] = []
     """The chunks of the forward passes so far that have sharded layers."""
-    in_flight: list[list[int]] = [[] for _ in parts]
+    in_flight: list[list[int]] = [[] for _ in num_sharded]
     """How many of them came before each forward pass of a chunk that waits for its backward pass."""
-    sent = 0
-    keeps_sends = _keeps_sends(setting)
     forward, backward = Phase.FORWARD, Phase.BACKWARD
-    for phase, chunk, _ in _passes(index, setting.pipeline):
+    for phase, chunk, _ in _passes(index, pipeline):
         is_backward = phase is backward
         assert is_backward or phase is forward, f"the walk knows no pass of the phase {phase}"
         before, target = pauses[chunk], None
@@ -298,8 +317,7 @@ def _moments(
         else:
             in_flight[chunk].append(len(forwards))
             forwards += [chunk] if num_sharded[chunk] else []
-        backwards[chunk] += is_backward
-        is_last = is_backward and backwards[chunk] == setting.pipeline.num_microbatches
+        is_last = is_backward and passed[chunk][1] + 1 == pipeline.num_microbatches
         moment = _Moment(
             in_flight=before.in_flight - is_backward,
             is_backward=is_backward,
@@ -307,10 +325,9 @@ def _moments(
             is_last_backward=is_last,
             follows_forward=before.follows_forward,
             finds_ahead=before.is_ahead,
-            gathers_ahead=0 if target is None else sums[target].ahead,
         )
-        working = (chunk, moment, tuple(pauses))
-        found[working] = max(found.get(working, 0), sent)
+        found[_Working(chunk, moment, target, tuple(pauses))] = tuple(passed)
+        passed[chunk] = (passed[chunk][0] + (not is_backward), passed[chunk][1] + is_backward)
         pauses[chunk] = _Pause(
             in_flight=before.in_flight + (-1 if is_backward else 1),
             has_gradients=before.has_gradients or is_backward,
@@ -320,8 +337,6 @@ def _moments(
         )
         if target is not None and not pauses[target].is_done:
             pauses[target] = pauses[target]._replace(is_ahead=True)
-        if keeps_sends:
-            sent += parts[chunk].received if is_backward else parts[chunk].sent
     return found
 
 
@@ -359,8 +374,11 @@ def _paused(part: PartLayers, sums: _LayerSums, pause: _Pause) -> _Held:
     )
 
 
-def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment) -> Iterator[_Held]:
-    """What is held at the fullest moment of each layer in one pass."""
+def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: int) -> Iterator[_Held]:
+    """What is held at the fullest moment of each layer in one pass.
+
+    ``ahead`` are the bytes that the first sharded layer gathers ahead in a backward pass.
+    """
     layers = part.layers
     activations = moment.in_flight * sums.in_flight + (sums.sent if moment.is_backward else 0)
     activations += part.side_bytes + sums.received
@@ -377,9 +395,9 @@ def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment) -> Iterat
             continue
         if moment.is_first:
             gradients = sums.kept_gradients[place + 1]
-        yield _Held(gradients, copies, activations, _backward_bytes(layer, sums, place, moment), buffers)
+        yield _Held(gradients, copies, activations, _backward_bytes(layer, sums, place, moment, ahead), buffers)
         rest = copies - (layer.copy if layer.drops_copy else 0)
-        reducing = _reduction_bytes(layer, sums, place, moment)
+        reducing = _reduction_bytes(layer, sums, place, moment, ahead)
         yield _Held(gradients, rest, activations - layer.freed, reducing, buffers)
 
 
@@ -407,18 +425,18 @@ def _forward_bytes(layer: LayerMemory, sums: _LayerSums, place: int) -> int:
     return gathered + layer.copy + max(layer.forward, before)
 
 
-def _backward_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment) -> int:
+def _backward_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
     """While autograd works: activations, parameters, new gradients, and the buffers of the neighbours.
 
     The next layer to work is gathered, and the layer that worked before still reduces.
     """
-    total = layer.backward + layer.made_gradients + _prefetched_bytes(sums, place, moment)
+    total = layer.backward + layer.made_gradients + _prefetched_bytes(sums, place, moment, ahead)
     if not layer.keeps_copy:
         total += layer.copy
     return total + _reducing_bytes(sums, place + 1, moment)
 
 
-def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
+def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
     """The parameters that FSDP gathers ahead in a backward pass, of the sharded layer that works next.
 
     It does so as a sharded layer begins to work; after the first one comes the last one of the forward pass before
@@ -428,7 +446,7 @@ def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
         return 0
     if place > sums.sharded[-1]:
         return sums.ahead if moment.finds_ahead else 0
-    return moment.gathers_ahead if place <= sums.sharded[0] else sums.prefetched[place]
+    return ahead if place <= sums.sharded[0] else sums.prefetched[place]
 
 
 def _waiting_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
@@ -447,12 +465,12 @@ def _reducing_bytes(sums: _LayerSums, first: int, moment: _Moment) -> int:
     return behind if behind or moment.is_first else sums.last_reduced
 
 
-def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment) -> int:
+def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
     """As a layer's gradients are reduced: the new ones, the buffer they are copied to, and of a sharded layer a result.
 
     The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
-    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(sums, place, moment)
+    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(sums, place, moment, ahead)
     return total if layer.shards > 1 else total + _reducing_bytes(sums, place + 1, moment)
 
 
