@@ -126,7 +126,10 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
         Framework(kernels=_FUSED, execution=Execution(eager_launch=False), default_remat=Remat.FULL),
     ),
     ("llm-foundry", Framework(kernels=_MPT, execution=Execution())),
-    ("torchtitan", Framework(kernels=_FSDP_EAGER, execution=Execution(), default_sp=True)),
+    (
+        "torchtitan",
+        Framework(kernels=_FSDP_EAGER, execution=Execution(buffers_every_microbatch=True), default_sp=True),
+    ),
     (
         "nanotron",
         Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True, reports_first_rank=True),
