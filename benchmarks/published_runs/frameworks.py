@@ -8,10 +8,12 @@ allocator holds in reserve is the same for all of them. A framework that is not 
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels
 from steelyard.cost.execution import FSDP2_STATES, Execution, StateBytes
+from steelyard.cost.setting import ASSUMED_IMBALANCE
 from steelyard.plan.strategy import Remat
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
@@ -20,6 +22,7 @@ MIXED_18 = StateBytes(parameters=2, gradients=4, optimizer=12, zero=0)
 """Gradients accumulated in fp32, those of a microbatch freed at once (Megatron-LM, nanotron)."""
 KEPT_18 = StateBytes(parameters=2, gradients=6, optimizer=12, zero=0)
 """Gradients accumulated in fp32, those of a microbatch kept in buffers of their own (DeepSpeed's BF16Optimizer)."""
+Reports = Literal["first", "last", "fullest"]
 FP8_LINEAR_SPEEDUP = 0.8
 """Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts."""
 
@@ -38,9 +41,10 @@ class Framework:
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
     default_zero: int = 0
     """ZeRO stage where nothing is said."""
-    reports_first_rank: bool = False
-    """Whether the memory that it reports is that of the first rank, in the first stage, instead of the fullest one
-    (nanotron's benchmark file: helpers.py, log_throughput)."""
+    imbalance: float = ASSUMED_IMBALANCE
+    """How many times the mean of tokens the fullest rank of its experts computes, where a row does not say."""
+    reports: Reports = "fullest"
+    """The rank that the memory which it reports is of (nanotron's benchmark file: helpers.py, log_throughput)."""
 
     def zero_stage(self, run: PublishedRun) -> int:
         """The ZeRO stage that a row states, or the framework's default."""
@@ -129,7 +133,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("torchtitan", Framework(kernels=_FSDP_EAGER, execution=Execution(), default_sp=True)),
     (
         "nanotron",
-        Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True, reports_first_rank=True),
+        Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True, reports="first"),
     ),
     ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
     ("internevo", Framework(kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True))),
