@@ -2,8 +2,8 @@ r"""A block with routed experts: what they add to the block of `shapes`, whose f
 
 Each of a rank's $\tau s$ tokens goes to $t$ experts of width $f$, so that a rank computes $p = \tau s t$ pairs, with
 $\tau = \text{etp}/\text{tp}$ of a sequence: tensor-parallel ranks that do not divide the experts divide the tokens. With
-$g$ matrices of an expert, bytes per pair: permuted input $2h$, first products $2(g-1)f$, their activation $2f$, and
-backward the results $2h$ that the router's weights scale, where those scale after the second product.
+$g$ matrices of an expert it keeps per pair: the input $2h$, first products $2(g-1)f$, their activation $2f$, and
+`Experts.kept_copies` of $2h$.
 
 | dispatcher   | copies of a token that leave a rank for its group of ep × etp                                    |
 |--------------|----------------------------------------------------------------------------------------------------|
@@ -38,8 +38,9 @@ class Experts:
     dispatcher: Dispatcher = "all-to-all"
     in_turn: bool = False
     """Whether experts are computed one after the other instead of by one grouped matmul."""
-    keeps_results: bool = True
-    """Whether results are kept until the backward pass, where the router's weights scale them and not what enters."""
+    kept_copies: int = 4
+    """Tensors of a pair, as wide as the hidden state, that are kept beside what enters its expert: what comes out and
+    what putting tokens in order leaves. Seen in Megatron-Core's allocated bytes of models whose routing is not forced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class ExpertRank:
     tp: int
     ep: int
     etp: int
+    imbalance: float
+    """How many times the mean of pairs the fullest rank computes where tensor-parallel ranks alone divide experts."""
 
     @property
     def group(self) -> int:
@@ -84,9 +87,10 @@ class ExpertRank:
 
     def _with_pairs(self, block: LayerProfile, times: int) -> LayerProfile:
         pairs = times * self.tokens * self.experts.top_k * self.etp / self.tp
+        pairs *= self.imbalance if self.outside_tp == 1 < self.ep else 1.0
         fc1, width = (2 if self.gated else 1) * self.experts.ffn / self.etp, self.experts.ffn / self.etp
         forward, backward = (self._work(pairs, fc1, width, backward=each) for each in (False, True))
-        kept = HALF * (self.hidden * (2 if self.experts.keeps_results else 1) + fc1 + width) * pairs
+        kept = HALF * (self.hidden * (1 + self.experts.kept_copies) + fc1 + width) * pairs
         made = HALF * (2 * self.hidden + fc1) * pairs
         calls = self._calls()
         return block.model_copy(

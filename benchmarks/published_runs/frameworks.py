@@ -22,7 +22,11 @@ MIXED_18 = StateBytes(parameters=2, gradients=4, optimizer=12, zero=0)
 """Gradients accumulated in fp32, those of a microbatch freed at once (Megatron-LM, nanotron)."""
 KEPT_18 = StateBytes(parameters=2, gradients=6, optimizer=12, zero=0)
 """Gradients accumulated in fp32, those of a microbatch kept in buffers of their own (DeepSpeed's BF16Optimizer)."""
+MIB = 2**20
 Reports = Literal["first", "last", "fullest"]
+SMALL_BYTES = 32 * MIB
+"""Masks, labels, statistics and what rounding takes, which no term counts: the residual of Megatron-Core's runs of models
+of 60 million parameters is 0 to 30 MiB."""
 FP8_LINEAR_SPEEDUP = 0.8
 """Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts."""
 
@@ -43,6 +47,8 @@ class Framework:
     """ZeRO stage where nothing is said."""
     imbalance: float = ASSUMED_IMBALANCE
     """How many times the mean of tokens the fullest rank of its experts computes, where a row does not say."""
+    has_te: bool = False
+    """Whether kernels of Transformer Engine run beside torch's, with a workspace of their own."""
     reports: Reports = "fullest"
     """The rank that the memory which it reports is of (nanotron's benchmark file: helpers.py, log_throughput)."""
 
@@ -96,6 +102,8 @@ _ONEFLOW = replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0, step_shard_byte
 _MEGATRON_LM = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False, overlaps_transfers=False)
 _MEGATRON_CORE = Execution(states=MIXED_18)
 """The matmul that makes a gradient adds it to the fp32 one."""
+_CORE = Framework(kernels=replace(_FUSED, loss_bytes=(6, 4)), execution=_MEGATRON_CORE, has_te=True)
+"""Its loss makes one fp32 copy of the logits, works in place and keeps the softmax (tensor_parallel/cross_entropy.py)."""
 _NEMO = Framework(
     kernels=_FUSED,
     execution=replace(_MEGATRON_CORE, states=MIXED_16, reduce_bytes=2),
@@ -116,12 +124,14 @@ _NANOTRON = Execution(
 )
 """ZeRO 1 gathers all new parameters in one tensor and copies them from there (distributed.py, all_gather_coalesced)."""
 
+_BEFORE_HOPPER = ("A100", "A800", "V100")
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("aa-scaling", Framework(kernels=_AA_SCALING, execution=_AA_EXECUTION)),
     ("megatron-deepspeed", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
     ("deepspeed zero-3", Framework(kernels=_MEGATRON_CLASSIC, execution=Execution(reduce_bytes=2))),
+    ("megatron-lm 23e00ed0", _CORE),
     ("megatron-lm", Framework(kernels=_MEGATRON_CLASSIC, execution=_MEGATRON_LM)),
-    ("megatron-core", Framework(kernels=replace(_FUSED, dropout=True), execution=_MEGATRON_CORE)),
+    ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
     ("nemo automodel", Framework(kernels=replace(_FUSED, full="until last needed"), execution=Execution())),
     ("nemo", _NEMO),
@@ -155,7 +165,22 @@ def framework_of(run: PublishedRun) -> Framework | None:
     if found is None:
         return None
     execution = _execution(run, found.execution, found.zero_stage(run))
-    return replace(found, kernels=_kernels(run, found.kernels), execution=execution)
+    reports: Reports = "last" if "of the last rank" in run.text("mem_kind") else found.reports
+    has_te = found.has_te and "local (mcore)" not in name
+    return replace(found, kernels=_kernels(run, found.kernels), execution=execution, reports=reports, has_te=has_te)
+
+
+def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
+    """What matmul kernels keep in torch's memory beside tensors, where the framework's code says how much.
+
+    cuBLAS has a workspace for each thread that calls it, the one that goes forward and autograd's: 32 MiB since Hopper
+    and under deterministic algorithms (``:4096:8``), 8 MiB before. Transformer Engine adds 32 MiB since Hopper, 4 before.
+    """
+    if not framework.has_te and not framework.kernels.mask_bytes > 1:
+        return 0
+    is_old = run.text("gpu") in _BEFORE_HOPPER
+    of_torch = 8 * MIB if is_old and "deterministic" not in run.text("attention") else 32 * MIB
+    return SMALL_BYTES + 2 * of_torch + (0 if not framework.has_te else 4 * MIB if is_old else 32 * MIB)
 
 
 def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
@@ -166,11 +191,22 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         kernels = replace(kernels, norm=False)
     if attention == "torch":
         kernels = replace(kernels, attention="eager")
-    elif attention == "fused" or attention.startswith("unfused"):
+    elif attention == "fused" or attention.startswith(("unfused", "local (mcore)")) or "backend unfused" in attention:
         kernels = replace(kernels, attention="fused softmax")
     if kernels.loss_outlives and run.count("grad_accum") != 1:
         peak, kept = kernels.loss_bytes
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))
+    if "fused cross entropy" in run.text("options"):
+        kernels = replace(kernels, loss_bytes=(14, 4))
+    if run.count("mtp_layers"):
+        peak, kept = kernels.loss_bytes
+        more = kept * (run.count("mtp_layers") or 0)
+        kernels = replace(kernels, loss_bytes=(peak + more, kept + more))
+    if "deferred embedding wgrad" in run.text("overlap"):
+        peak, kept = kernels.loss_bytes
+        kernels = replace(kernels, loss_bytes=(peak + 4, kept + 4))
+    if "mcore" in run.text("framework").lower() or run.text("framework").startswith("Megatron-Core"):
+        kernels = replace(kernels, dropout=run.text("mlp_type") == "gelu", mask_bytes=2)
     if run.text("compile") == "True":
         kernels = replace(kernels, norm=True, rotary=True, activation=True)
     if run.text("act_ckpt") == "selective":

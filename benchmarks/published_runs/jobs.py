@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 
 from published_runs.experts import Dispatcher, Experts
-from published_runs.frameworks import Framework, Reports, framework_of
+from published_runs.frameworks import Framework, Reports, framework_of, workspace_bytes
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
 from steelyard.cost.setting import Job
@@ -52,6 +52,8 @@ class Case:
     plan: Plan
     reports: Reports
     """The rank that the row's memory is of."""
+    workspace_bytes: int
+    """What kernels keep in torch's memory beside tensors."""
 
 
 class _SkipError(Exception):
@@ -81,7 +83,13 @@ def _case(run: PublishedRun) -> Case:
     job = Job(
         chain=chain,
         profile=_profile(
-            shape, framework.kernels, degrees.tp, bool(strategy.variant("sp")), degrees.ep, degrees.etp
+            shape,
+            framework.kernels,
+            degrees.tp,
+            bool(strategy.variant("sp")),
+            degrees.ep,
+            degrees.etp,
+            _imbalance(run, framework),
         ),
         cluster=cluster,
         seq_len=shape.seq_len,
@@ -92,7 +100,7 @@ def _case(run: PublishedRun) -> Case:
         imbalance=_imbalance(run, framework),
     )
     plan = _plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run))
-    return Case(run=run, job=job, plan=plan, reports=framework.reports)
+    return Case(run=run, job=job, plan=plan, reports=framework.reports, workspace_bytes=workspace_bytes(run, framework))
 
 
 def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
@@ -157,7 +165,7 @@ def _shape(run: PublishedRun, degrees: _Degrees) -> ModelShape:
     experts = _experts(run) if run.text("moe_experts") else None
     dense_blocks = _needed(run, "moe_dense_layers") if experts else 0
     return ModelShape(
-        num_layers=_needed(run, "layers"),
+        num_layers=_needed(run, "layers") + (run.count("mtp_layers") or 0),
         hidden=hidden,
         heads=heads,
         kv_heads=run.count("kv_heads") or heads,
@@ -242,7 +250,7 @@ def _chain(shape: ModelShape, etp: int) -> ModelChain:
 
 
 @cache
-def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, etp: int) -> Profile:
+def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, etp: int, imbalance: float) -> Profile:
     identity = ProfileIdentity(
         method="traced",
         model_name="published",
@@ -255,7 +263,7 @@ def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, et
         transformers="none: closed form",
         created="",
     )
-    return Profile(identity=identity, layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp))
+    return Profile(identity=identity, layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp, imbalance=imbalance))
 
 
 def _strategy(

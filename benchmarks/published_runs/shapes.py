@@ -81,6 +81,7 @@ class Kernels:
     ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
     pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
     ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
+    ``mask_bytes`` per entry of the masks of dropout behind attention and behind the feed-forward part.
     ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
     what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
     and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
@@ -93,6 +94,7 @@ class Kernels:
     loss: bool
     attention: Literal["flash", "fused softmax", "eager"]
     dropout: bool = False
+    mask_bytes: int = 1
     selective: Literal["attention core", "half of the matmuls"] = "attention core"
     full: Literal["block", "until last needed"] = "block"
     norm_bytes: int = 14
@@ -104,7 +106,7 @@ class Kernels:
 
 
 def layer_profiles(
-    shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool, ep: int = 1, etp: int = 1
+    shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool, ep: int = 1, etp: int = 1, imbalance: float = 1.0
 ) -> tuple[LayerProfile, ...]:
     """Profiles of the embedding, each kind of block and the head on one of ``tp`` ranks."""
     local = _Local(shape=shape, kernels=kernels, tp=tp, sp=sp and tp > 1)
@@ -113,7 +115,14 @@ def layer_profiles(
         return profiles
     sparse = replace(local, shape=replace(shape, ffn=shape.shared_ffn)).block()
     rank = ExpertRank(
-        experts=shape.experts, tokens=shape.seq_len, hidden=shape.hidden, gated=shape.gated, tp=tp, ep=ep, etp=etp
+        experts=shape.experts,
+        tokens=shape.seq_len,
+        hidden=shape.hidden,
+        gated=shape.gated,
+        tp=tp,
+        ep=ep,
+        etp=etp,
+        imbalance=imbalance,
     )
     sparse = rank.added_to(sparse)
     embedding, dense, head = profiles
@@ -320,7 +329,7 @@ class _Local:
     def _saved_per_token(self) -> float:
         h, kernels = self.shape.hidden, self.kernels
         gathered = 4 * h if not kernels.norm or kernels.keeps_gathered else 4 * self.sigma * h
-        entering = self.sigma * h * ((4 if kernels.norm else kernels.norm_bytes) + (2 if kernels.dropout else 0))
+        entering = self.sigma * h * ((4 if kernels.norm else kernels.norm_bytes) + (2 * kernels.mask_bytes if kernels.dropout else 0))
         attention = 4 * self.q + 4 * self.k + self._scores_saved_per_token()
         if self.shape.latent:
             attention += 4 * (self.shape.latent.queries + self.shape.latent.keys)
