@@ -40,6 +40,8 @@ USUAL = (5e-6, 1e-6, 1e-5, 0.7, 0.3, 1.1, 0.75)
 LEAST = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.02)
 MOST = (5e-5, 2e-5, 6e-5, 1.0, 3.0, 1.6, 1.2)
 PCIE = "pcie"
+NAMES = {"pcie-4": "pcie-4-host"}
+"""The catalogue's names of links of the table: its devices on PCIe 4 are L40S, without peer access."""
 Array = NDArray[np.float64]
 
 
@@ -71,7 +73,7 @@ def measurements() -> Iterator[Measurement]:
                 continue
             yield Measurement(
                 device=row["device"],
-                link=row["link"],
+                link=NAMES.get(row["link"], row["link"]),
                 kind=KINDS[row["kind"]],
                 ranks=int(row["ranks"]),
                 num_bytes=int(row["bytes"]),

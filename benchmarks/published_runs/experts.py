@@ -8,7 +8,7 @@ $g$ matrices of an expert it keeps per pair: the input $2h$, first products $2(g
 | dispatcher   | copies of a token that leave a rank for its group of ep × etp                                    |
 |--------------|----------------------------------------------------------------------------------------------------|
 | all-to-all   | one for each expert                                                                                  |
-| DeepEP       | one for each rank with such an expert: of $r$ ranks, $r\,(1 - (1 - 1/r)^t)$ if they are even         |
+| DeepEP       | one for each rank with such an expert, or over the network for each node: of $r$, $r\,(1 - (1 - 1/r)^t)$ |
 | all-gather   | one for each rank                                                                                    |
 
 Where groups of expert parallelism include tensor-parallel ranks the plan counts those as ``tp`` and the others as
@@ -54,6 +54,8 @@ class ExpertRank:
     tp: int
     ep: int
     etp: int
+    node_ranks: int
+    """Ranks of a node."""
     imbalance: float
     """How many times the mean of pairs the fullest rank computes where tensor-parallel ranks alone divide experts."""
 
@@ -138,11 +140,10 @@ class ExpertRank:
         """Of one direction: tokens to experts and back, and over the ranks that divide each expert's width."""
         if self.group == 1:
             return ()
-        ranks, top_k = self.ep, self.experts.top_k
         copies = {
-            "all-to-all": float(top_k),
-            "deep": ranks * (1 - (1 - 1 / ranks) ** top_k),
-            "all-gather": float(ranks),
+            "all-to-all": float(self.experts.top_k),
+            "deep": self._once_per_place(),
+            "all-gather": float(self.ep),
         }[self.experts.dispatcher]
         sent = HALF * self.tokens * self.hidden * copies / self.tp
         calls = []
@@ -152,6 +153,13 @@ class ExpertRank:
             gathered = Affine(per_sample=sent * self.etp)
             calls += [CollectiveCount(kind=kind, count=1, tensor_bytes=gathered) for kind in _OVER_TP]
         return tuple(calls)
+
+
+    def _once_per_place(self) -> float:
+        """Copies where a token goes to a rank once, or over the network to a node once, for even routing."""
+        near = min(self.group, self.node_ranks)
+        places = self.ep if near == self.group else self.group // near
+        return places * (1 - (1 - 1 / places) ** self.experts.top_k)
 
 
 _OVER_TP: tuple[Literal["all_gather"], Literal["reduce_scatter"]] = ("all_gather", "reduce_scatter")

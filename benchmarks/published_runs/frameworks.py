@@ -10,6 +10,7 @@ allocator holds in reserve is the same for all of them. A framework that is not 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from published_runs.experts import Dispatcher
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels
 from steelyard.cost.execution import FSDP2_STATES, Execution, StateBytes
@@ -27,8 +28,9 @@ Reports = Literal["first", "last", "fullest"]
 SMALL_BYTES = 32 * MIB
 """Masks, labels, statistics and what rounding takes, which no term counts: the residual of Megatron-Core's runs of models
 of 60 million parameters is 0 to 30 MiB."""
-FP8_LINEAR_SPEEDUP = 0.8
-"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts."""
+FP8_LINEAR_SPEEDUP = 0.85
+"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts. Of fp4
+the same, with twice that ratio. Between the pairs of dgxc_benchmarking that differ in precision alone 0.80 to 1.05."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Framework:
     """How many times the mean of tokens the fullest rank of its experts computes, where a row does not say."""
     has_te: bool = False
     """Whether kernels of Transformer Engine run beside torch's, with a workspace of their own."""
+    dispatcher: Dispatcher = "all-to-all"
+    """How tokens reach their experts where a row does not say."""
     reports: Reports = "fullest"
     """The rank that the memory which it reports is of (nanotron's benchmark file: helpers.py, log_throughput)."""
 
@@ -109,8 +113,10 @@ _NEMO = Framework(
     execution=replace(_MEGATRON_CORE, states=MIXED_16, reduce_bytes=2),
     default_sp=True,
     default_zero=1,
+    dispatcher="deep",
+    imbalance=1.0,
 )
-"""Its performance recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), have sp on and a
+"""Its performance recipes send tokens by DeepEP or HybridEP and force routing to be even. They keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), have sp on and a
 distributed optimizer (distributed_fused_adam_with_cosine_annealing)."""
 _NANOTRON = Execution(
     states=MIXED_18,
@@ -227,7 +233,9 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
         execution = replace(execution, states=FSDP2_STATES)
-    if "fp8" in precision:
+    if "fp4" in precision:
+        execution = replace(execution, linear_speedup=4 * FP8_LINEAR_SPEEDUP)
+    elif "fp8" in precision:
         execution = replace(execution, linear_speedup=2 * FP8_LINEAR_SPEEDUP)
     elif precision.startswith("fp16") or "v100" in run.text("gpu").lower():
         execution = replace(execution, matmul_dtype="fp16")

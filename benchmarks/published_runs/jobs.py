@@ -76,7 +76,7 @@ def _case(run: PublishedRun) -> Case:
     if framework is None:
         raise _SkipError(f"framework not known: {run.text('framework') or 'none given'}")
     degrees = _degrees(run)
-    shape = _shape(run, degrees)
+    shape = _shape(run, degrees, framework.dispatcher)
     cluster = _cluster(run)
     chain = _chain(shape, degrees.etp)
     strategy, framework = _strategy(run, framework, degrees, shape)
@@ -89,6 +89,7 @@ def _case(run: PublishedRun) -> Case:
             bool(strategy.variant("sp")),
             degrees.ep,
             degrees.etp,
+            cluster.devices_per_node,
             _imbalance(run, framework),
         ),
         cluster=cluster,
@@ -110,6 +111,8 @@ def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
         raise _SkipError("offload")
     if run.text("schedule").upper().startswith("ZB"):
         raise _SkipError("zero-bubble schedule")
+    if not run.text("precision") and "MLPerf" in run.text("framework"):
+        raise _SkipError("precision not stated, fp8 or fp4")
     if run.text("precision") == "fp32":
         raise _SkipError("fp32 or TF32, which of them is not stated")
 
@@ -157,12 +160,12 @@ def _degrees(run: PublishedRun) -> _Degrees:
     )
 
 
-def _shape(run: PublishedRun, degrees: _Degrees) -> ModelShape:
+def _shape(run: PublishedRun, degrees: _Degrees, dispatcher: Dispatcher) -> ModelShape:
     if run.text("mlp_type") not in _GATED:
         raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
     hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
     multiple = _VOCAB_MULTIPLE * degrees.tp
-    experts = _experts(run) if run.text("moe_experts") else None
+    experts = _experts(run, dispatcher) if run.text("moe_experts") else None
     dense_blocks = _needed(run, "moe_dense_layers") if experts else 0
     return ModelShape(
         num_layers=_needed(run, "layers") + (run.count("mtp_layers") or 0),
@@ -183,10 +186,11 @@ def _shape(run: PublishedRun, degrees: _Degrees) -> ModelShape:
     )
 
 
-def _experts(run: PublishedRun) -> Experts:
+def _experts(run: PublishedRun, default: Dispatcher) -> Experts:
     text = run.text("moe_dispatcher")
     deep = any(word in text.lower() for word in ("deepep", "hybridep"))
-    dispatcher: Dispatcher = "deep" if deep else "all-gather" if text.startswith("allgather") else "all-to-all"
+    stated: Dispatcher = "deep" if deep else "all-gather" if text.startswith("allgather") else "all-to-all"
+    dispatcher = stated if text else default
     return Experts(
         count=_needed(run, "moe_experts"),
         top_k=_needed(run, "moe_topk"),
@@ -250,7 +254,9 @@ def _chain(shape: ModelShape, etp: int) -> ModelChain:
 
 
 @cache
-def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, etp: int, imbalance: float) -> Profile:
+def _profile(
+    shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, etp: int, node_ranks: int, imbalance: float
+) -> Profile:
     identity = ProfileIdentity(
         method="traced",
         model_name="published",
@@ -263,7 +269,7 @@ def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, et
         transformers="none: closed form",
         created="",
     )
-    return Profile(identity=identity, layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp, imbalance=imbalance))
+    return Profile(identity=identity, layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp, node_ranks=node_ranks, imbalance=imbalance))
 
 
 def _strategy(
@@ -414,7 +420,9 @@ _VARIANTS = {
     "GB300": {"": "gb300-279gb"},
     "V100": {"16": "v100-16gb", "32": "v100-32gb", "": "v100-32gb"},
 }
-_RATE = re.compile(r"(?:([0-9]+)x)?\s*([0-9.]+)\s*(Gb|Tb)(?:/s)?", re.IGNORECASE)
+_RATE = re.compile(r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?(?:ConnectX-[0-9]+[^0-9]*)?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])")
+_BITS = {"Gb": 1.0, "Tb": 1000.0, "GB": 8.0, "TB": 8000.0}
+"""Gigabits in a unit."""
 
 
 def _cluster(run: PublishedRun) -> Cluster:
@@ -423,9 +431,10 @@ def _cluster(run: PublishedRun) -> Cluster:
     per_node = min(run.count("gpus_per_node") or 8, devices)
     if devices % per_node:
         raise _SkipError("devices are not whole nodes")
+    per_node = _on_one_switch(device.name, devices, per_node)
     intra, inter = default_links(device.name, num_devices=devices)
     if intra is not inter:
-        inter = _inter_link(run.text("inter_link"), inter, per_node)
+        inter = _inter_link(run.text("inter_link"), inter, min(run.count("gpus_per_node") or 8, devices))
     num_nodes = devices // per_node
     return Cluster(
         name=f"{num_nodes}x{per_node}x{device.name}",
@@ -435,6 +444,17 @@ def _cluster(run: PublishedRun) -> Cluster:
         intra_link=intra,
         inter_link=inter if num_nodes > 1 else None,
     )
+
+
+def _on_one_switch(device: str, devices: int, per_node: int) -> int:
+    """Devices that a switch inside a rack joins, several nodes' where it does: whole nodes and whole racks."""
+    whole = [count for count in range(per_node, devices + 1, per_node) if devices % count == 0]
+
+    def is_joined(count: int) -> bool:
+        intra, inter = default_links(device, num_devices=count)
+        return count == per_node or intra is inter
+
+    return max(count for count in whole if is_joined(count))
 
 
 def _device(run: PublishedRun) -> Device:
@@ -452,11 +472,11 @@ def _inter_link(text: str, default: Link, per_node: int) -> Link:
         return find_link("omnipath-100").shared(num_ports=4, num_devices=per_node)
     if text == "AWS EFA":
         return find_link("efa-100").shared(num_ports=32, num_devices=per_node)
-    match = _RATE.search(text)
+    of_compute = text.partition("Compute:")[2] or text
+    match = _RATE.search(of_compute)
     if match is None:
         return default
-    ports, amount, unit = match.groups()
-    rate = float(amount) * (1000 if unit.lower() == "tb" else 1) / 8 * GB
+    ports, rate = match["ports"], float(match["rate"]) * _BITS[match["unit"]] / 8 * GB
     is_per_device = "per GPU" in text or "per HCA" in text
     per_device = rate if is_per_device or ports == str(per_node) else rate * int(ports or 1) / per_node
     return replace(default, name=text, bytes_per_s=per_device)

@@ -106,7 +106,7 @@ class Kernels:
 
 
 def layer_profiles(
-    shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool, ep: int = 1, etp: int = 1, imbalance: float = 1.0
+    shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool, ep: int = 1, etp: int = 1, node_ranks: int = 8, imbalance: float = 1.0
 ) -> tuple[LayerProfile, ...]:
     """Profiles of the embedding, each kind of block and the head on one of ``tp`` ranks."""
     local = _Local(shape=shape, kernels=kernels, tp=tp, sp=sp and tp > 1)
@@ -122,6 +122,7 @@ def layer_profiles(
         tp=tp,
         ep=ep,
         etp=etp,
+        node_ranks=node_ranks,
         imbalance=imbalance,
     )
     sparse = rank.added_to(sparse)

@@ -201,9 +201,9 @@ def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
     if per_node >= group.size or cluster.inter_link is None:
         measured = cluster.intra_link.measured
         step_s = intra.latency_s if measured.step_s is None else reached.intra_latency * measured.step_s
-        lost = (1 - measured.few_ranks / group.size**2) * (2 / group.size) ** measured.crowding
+        left = measured.rate * (1 - measured.few_ranks / group.size**2) * (2 / group.size) ** measured.crowding
         return Path(
-            bytes_per_s=intra.bytes_per_s * lost,
+            bytes_per_s=intra.bytes_per_s * left,
             latency_s=(group.size - 1) * step_s,
             start_s=reached.intra_latency * measured.start_s,
         )

@@ -64,6 +64,7 @@ class FileModel(BaseModel):
 class MeasuredSpec(FileModel):
     """What collectives over a link were measured to do; see `MeasuredLink`."""
 
+    rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     start_us: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     step_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
     climb_us: Annotated[FiniteFloat, Field(ge=0)] = 0.0
@@ -75,6 +76,7 @@ class MeasuredSpec(FileModel):
     def to_measured(self) -> MeasuredLink:
         """The same in seconds."""
         return MeasuredLink(
+            rate=self.rate,
             start_s=self.start_us * MICRO,
             step_s=None if self.step_us is None else self.step_us * MICRO,
             climb_s=self.climb_us * MICRO,
@@ -88,6 +90,7 @@ class MeasuredSpec(FileModel):
     def of(cls, measured: MeasuredLink) -> "MeasuredSpec":
         """The same in microseconds."""
         return cls(
+            rate=measured.rate,
             start_us=measured.start_s / MICRO,
             step_us=None if measured.step_s is None else measured.step_s / MICRO,
             climb_us=measured.climb_s / MICRO,
