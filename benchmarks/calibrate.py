@@ -100,9 +100,8 @@ def with_parameters(job: Job, parameters: Mapping[str, float]) -> Job:
 
 
 _LINKS = ("intra", "inter", "efa", "intra_latency", "inter_latency")
-_UNITS = {"ramp_us": 1e-6, "launch_us": 1e-6, "collective_launch_us": 1e-6, "jitter_us": 1e-6} | {
-    name: 1e-3 for name in ("step_ms", "step_per_node_ms")
-}
+_MICRO, _MILLI = ("ramp_us", "launch_us", "collective_launch_us", "jitter_us"), ("step_ms", "step_per_node_ms")
+_UNITS = dict.fromkeys(_MICRO, 1e-6) | dict.fromkeys(_MILLI, 1e-3)
 _FIELDS = {name: name.rpartition("_")[0] + "_s" for name in _UNITS}
 
 
@@ -175,6 +174,7 @@ class Linear:
 
     @staticmethod
     def around(x: Array, rows: Rows) -> "Linear":
+        """The same by forward differences."""
         points = [x] + [x + STEP * (np.arange(len(x)) == index) for index in range(len(x))]
         found = rows.log_ratios([parameters_at(point) for point in points])
         return Linear(x=x, at=found[0], slope=(found[1:] - found[0]).T / STEP)
@@ -259,7 +259,8 @@ def _left_out(
     ]
     seconds = {each.run.id: each.step_time_s for each in forecasts}
     zero_shot, scaled = ErrorSummary.of(time_errors(forecasts)), ErrorSummary.of(scaled_errors(forecasts))
-    assert zero_shot is not None and scaled is not None, "a source that is left out has rows"
+    assert zero_shot is not None, "a source that is left out has rows"
+    assert scaled is not None, "and a factor"
     return LeftOut(source=source, zero_shot=zero_shot, scaled=scaled, regret=regret(forecasts, seconds))
 
 
@@ -296,7 +297,9 @@ def main() -> None:
     parser.add_argument("path", type=Path, nargs="*", metavar="PATH")
     parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these, as column source_file has them")
     parser.add_argument("--write", action="store_true", help="put the parameters into the cost model's file")
-    parser.add_argument("--most", type=int, default=MOST_ROWS, help="rows of a source to fit, chosen at random (seed 0)")
+    parser.add_argument(
+        "--most", type=int, default=MOST_ROWS, help="rows of a source to fit, chosen at random (seed 0)"
+    )
     parser.add_argument("--processes", type=int, default=0, help="0: one a core")
     options = parser.parse_args()
     runs = read_runs(*options.path)

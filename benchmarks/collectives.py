@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import LinkEfficiency, efficiency_of
 from steelyard.hardware import Cluster, Link, find_device, find_link
-from steelyard.hardware.values import UNMEASURED, MeasuredLink
+from steelyard.hardware.values import UNMEASURED
 from steelyard.profiles.profile import CollectiveKind, LayerProfile, Profile, ProfileIdentity, Work
 from steelyard.units import GB
 
@@ -58,6 +58,7 @@ class Measurement:
 
     @property
     def is_withheld(self) -> bool:
+        """Whether it is kept from the fit."""
         key = f"{self.device} {self.kind} {self.ranks} {self.num_bytes}"
         return hashlib.sha256(key.encode()).digest()[0] % 3 == 0
 
@@ -149,7 +150,10 @@ def errors(rows: list[Measurement], link: Link, reached: LinkEfficiency) -> str:
 def fitted(rows: list[Measurement], link: Link) -> tuple[Link, float]:
     """The link with what fits these rows, and the part of its rate that is reached."""
     seconds = np.array([row.seconds for row in rows])
-    most = [value if name != "crowding" or PCIE in link.name else 0.0 for name, value in zip((*FITTED, ""), MOST, strict=True)]
+    most = [
+        value if name != "crowding" or PCIE in link.name else 0.0
+        for name, value in zip((*FITTED, ""), MOST, strict=True)
+    ]
 
     def with_values(x: Array) -> tuple[Link, LinkEfficiency]:
         measured = replace(link.measured, **dict(zip(FITTED, map(float, x), strict=False)))
@@ -176,11 +180,18 @@ def compare_with_nccl() -> None:
         if nodes == 1:
             continue
         run = collective(
-            KINDS[kind], Group(size=8 * nodes, stride=1, span=8 * nodes), node_of(link, num_nodes=nodes), PROFILE, reached.links
+            KINDS[kind],
+            Group(size=8 * nodes, stride=1, span=8 * nodes),
+            node_of(link, num_nodes=nodes),
+            PROFILE,
+            reached.links,
         )
         sizes = (1.0, 1e8, 1e9)
         theirs = [min(latency + size / (rate * GB) * 1e6 for latency, rate in lines) for size in sizes]
-        print(f"{nodes:3d} {kind:16s}" + "".join(f"{a:14.0f} {1e6 * run(b):10.0f}" for a, b in zip(theirs, sizes, strict=True)))
+        print(
+            f"{nodes:3d} {kind:16s}"
+            + "".join(f"{a:14.0f} {1e6 * run(b):10.0f}" for a, b in zip(theirs, sizes, strict=True))
+        )
 
 
 def main() -> None:

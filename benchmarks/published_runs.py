@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("path", type=Path, nargs="*", metavar="PATH")
     parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these, as column source_file has them")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="where to write one line per run, as CSV")
-    parser.add_argument("--left-out", action="store_true", help="fit without each source in turn and predict it: minutes")
+    parser.add_argument(
+        "--left-out", action="store_true", help="fit without each source in turn and predict it: minutes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
     try:

@@ -1,15 +1,15 @@
 r"""A block with routed experts: what they add to the block of `shapes`, whose feed-forward part is the shared expert.
 
 Each of a rank's $\tau s$ tokens goes to $t$ experts of width $f$, so that a rank computes $p = \tau s t$ pairs, with
-$\tau = \text{etp}/\text{tp}$ of a sequence: tensor-parallel ranks that do not divide the experts divide the tokens. With
-$g$ matrices of an expert it keeps per pair: the input $2h$, first products $2(g-1)f$, their activation $2f$, and
+$\tau = \text{etp}/\text{tp}$ of a sequence: tensor-parallel ranks that do not divide the experts divide the tokens.
+With $g$ matrices of an expert it keeps per pair: the input $2h$, first products $2(g-1)f$, their activation $2f$, and
 `Experts.kept_copies` of $2h$.
 
-| dispatcher   | copies of a token that leave a rank for its group of ep × etp                                    |
-|--------------|----------------------------------------------------------------------------------------------------|
-| all-to-all   | one for each expert                                                                                  |
-| DeepEP       | one for each rank with such an expert, or over the network for each node: of $r$, $r\,(1 - (1 - 1/r)^t)$ |
-| all-gather   | one for each rank                                                                                    |
+| dispatcher   | copies of a token that leave a rank for its group of ep × etp                              |
+|--------------|----------------------------------------------------------------------------------------------|
+| all-to-all   | one for each expert                                                                            |
+| DeepEP       | one for each of $r$ ranks, or nodes over the network, that it needs: $r\,(1 - (1 - 1/r)^t)$   |
+| all-gather   | one for each rank                                                                              |
 
 Where groups of expert parallelism include tensor-parallel ranks the plan counts those as ``tp`` and the others as
 ``ep``: ep 8 beside tp 2 and etp 1 is ep 4 of ours. Not modelled: the bytes of the router, its losses.
@@ -40,7 +40,8 @@ class Experts:
     """Whether experts are computed one after the other instead of by one grouped matmul."""
     kept_copies: int = 4
     """Tensors of a pair, as wide as the hidden state, that are kept beside what enters its expert: what comes out and
-    what putting tokens in order leaves. Seen in Megatron-Core's allocated bytes of models whose routing is not forced."""
+    what putting tokens in order leaves. Seen in Megatron-Core's allocated bytes, of models whose routing is not forced;
+    found on the open rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,6 @@ class ExpertRank:
             gathered = Affine(per_sample=sent * self.etp)
             calls += [CollectiveCount(kind=kind, count=1, tensor_bytes=gathered) for kind in _OVER_TP]
         return tuple(calls)
-
 
     def _once_per_place(self) -> float:
         """Copies where a token goes to a rank once, or over the network to a node once, for even routing."""

@@ -26,11 +26,12 @@ KEPT_18 = StateBytes(parameters=2, gradients=6, optimizer=12, zero=0)
 MIB = 2**20
 Reports = Literal["first", "last", "fullest"]
 SMALL_BYTES = 32 * MIB
-"""Masks, labels, statistics and what rounding takes, which no term counts: the residual of Megatron-Core's runs of models
-of 60 million parameters is 0 to 30 MiB."""
+"""Masks, labels, statistics and what rounding takes, which no term counts: the residual of Megatron-Core's runs of
+dense models of 60 million parameters is 0 to 30 MiB."""
 FP8_LINEAR_SPEEDUP = 0.85
-"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts. Of fp4
-the same, with twice that ratio. Between the pairs of dgxc_benchmarking that differ in precision alone 0.80 to 1.05."""
+"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts. Of
+fp4 the same, with twice that ratio. Between the pairs of dgxc_benchmarking that differ in precision alone 0.80 to
+1.05."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,8 @@ _MEGATRON_LM = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=
 _MEGATRON_CORE = Execution(states=MIXED_18)
 """The matmul that makes a gradient adds it to the fp32 one."""
 _CORE = Framework(kernels=replace(_FUSED, loss_bytes=(6, 4)), execution=_MEGATRON_CORE, has_te=True)
-"""Its loss makes one fp32 copy of the logits, works in place and keeps the softmax (tensor_parallel/cross_entropy.py)."""
+"""Its loss makes one fp32 copy of the logits, works in place and keeps the softmax
+(tensor_parallel/cross_entropy.py)."""
 _NEMO = Framework(
     kernels=_FUSED,
     execution=replace(_MEGATRON_CORE, states=MIXED_16, reduce_bytes=2),
@@ -116,7 +118,8 @@ _NEMO = Framework(
     dispatcher="deep",
     imbalance=1.0,
 )
-"""Its performance recipes send tokens by DeepEP or HybridEP and force routing to be even. They keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), have sp on and a
+"""Its performance recipes send tokens by DeepEP or HybridEP and force routing to be even. They keep and reduce
+gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), have sp on and a
 distributed optimizer (distributed_fused_adam_with_cosine_annealing)."""
 _NANOTRON = Execution(
     states=MIXED_18,
@@ -180,7 +183,8 @@ def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
     """What matmul kernels keep in torch's memory beside tensors, where the framework's code says how much.
 
     cuBLAS has a workspace for each thread that calls it, the one that goes forward and autograd's: 32 MiB since Hopper
-    and under deterministic algorithms (``:4096:8``), 8 MiB before. Transformer Engine adds 32 MiB since Hopper, 4 before.
+    and under deterministic algorithms (``:4096:8``), 8 MiB before. Transformer Engine adds 32 MiB since Hopper, 4 MiB
+    before.
     """
     if not framework.has_te and not framework.kernels.mask_bytes > 1:
         return 0

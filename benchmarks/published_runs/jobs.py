@@ -1,8 +1,9 @@
 """Turns a published run into a job and a plan that the cost model can price, or into the reason why not.
 
-Nothing is guessed: a row that lacks a size or a degree, or uses what is not modelled, is skipped with its reason. A ring
-of context parallelism is priced as a gather of keys and values. What a row leaves open and hardly matters is taken from the device's reference system: the number of
-devices in a node, the links, and the memory variant of a device that comes in several (the larger).
+Nothing is guessed: a row that lacks a size or a degree, or uses what is not modelled, is skipped with its reason. A
+ring of context parallelism is priced as a gather of keys and values. What a row leaves open and hardly matters is taken
+from the device's reference system: the number of devices in a node, the links, and the memory variant of a device that
+comes in several (the larger).
 """
 
 import re
@@ -269,7 +270,10 @@ def _profile(
         transformers="none: closed form",
         created="",
     )
-    return Profile(identity=identity, layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp, node_ranks=node_ranks, imbalance=imbalance))
+    return Profile(
+        identity=identity,
+        layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp, node_ranks=node_ranks, imbalance=imbalance),
+    )
 
 
 def _strategy(
@@ -420,7 +424,9 @@ _VARIANTS = {
     "GB300": {"": "gb300-279gb"},
     "V100": {"16": "v100-16gb", "32": "v100-32gb", "": "v100-32gb"},
 }
-_RATE = re.compile(r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?(?:ConnectX-[0-9]+[^0-9]*)?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])")
+_RATE = re.compile(
+    r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?(?:ConnectX-[0-9]+[^0-9]*)?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])"
+)
 _BITS = {"Gb": 1.0, "Tb": 1000.0, "GB": 8.0, "TB": 8000.0}
 """Gigabits in a unit."""
 

@@ -106,7 +106,15 @@ class Kernels:
 
 
 def layer_profiles(
-    shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool, ep: int = 1, etp: int = 1, node_ranks: int = 8, imbalance: float = 1.0
+    shape: ModelShape,
+    kernels: Kernels,
+    *,
+    tp: int,
+    sp: bool,
+    ep: int = 1,
+    etp: int = 1,
+    node_ranks: int = 8,
+    imbalance: float = 1.0,
 ) -> tuple[LayerProfile, ...]:
     """Profiles of the embedding, each kind of block and the head on one of ``tp`` ranks."""
     local = _Local(shape=shape, kernels=kernels, tp=tp, sp=sp and tp > 1)
@@ -330,7 +338,11 @@ class _Local:
     def _saved_per_token(self) -> float:
         h, kernels = self.shape.hidden, self.kernels
         gathered = 4 * h if not kernels.norm or kernels.keeps_gathered else 4 * self.sigma * h
-        entering = self.sigma * h * ((4 if kernels.norm else kernels.norm_bytes) + (2 * kernels.mask_bytes if kernels.dropout else 0))
+        entering = (
+            self.sigma
+            * h
+            * ((4 if kernels.norm else kernels.norm_bytes) + (2 * kernels.mask_bytes if kernels.dropout else 0))
+        )
         attention = 4 * self.q + 4 * self.k + self._scores_saved_per_token()
         if self.shape.latent:
             attention += 4 * (self.shape.latent.queries + self.shape.latent.keys)

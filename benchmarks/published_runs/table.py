@@ -75,7 +75,9 @@ def _percent(value: float | None) -> str:
 
 def memory_table(scores: Sequence[SourceScore]) -> Table:
     """Errors and verdicts of memory, a row per source that has any."""
-    table = Table(title="memory: predicted over measured minus one (recommended runs); all runs that are called wrongly")
+    table = Table(
+        title="memory: predicted over measured minus one (recommended runs); all runs that are called wrongly"
+    )
     table.add_column("source")
     for name in ("runs", "|error|", "90 %", "worst", "bias", "too low", "false fits", "false misfits"):
         table.add_column(name, justify="right")

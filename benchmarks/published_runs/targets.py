@@ -1,7 +1,7 @@
 """The project's targets for predictions, what was reached, and the distance: sources weigh the same in every figure.
 
-They hold for runs that whoever compiled the table recommends and for sources of `MIN_JUDGED` such runs or more: times of
-dense models that compute in bf16 or fp16, memory of all. Whether a run fits is judged by rows.
+They hold for runs that whoever compiled the table recommends and for sources of `MIN_JUDGED` such runs or more: times
+of dense models that compute in bf16 or fp16, memory of all. Whether a run fits is judged by rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,6 @@ import numpy as np
 from published_runs.forecast import Forecast, Outcome, Unpredicted
 from published_runs.rows import PublishedRun
 from published_runs.score import ErrorSummary, LeftOut, SourceScore, time_errors
-
 
 MIN_JUDGED = 20
 """Runs of a source from which on it counts as one."""

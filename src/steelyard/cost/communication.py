@@ -9,7 +9,8 @@ $$t = \sigma + c\,(n - 1)\,\lambda + x + \sqrt{\tau x}, \qquad x = \frac{n-1}{n}
 and one across nodes the shorter of two protocols, that of large messages and one of less latency and rate,
 
 $$t = \min\big(L + x,\; 0.48\,L + x / 0.765\big), \qquad
-L = c\big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\big), \quad w = \min(w_\text{intra}, k\,w_\text{inter})$$
+L = c\big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\big), \quad
+w = \min(w_\text{intra}, k\,w_\text{inter})$$
 
 An all-reduce across nodes may go along a tree instead, at $r$ of the rate, with
 $L = 2(k-1)\,\ell_\text{intra} + 2 \log_2(N)\,\ell_\text{inter}$ and the same two protocols.
@@ -22,7 +23,8 @@ Rates and latencies are those of the cluster times what is reached of them (`Lin
 | $N$    |                      | –    | nodes that the group spans                                      |
 | $\ell$ | `Link.latency_s`     | s    | of one hop of a large message                                   |
 | $w$    | `Link.bytes_per_s`   | B/s  | per device and direction; a node has one outward link per device |
-| $\sigma, \lambda, \tau, f, p, g, r$ | `MeasuredLink` | s, – | start, step, climb, few ranks, crowding, gain of an all-reduce, tree |
+| $\sigma, \lambda, \tau$ | `MeasuredLink` | s | start, step of a small message, climb                      |
+| $f, p, g, r$ | `MeasuredLink` | –  | few ranks, crowding, gain of an all-reduce, rate of a tree      |
 
 All groups of a stage communicate at once and share what leads out of a node: the ports of a node are divided among its
 devices (`Link.shared`), and a group gets the shares of its $k$ ranks there, no more, whoever else is silent.

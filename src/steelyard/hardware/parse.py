@@ -6,7 +6,16 @@ from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware.catalogue import default_links, find_device, find_link, find_network, known_device, links
-from steelyard.hardware.files import MICRO, ClusterFile, DeviceSpec, LinkSpec, MeasuredSpec, SharedLink, read_text, read_yaml
+from steelyard.hardware.files import (
+    MICRO,
+    ClusterFile,
+    DeviceSpec,
+    LinkSpec,
+    MeasuredSpec,
+    SharedLink,
+    read_text,
+    read_yaml,
+)
 from steelyard.hardware.values import Cluster, Device, Link
 from steelyard.units import GB, GIB, TERA
 

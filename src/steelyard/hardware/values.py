@@ -139,11 +139,12 @@ class Device:
 class MeasuredLink:
     """What collectives inside a node were measured to do beyond a rate and a latency; `steelyard.cost.communication`.
 
-    ``rate``: part that is reached of what other links reach of theirs; ``start_s`` of every collective; ``step_s`` of one step of a ring of small messages, None for the link's latency;
-    ``climb_s``: how slowly the rate climbs with the message; ``few_ranks``: over the square of the ranks, the part of the rate
-    that is lost; ``crowding``: power of half the ranks by which the rate falls where messages pass through
-    the host's memory; ``all_reduce_gain``: rate of an all-reduce over that of a gather (reduction in the switch);
-    ``tree_rate``: rate of an all-reduce along a tree of nodes over that of a ring.
+    ``rate``: part that is reached of what other links reach of theirs; ``start_s`` of every collective; ``step_s`` of
+    one step of a ring of small messages, None for the link's latency; ``climb_s``: how slowly the rate climbs with the
+    message; ``few_ranks``: over the square of the ranks, the part of the rate that is lost; ``crowding``: power of half
+    the ranks by which the rate falls where messages pass through the host's memory; ``all_reduce_gain``: rate of an
+    all-reduce over that of a gather (reduction in the switch); ``tree_rate``: rate of an all-reduce along a tree of
+    nodes over that of a ring.
     """
 
     rate: float = 1.0

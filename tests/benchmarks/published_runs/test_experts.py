@@ -7,10 +7,10 @@ from published_runs.experts import ExpertRank, Experts
 from published_runs.forecast import Forecast, forecast
 from published_runs.rows import PublishedRun
 from published_runs.shapes import SPARSE
+
 from steelyard.cost.predict import predict
 from steelyard.plan.kinds import CP
 from steelyard.plan.strategy import Strategy
-
 from tests.benchmarks.published_runs.examples import case
 
 TITAN = "torchtitan"

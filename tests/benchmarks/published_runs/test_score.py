@@ -88,7 +88,9 @@ def test_a_source_of_few_runs_has_no_say_in_the_summary() -> None:
 
 def test_whether_runs_fit_is_judged_by_rows() -> None:
     wrong = [made(1.0, 1.0, number=index, status="oom") for index in range(3)]
-    right = [replace(made(1.0, 1.0, number=3 + index, status="oom", source_file="another"), fits=False) for index in range(9)]
+    right = [
+        replace(made(1.0, 1.0, number=3 + index, status="oom", source_file="another"), fits=False) for index in range(9)
+    ]
     held = score_sources([*wrong, *right], is_dense)
     line = next(line for line in summarise((), held, ()) if line.name.startswith("out of memory"))
     assert line.reached == pytest.approx(0.25)
