@@ -125,18 +125,17 @@ def collective(
         s_per_byte = traffic / path.bytes_per_s / (gain if kind == "all_reduce" else 1.0)
         latency_s, climb_s = path.start_s + passes * path.latency_s, reached.intra_latency * measured.climb_s
         return partial(_climbing_s, latency_s=latency_s, s_per_byte=s_per_byte, climb_s=climb_s)
-    lines = _protocols(passes * path.latency_s, traffic / path.bytes_per_s)
+    s_per_byte = traffic / path.bytes_per_s
+    lines: _Lines = ((passes * path.latency_s, s_per_byte),)
     if kind == "all_reduce":
-        lines += _protocols(path.tree_latency_s, traffic / path.bytes_per_s / cluster.intra_link.measured.tree_rate)
+        lines += ((path.tree_latency_s, s_per_byte / cluster.intra_link.measured.tree_rate),)
+    if cluster.inter_link is not None and cluster.inter_link.measured.has_low_latency:
+        lines += tuple((LOW_LATENCY * latency_s, each_s / LOW_RATE) for latency_s, each_s in lines)
     return partial(_least_s, lines=lines)
 
 
 _Lines = tuple[tuple[float, float], ...]
 """Seconds of no bytes and of each byte."""
-
-
-def _protocols(latency_s: float, s_per_byte: float) -> _Lines:
-    return (latency_s, s_per_byte), (LOW_LATENCY * latency_s, s_per_byte / LOW_RATE)
 
 
 def _least_s(tensor_bytes: float, lines: _Lines) -> float:

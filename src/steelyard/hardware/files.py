@@ -72,6 +72,7 @@ class MeasuredSpec(FileModel):
     crowding: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     all_reduce_gain: Annotated[FiniteFloat, Field(ge=1)] = 1.0
     tree_rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.6
+    has_low_latency: bool = True
 
     def to_measured(self) -> MeasuredLink:
         """The same in seconds."""
@@ -84,6 +85,7 @@ class MeasuredSpec(FileModel):
             crowding=self.crowding,
             all_reduce_gain=self.all_reduce_gain,
             tree_rate=self.tree_rate,
+            has_low_latency=self.has_low_latency,
         )
 
     @classmethod
@@ -98,6 +100,7 @@ class MeasuredSpec(FileModel):
             crowding=measured.crowding,
             all_reduce_gain=measured.all_reduce_gain,
             tree_rate=measured.tree_rate,
+            has_low_latency=measured.has_low_latency,
         )
 
 

@@ -144,7 +144,7 @@ class MeasuredLink:
     message; ``few_ranks``: over the square of the ranks, the part of the rate that is lost; ``crowding``: power of half
     the ranks by which the rate falls where messages pass through the host's memory; ``all_reduce_gain``: rate of an
     all-reduce over that of a gather (reduction in the switch); ``tree_rate``: rate of an all-reduce along a tree of
-    nodes over that of a ring.
+    nodes over that of a ring; ``has_low_latency``: whether a network carries messages in small flagged pieces as well.
     """
 
     rate: float = 1.0
@@ -155,6 +155,7 @@ class MeasuredLink:
     crowding: float = 0.0
     all_reduce_gain: float = 1.0
     tree_rate: float = 0.6
+    has_low_latency: bool = True
 
 
 UNMEASURED = MeasuredLink()

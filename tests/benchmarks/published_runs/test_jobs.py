@@ -93,10 +93,10 @@ def test_what_cannot_be_priced_is_skipped_with_its_reason(cells: dict[str, str],
 
 
 def test_rows_of_every_published_source_become_cases_but_where_sizes_or_precision_are_not_stated() -> None:
-    """Zero-bubble's rows lack the vocabulary, Sailor's the type that computes, PithTrain's the microbatch."""
+    """Zero-bubble's rows lack the vocabulary or a schedule that is priced, Sailor's the type that computes."""
     found = {(run.source, type(case_of(run))) for run in read_runs()}
     skipped = {source for source, _ in found} - {source for source, kind in found if kind is Case}
-    assert skipped == {"zero_bubble", "sailor_validation", "pithtrain"}
+    assert skipped == {"zero_bubble", "sailor_validation"}
 
 
 def test_every_row_has_a_prediction_or_a_reason() -> None:
