@@ -6,7 +6,8 @@ The rows of `data/collectives` are of one node and of 2 to 8 ranks, of links tha
 stable hash of device, kind, ranks and bytes, is withheld: links were fitted to the others alone. Printed per link are
 the median and the 90th percentile of |predicted / measured − 1| with the rates that the catalogue's efficiency gives,
 of the rows withheld, of those from 1 MiB on, and by the plain ring that knows rate and latency only. Across nodes there
-are no measurements of single collectives: printed is what NCCL 2.27 assumes of itself on H100 (tuning log) beside ours.
+are no measurements of single collectives: printed is what NCCL 2.27 assumes of itself on H100 (tuning log), and of
+all-to-alls constants that others fitted to nccl-tests, beside ours.
 
 ``--fit`` prints new values for ``measured`` of `steelyard/hardware/links.yaml` and the part of the rate reached:
 least log(1 + (r / 0.1)^2), r the log of predicted over measured.
@@ -171,7 +172,8 @@ def compare_with_nccl() -> None:
     best: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     with (FOLDER / "collective_models.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            if row["basis"] == "nccl_tuning_log" and row["ranks_per_node"] == "8" and row["device"] == "h100-80gb":
+            is_asked = row["basis"] == "nccl_tuning_log" or row["algorithm"] == "per port"
+            if is_asked and row["ranks_per_node"] == "8" and row["device"] == "h100-80gb":
                 for kind in row["kind"].split("|"):
                     best[int(row["nodes"]), kind].append((float(row["latency_us"]), float(row["algbw_GBps"])))
     link, reached = find_link("nvlink-4"), efficiency_of("h100-80gb", "infiniband")

@@ -114,9 +114,8 @@ class ExpertRank:
     def _again(
         self, each: Recomputation, forward: Work, calls: tuple[CollectiveCount, ...], kept: float, made: float
     ) -> Recomputation:
-        if each.remat == "selective":
-            more = {"saved_bytes": _plus(each.saved_bytes, kept)}
-        else:
+        more: dict[str, object] = {"saved_bytes": _plus(each.saved_bytes, kept)}
+        if each.remat == "full":
             more = {"work": _sum(each.work, forward), "collectives": (*each.collectives, *calls)}
             made += kept
         passes = ("forward_transient_bytes", "backward_transient_bytes")

@@ -121,9 +121,9 @@ def collective(
     path, passes, fraction = _path(group, cluster, reached), _PASSES[kind], (group.size - 1) / group.size
     traffic = passes * fraction
     if not path.num_nodes:
-        measured, gain = cluster.intra_link.measured, cluster.intra_link.measured.all_reduce_gain
-        s_per_byte = traffic / path.bytes_per_s / (gain if kind == "all_reduce" else 1.0)
-        latency_s, climb_s = path.start_s + passes * path.latency_s, reached.intra_latency * measured.climb_s
+        link = cluster.intra_link.measured
+        s_per_byte = traffic / path.bytes_per_s / (link.all_reduce_gain if kind == "all_reduce" else 1.0)
+        latency_s, climb_s = path.start_s + passes * path.latency_s, reached.intra_latency * link.climb_s
         return partial(_climbing_s, latency_s=latency_s, s_per_byte=s_per_byte, climb_s=climb_s)
     s_per_byte = traffic / path.bytes_per_s
     lines: _Lines = ((passes * path.latency_s, s_per_byte),)
