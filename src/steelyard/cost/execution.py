@@ -49,7 +49,8 @@ class StateBytes:
 
         def kept(name: str, count: int, shards: int, replicas: int) -> int:
             if strategy.state_shards == 1:
-                shards = min(shard_degree or replicas, replicas)
+                of_all = replicas / strategy.replicas
+                shards = max(1, min(replicas, int(of_all * (shard_degree or strategy.replicas))))
             return -(-count * parts[name] // (shards if self.zero >= first_sharded[name] else 1))
 
         return {name: sum(kept(name, *part) for part in divided) for name in parts}
