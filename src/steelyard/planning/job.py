@@ -31,8 +31,12 @@ def make_job(
     memory: str | int | None,
     profile: str | Path | Profile | None,
     imbalance: float = ASSUMED_IMBALANCE,
+    own: Any = None,
 ) -> Job:
-    """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given."""
+    """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given.
+
+    ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
+    """
     chain = _chain_of(config)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if memory is not None:
@@ -62,7 +66,7 @@ def make_job(
         profile, file = read_profile(profile)
     if profile is None:
         degrees = divisors(machines.devices_per_node)
-        profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
+        profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     else:
         _check_profile(profile, chain, machines, seq_len, precision)
     return Job(

@@ -16,8 +16,16 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         )
 
 
-def check_same_model(config: object, chain: ModelChain) -> None:
-    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model."""
+def check_same_model(model: object, chain: ModelChain) -> None:
+    """Raises `InvalidPlanError` unless a `transformers` model has a config with the sizes of the plan's model."""
+    config = getattr(model, "config", None)
+    if config is None:
+        raise InvalidPlanError(
+            field="model",
+            found=f"a {type(model).__qualname__}, which has no config of transformers",
+            expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
+            hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
+        )
     for key, expected in {"model_type": chain.family.model_type, **chain.sizes}.items():
         found = getattr(config, key, None)
         if found != expected:
