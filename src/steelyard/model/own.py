@@ -90,6 +90,8 @@ class OwnSplit(_Part):
     """Parameters that layers share: for each copy its layer, and its path in the layer."""
     shared_entries: Count = 0
     """Entries of the largest of them."""
+    no_bf16: str = ""
+    """Why its layers cannot compute on parameters in bf16; empty where they can."""
     side_bytes: tuple[Count, Count] = (0, 0)
     """What blocks read beside what flows, in bytes: at all, and for each sample of a microbatch."""
 

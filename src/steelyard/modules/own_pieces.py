@@ -53,7 +53,7 @@ class OwnModel:
     def _made(self, number: int) -> dict[str, nn.Module]:
         own = self.own
         if 0 < number <= own.num_blocks:
-            return {"block": _without_frozen(self.module.get_submodule(own.blocks[number - 1]))}
+            return {"block": self.module.get_submodule(own.blocks[number - 1])}
         made = shell_of(self.module, own, keep=own.head if number else own.embedding)
         for path in (path for copies in own.shared for layer, path in copies[1:] if layer == number):
             _replace(made, made.get_parameter(path.partition(".")[2]))
@@ -134,7 +134,7 @@ class OwnBatch:
         """What a block is given; what flows is to be put in its places."""
         if self._found is None:
             assert self._arguments is not None, "asked for by a block"
-            self._found = self._arguments(self.inputs, self.num_samples)
+            self._found = self._arguments(self.inputs, self.num_samples, self.dtype)
         return self._found[block]
 
 
@@ -149,18 +149,18 @@ class Arguments:
         self._reads_samples = any(kind.reads_samples for kind in own.kinds if kind.role is LayerRole.BLOCK)
 
     @torch.no_grad()
-    def __call__(self, inputs: Any, num_samples: int) -> Mapping[int, BlockArguments]:
+    def __call__(self, inputs: Any, num_samples: int, dtype: torch.dtype) -> Mapping[int, BlockArguments]:
         """For every block its arguments; found once where they do not depend on the samples."""
         if num_samples in self._kept:
             return self._kept[num_samples]
-        found = self.seen(inputs, num_samples)
+        found = self.seen(inputs, num_samples, dtype)
         for block, given in found.items():
             self._check(block, given)
         if not self._reads_samples:
             self._kept = {num_samples: found}
         return found
 
-    def seen(self, inputs: Any, num_samples: int) -> dict[int, BlockArguments]:
+    def seen(self, inputs: Any, num_samples: int, dtype: torch.dtype = torch.float32) -> dict[int, BlockArguments]:
         """For every block its arguments, whether they have values or not."""
         found: dict[int, BlockArguments] = {}
 
@@ -170,7 +170,7 @@ class Arguments:
                 raise _SeenError
 
         with _Blanks():
-            _run(self._shell, inputs, num_samples, at)
+            _run(self._shell, inputs, num_samples, dtype, at)
         return found
 
     def _check(self, block: int, given: BlockArguments) -> None:
@@ -208,7 +208,7 @@ class _Embedding:
                 blanks.enter_context(_Blanks())
 
         with blanks:
-            _run(layer.model, batch.inputs, batch.num_samples, at)
+            _run(layer.model, batch.inputs, batch.num_samples, batch.dtype, at)
         return _flow(found, batch.dtype)
 
 
@@ -269,7 +269,7 @@ class _Head:
 
         with ExitStack() as after, ExitStack() as blanks:
             blanks.enter_context(_Blanks())
-            outputs = _run(layer.model, batch.inputs, batch.num_samples, at, made)
+            outputs = _run(layer.model, batch.inputs, batch.num_samples, batch.dtype, at, made)
             loss = loss_of(outputs, batch.targets, self._loss)
         return loss.float() * (batch.num_samples / context.num_targets)
 
@@ -313,17 +313,8 @@ def returned_tensors(outputs: Any) -> list[Tensor]:
 
 
 def _flow(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | tuple[Tensor, ...]:
-    converted = tuple(each.to(dtype) for each in tensors if each is not None)
+    converted = tuple(each.to(dtype).contiguous() for each in tensors if each is not None)
     return converted if len(converted) > 1 else converted[0]
-
-
-def _without_frozen(block: nn.Module) -> nn.Module:
-    """A block whose parameters that are not trained have become buffers, in place."""
-    for module in block.modules():
-        for name in [name for name, each in module._parameters.items() if each is not None and not each.requires_grad]:
-            frozen = module._parameters.pop(name)
-            module.register_buffer(name, frozen.detach())
-    return block
 
 
 def _replace(shell: nn.Module, parameter: nn.Parameter) -> None:
@@ -367,6 +358,18 @@ class _Passing:
         self.at: Callable[[int, BlockArguments], None] = lambda _block, _given: None
         self.made: Callable[[int, list[Tensor]], list[Tensor]] = lambda _block, tensors: tensors
         self.num_samples = 0
+        self.dtype = torch.float32
+        """In which the pass computes."""
+        self.blanks: list[tuple[nn.Module, str]] = []
+        """The parameters without values: the module, and the name there."""
+
+    def begin(self, num_samples: int, dtype: torch.dtype) -> None:
+        """Prepares for a pass."""
+        self.num_samples = num_samples
+        if dtype != self.dtype:
+            for module, name in self.blanks:
+                module.__dict__[name] = _nothing(module.__dict__[name].shape, dtype)
+        self.dtype = dtype
 
 
 class _Stub(nn.Module):
@@ -380,7 +383,7 @@ class _Stub(nn.Module):
         """What the block would return."""
         passing, kind = self._passing, self._kind
         passing.at(self._block, (places, names))
-        blanks = [_nothing((passing.num_samples, *shape), torch.float32) for shape in kind.makes]
+        blanks = [_nothing((passing.num_samples, *shape), passing.dtype) for shape in kind.makes]
         made = iter(passing.made(self._block, blanks))
         return next(made) if kind.returns is None else tuple(next(made) if each else None for each in kind.returns)
 
@@ -389,11 +392,13 @@ def _run(
     shell: nn.Module,
     inputs: Any,
     num_samples: int,
+    dtype: torch.dtype,
     at: Callable[[int, BlockArguments], None],
     made: Callable[[int, list[Tensor]], list[Tensor]] = lambda _block, tensors: tensors,
 ) -> Any:
     passing: _Passing = shell.__dict__["passing"]
-    passing.at, passing.made, passing.num_samples = at, made, num_samples
+    passing.begin(num_samples, dtype)
+    passing.at, passing.made = at, made
     places, names = call_arguments(inputs)
     try:
         return shell(*places, **names)
@@ -406,7 +411,8 @@ def _run(
 def shell_of(module: nn.Module, own: OwnSplit, *, keep: Collection[str]) -> nn.Module:
     """A copy of a module that has the parameters at the paths of ``keep`` and no others; its blocks are stubs.
 
-    Parameters are the module's own. Where there was another one is a tensor on the meta device.
+    Parameters are the module's own. Where there was another one is a tensor on the meta device, or a buffer if it is not
+    trained.
     """
     passing = _Passing()
     stubs = {path: _Stub(number, own.kind(number + 1), passing) for number, path in enumerate(own.blocks)}
@@ -425,8 +431,10 @@ def shell_of(module: nn.Module, own: OwnSplit, *, keep: Collection[str]) -> nn.M
                 found._parameters[name] = parameter
             elif not parameter.requires_grad:
                 found._buffers[name] = parameter.detach()
+                found._non_persistent_buffers_set.add(name)
             else:
                 found.__dict__[name] = _nothing(parameter.shape, parameter.dtype)
+                passing.blanks.append((found, name))
         found._modules = {
             name: child and copied(child, f"{path}.{name}".removeprefix(".")) for name, child in each._modules.items()
         }

@@ -8,10 +8,11 @@ threads, give what one gives: all that flows out, and the gradients of what flow
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -33,7 +34,7 @@ from steelyard.plan.strategy import Remat
 
 _logger = logging.getLogger(__name__)
 
-OWN_VERSION = 1
+OWN_VERSION = 2
 """Raised whenever modules are split or proved differently."""
 MOST_PARAMS = 2**28
 """Of a module, or for tensor parallelism of a block, that is proved in numbers."""
@@ -57,7 +58,14 @@ def proved(found: FoundSplit) -> OwnModel:
             return OwnModel(model.module, known, model.loss, model.sample)
         except InvalidProfileError as error:
             _logger.warning("proved again, since what was kept cannot be read: %s", error)
-    own = model.own.model_copy(update={"kinds": _proved_kinds(found)})
+    if dist.is_initialized():
+        raise InvalidModelError(
+            field="model",
+            found="a process group in this process",
+            expected="a process without one: a proof has ranks of its own",
+            hint="plan before torch.distributed is initialised, or in another process, and read the plan from its file",
+        )
+    own = model.own.model_copy(update={"kinds": _proved_kinds(found), "no_bf16": _bf16_fault(model)})
     keep(path, own.model_dump_json())
     return OwnModel(model.module, own, model.loss, model.sample)
 
@@ -105,12 +113,9 @@ def _check_pieces(model: OwnModel) -> None:
     own, module = model.own, model.module
     expected = _whole_results(model)
     chain = chain_of_own(own, name=own.module)
-    batch = OwnBatch(model.sample, own, model.arguments(_CPU), dtype=torch.float32, device=_CPU)
     module.zero_grad()
-    flow: Any = torch.zeros(batch.num_samples)
     layers = [build_layer(model, chain, number, Remat.NONE) for number in range(chain.num_layers)]
-    for number, layer in enumerate(layers):
-        flow = layer.run_by_family(layer, flow, _context(number, batch))
+    flow = _run_layers(model, layers, torch.float32)
     flow.backward()
     found: dict[str, Tensor] = {"logits": flow.detach()}
     first_of = {copies[1]: copies[0] for copies in own.shared}
@@ -127,6 +132,31 @@ def _check_pieces(model: OwnModel) -> None:
             expected="layers that give the loss and the gradients of the whole module",
             hint=HINT,
         )
+
+
+def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtype) -> Tensor:
+    """The loss of the sample, by one layer after another."""
+    batch = OwnBatch(model.sample, model.own, model.arguments(_CPU), dtype=dtype, device=_CPU)
+    flow: Any = torch.zeros(batch.num_samples)
+    for number, layer in enumerate(layers):
+        flow = layer.run_by_family(layer, flow, _context(number, batch))
+    return flow
+
+
+def _bf16_fault(model: OwnModel) -> str:
+    """Why the layers cannot compute on parameters in bf16, as under FSDP's mixed precision; empty where they can."""
+    if model.own.num_params > MOST_PARAMS:
+        return ""
+    filled = _with_values(model)
+    for parameter in filled.module.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    chain = chain_of_own(model.own, name=model.own.module)
+    layers = [build_layer(filled, chain, number, Remat.NONE) for number in range(chain.num_layers)]
+    try:
+        _run_layers(filled, layers, torch.bfloat16)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    return ""
 
 
 def _whole_results(model: OwnModel) -> dict[str, Tensor]:

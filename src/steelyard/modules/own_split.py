@@ -227,7 +227,7 @@ class _Recorder(TorchFunctionMode):
         self._model, self._blocks = model, blocks
         self.seen = _Seen(calls=[_Call(((), {})) for _ in blocks])
         self._made: dict[int, _Made] = {}
-        self._parameters = {id(each) for each in model.parameters() if each.requires_grad}
+        self._parameters = {id(each): each.requires_grad for each in model.parameters()}
         self._stack: list[str] = []
         self._block: int | None = None
         self._num_ended = 0
@@ -328,7 +328,7 @@ class _Recorder(TorchFunctionMode):
 
     def _given(self, call: _Call, block: int, place: int, leaf: Tensor) -> None:
         known, path = self._made.get(id(leaf)), self._blocks[block]
-        if id(leaf) in self._parameters:
+        if self._parameters.get(id(leaf)):
             raise _refused(path, "a parameter of the module among a block's arguments", "parameters inside blocks")
         if known is not None and known.version != leaf._version:
             raise _refused(path, f"an argument that was changed in place after {known.what} made it", "new tensors")
@@ -547,21 +547,25 @@ def _ends(model: nn.Module, seen: _Seen, blocks: Sequence[str]) -> tuple[tuple[s
     """The paths of the parameters that are used before the first block, and of those used after the last."""
     ends: tuple[list[str], list[str]] = ([], [])
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            continue
         used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if _below(path, each)]
-        for after, what in used.items():
-            if 0 < after < len(blocks):
-                raise _refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
-        if inside and used:
-            raise _refused(path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}")
-        if not inside and not used:
-            raise _refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
+        if parameter.requires_grad:
+            _check_used(path, used, inside, len(blocks))
         if 0 in used:
             ends[0].append(path)
         if len(blocks) in used:
             ends[1].append(path)
     return tuple(ends[0]), tuple(ends[1])
+
+
+def _check_used(path: str, used: Mapping[int, str], inside: Sequence[str], num_blocks: int) -> None:
+    """Raises `InvalidModelError` unless a parameter is used in blocks alone, or outside and not between them."""
+    for after, what in used.items():
+        if 0 < after < num_blocks:
+            raise _refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
+    if inside and used:
+        raise _refused(path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}")
+    if not inside and not used:
+        raise _refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
 
 
 def _shared(
@@ -570,6 +574,8 @@ def _shared(
     """The parameters that layers share: those of embedding and head; blocks must have their own."""
     where: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
         for number, block in enumerate(blocks, start=1):
             if _below(path, block):
                 where.setdefault(parameter, []).append((number, f"block.{path.removeprefix(f'{block}.')}"))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
-from steelyard.errors import InvalidProfileError, UserError
+from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
@@ -61,6 +61,13 @@ def make_job(
             hint="give --imbalance what training reported, or leave it out",
         )
     chain.check_seq_len(seq_len)
+    if chain.own is not None and chain.own.no_bf16 and precision == "bf16":
+        raise InvalidModelError(
+            field="precision",
+            found=f"bf16 for {chain.own.module}, which fails on parameters in bf16: {chain.own.no_bf16}",
+            expected="a module that computes in the type of its parameters",
+            hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
+        )
     file = None
     if isinstance(profile, str | Path):
         profile, file = read_profile(profile)

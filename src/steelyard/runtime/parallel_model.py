@@ -133,9 +133,9 @@ class ParallelModel:
         return sum(local_part(parameter).numel() for parameter in self.parameters())
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
-        """One optimizer per mesh and placement among the parameters: fused updates do not mix meshes."""
+        """One optimizer per mesh and placement among the parameters that are trained: fused updates do not mix meshes."""
         groups: dict[object, list[nn.Parameter]] = {}
-        for parameter in self.parameters():
+        for parameter in (each for each in self.parameters() if each.requires_grad):
             key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             groups.setdefault(key, []).append(parameter)
         return [make(group) for group in groups.values()]

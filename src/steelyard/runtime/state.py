@@ -75,7 +75,8 @@ def own_names(own: OwnSplit, layers: Mapping[str, nn.Module]) -> ParameterNames:
         for path, _ in saved_tensors(layer):
             number, first = first_of.get((int(name), path), (int(name), path))
             by_path[f"{name}.{path}"] = own.path(number, first)
-            is_copy = (int(name), path) in first_of or (int(name) == last and path not in parameters)
+            repeats = int(name) == last and (path not in parameters or own.path(last, path) in own.embedding)
+            is_copy = (int(name), path) in first_of or repeats
             copy_of_path[f"{name}.{path}"] = int(is_copy)
     return ParameterNames(by_path=by_path, copy_of_path=copy_of_path)
 
