@@ -7,6 +7,7 @@ parameters a later layer reads: a hidden state, and beside it what conditions it
 """
 
 import hashlib
+import re
 from math import prod
 from typing import Annotated, Literal
 
@@ -20,6 +21,8 @@ Place = Annotated[int, Field(ge=0, lt=2**31)]
 Shape = tuple[Count, ...]
 """The shape of a tensor of one sample: without the dim of samples, which is the first."""
 
+BUILDER = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
+"""How the function is named that builds a user's own module."""
 NO_CP = "that every rank may compute its own tokens alone is not known of a module of one's own"
 NO_END_TP = "what stands before and after the blocks of a module of one's own is not divided"
 

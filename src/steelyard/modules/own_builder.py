@@ -6,7 +6,6 @@ file is run: only one that stands on the command line is, and never one that a p
 """
 
 import importlib.util
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,13 +17,13 @@ from typing import Any
 from torch import nn
 
 from steelyard.errors import InvalidModelError, nearest
+from steelyard.model.own import BUILDER
 from steelyard.modules.own_pieces import HINT, OwnModel
 from steelyard.modules.own_proof import proved
 from steelyard.modules.own_read import planned_module
 from steelyard.modules.own_split import find_own_split
 from steelyard.plan.plan import Plan
 
-BUILDER = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 _WITH_LOSS = 3
 
 

@@ -44,6 +44,11 @@ class OwnModel:
         self._holders: dict[int, int] = {}
         """For each parameter, by identity, the layer that has it."""
 
+    @property
+    def name(self) -> str:
+        """The class of the module."""
+        return type(self.module).__name__
+
     def layer(self, number: int) -> dict[str, nn.Module]:
         """The modules of a layer of the chain. Of a parameter that layers share, each but the first has a copy."""
         if number not in self._layers:

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidDataError, InvalidModelError
 from steelyard.model.own import OwnSplit
 from steelyard.modules.own_pieces import Loss, OwnModel
-from steelyard.modules.own_split import check_same_module
+from steelyard.modules.own_split import check_same_module, name_of_leaf
 
 
 def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnModel:
@@ -35,7 +35,8 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnMo
 
 def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:
     """Raises `InvalidDataError` unless what was read is what was planned, for so many samples."""
-    found = {pytree.keystr(path): each for path, each in pytree.tree_leaves_with_path(value) if isinstance(each, Tensor)}
+    leaves = pytree.tree_leaves_with_path(value)
+    found = {name_of_leaf(path): each for path, each in leaves if isinstance(each, Tensor)}
     wanted = {each.path: each for each in own.inputs}
     if own.has_loss and not (isinstance(value, tuple | list) and len(value) == 2):
         raise _wrong(f"a {type(value).__name__}", "a pair: the inputs, and the targets")

@@ -605,11 +605,17 @@ def _inputs(sample: Any) -> Iterator[OwnInput]:
         if isinstance(leaf, Tensor):
             shape = tuple(leaf.shape[1:])
             yield OwnInput(
-                path=pytree.keystr(path),
+                path=name_of_leaf(path),
                 shape=shape,
                 dtype=str(leaf.dtype).removeprefix("torch."),
                 num_bytes=prod(shape) * leaf.dtype.itemsize,
             )
+
+
+def name_of_leaf(path: Sequence[Any]) -> str:
+    """The name of a tensor in what is read: its places and keys, as in ``0.tokens``; ``inputs`` where it is alone."""
+    keys = (getattr(each, "idx", getattr(each, "key", getattr(each, "name", each))) for each in path)
+    return ".".join(str(each) for each in keys) or "inputs"
 
 
 def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:

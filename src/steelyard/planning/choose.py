@@ -80,7 +80,7 @@ def find_plan(
         from steelyard.modules.own_builder import Built, own_model
 
         own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
-        config = chain_of_own(own.own, name=type(config).__name__)
+        config = chain_of_own(own.own, name=own.name)
         seq_len = config.max_seq_len if seq_len is None else seq_len
     if seq_len is None:
         raise UserError(field="seq_len", found="nothing", expected="the tokens of a sample", hint="give seq_len=4096")

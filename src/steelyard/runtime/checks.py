@@ -16,6 +16,19 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         )
 
 
+def check_builder(plan: Plan, builder: str | None) -> None:
+    """Raises `InvalidPlanError` unless a builder is given where the plan is for a user's own module, and only there."""
+    own = plan.chain().own
+    if (own is None) == (builder is None):
+        return
+    raise InvalidPlanError(
+        field="--builder",
+        found=f"nothing, and a plan for {own.module}" if own else f"{builder!r}, and a plan for {plan.model.name}",
+        expected="the function that builds it: what a plan file holds is never run" if own else "none: it has a config",
+        hint="add --builder FILE.py:FUNCTION, as planned with; the file is run" if own else "leave --builder out",
+    )
+
+
 def check_same_model(model: object, chain: ModelChain) -> None:
     """Raises `InvalidPlanError` unless a `transformers` model has a config with the sizes of the plan's model."""
     config = getattr(model, "config", None)

@@ -24,7 +24,7 @@ from steelyard.model.family import Task
 from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
-from steelyard.modules.own_pieces import Loss, OwnBatch
+from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel
 from steelyard.modules.own_read import check_read, parts_of, planned_module
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
@@ -307,17 +307,25 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     """
     check_world_size(plan, dist.get_world_size())
     chain = plan.chain()
-    if chain.own is None:
-        check_same_model(model, chain)
-    else:
-        model = planned_module(model, chain.own, loss)
+    if chain.own is not None:
+        return parallelize_own(planned_module(model, chain.own, loss), plan, seed)
+    check_same_model(model, chain)
+    return _parallelize_here(model, plan, seed)
+
+
+def parallelize_own(model: OwnModel, plan: Plan, seed: int) -> ParallelModel:
+    """This rank's part of a user's own module that is the plan's, as `parallelize` makes it."""
+    return _parallelize_here(model, plan, seed)
+
+
+def _parallelize_here(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
     device_type = default_device_type()
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     return parallelize_on(build_mesh(plan, device_type), device, model, plan, seed=seed)
 
 
 def parallelize_on(
-    mesh: PlanMesh, device: torch.device, model: PreTrainedModel, plan: Plan, *, seed: int
+    mesh: PlanMesh, device: torch.device, model: PreTrainedModel | OwnModel, plan: Plan, *, seed: int
 ) -> ParallelModel:
     """This rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
     chain = plan.chain()
