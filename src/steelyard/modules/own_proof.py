@@ -34,12 +34,15 @@ from steelyard.plan.strategy import Remat
 
 _logger = logging.getLogger(__name__)
 
-OWN_VERSION = 2
+OWN_VERSION = 3
 """Raised whenever modules are split or proved differently."""
 MOST_PARAMS = 2**28
 """Of a module, or for tensor parallelism of a block, that is proved in numbers."""
 TOLERANCE = 1e-4
 """Largest difference of a loss or gradient, as a share of the largest entry of its tensor."""
+TP_TOLERANCE = 1e-3
+"""The same between two ranks and one. Rounding shows in gradients that are all but zero (of a key's bias); what is
+divided wrongly is wrong by a factor."""
 _KEY_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 _CPU = torch.device("cpu")
 
@@ -277,7 +280,7 @@ class _BlockProof:
         block = copy.deepcopy(self._model.layer(self._layer)["block"])
         layer = build_layer(_Blocks(self._model, block), chain, self._layer, Remat.NONE)
         apply_tensor_parallel(layer, self._model, chain, mesh, sp=False)
-        return difference(self._expected, self._results(layer), chain, TOLERANCE)
+        return difference(self._expected, self._results(layer), chain, TP_TOLERANCE)
 
     def _chain(self, styles: Styles) -> ModelChain:
         own = self._model.own
