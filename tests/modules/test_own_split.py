@@ -26,9 +26,7 @@ def error_of(module: nn.Module, sample: Any, loss: Any = functional.mse_loss, bl
 
 
 def test_a_tied_table_is_shared_by_embedding_and_head() -> None:
-    assert split_of("nanogpt").shared == (
-        ((0, "model.transformer.wte.weight"), (5, "model.transformer.wte.weight")),
-    )
+    assert split_of("nanogpt").shared == (((0, "model.transformer.wte.weight"), (5, "model.transformer.wte.weight")),)
 
 
 def test_blocks_in_a_dictionary_that_know_their_place_are_of_one_kind() -> None:

@@ -9,7 +9,11 @@ from tests.runtime.processes import run_ranks
 pytestmark = pytest.mark.processes
 
 PAIRS = [
-    *(f"{name} {layout}" for name in ("nanogpt", "titan", "dit", "sequential") for layout in ("data", "stages", "tensors")),
+    *(
+        f"{name} {layout}"
+        for name in ("nanogpt", "titan", "dit", "sequential")
+        for layout in ("data", "stages", "tensors")
+    ),
     "unet data",
     "unet stages",
 ]

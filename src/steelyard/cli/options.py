@@ -10,8 +10,8 @@ import typer
 from steelyard.cli.completion import complete_cluster, complete_model, complete_network
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, parse_cluster, with_network
-from steelyard.model.own import BUILDER
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS, MOST_TOKENS
+from steelyard.model.own import BUILDER
 from steelyard.output import check_file, check_folder
 
 Model = Annotated[

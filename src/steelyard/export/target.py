@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.cost.execution import OURS, Execution
+from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan

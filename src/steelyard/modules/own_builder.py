@@ -70,7 +70,7 @@ def build(builder: str) -> Built:
 
 
 def build_planned(builder: str, plan: Plan) -> OwnModel:
-    """What a builder builds, for a plan that was made for it; raises `InvalidModelError` if it builds another module."""
+    """What a builder builds, for a plan that was made for it; raises `InvalidModelError` for another module."""
     own = plan.chain().own
     if own is None:
         raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
@@ -98,7 +98,8 @@ def _checked(found: Any, name: str) -> Built:
 def _run(path: Path) -> ModuleType:
     """The module of a file, run under its own name; files beside it can be imported."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    assert spec is not None, "a file that ends in .py has a loader"
+    assert spec.loader is not None, "as well"
     module = importlib.util.module_from_spec(spec)
     folder = str(path.parent.resolve())
     if folder not in sys.path:

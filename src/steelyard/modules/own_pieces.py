@@ -416,8 +416,8 @@ def _run(
 def shell_of(module: nn.Module, own: OwnSplit, *, keep: Collection[str]) -> nn.Module:
     """A copy of a module that has the parameters at the paths of ``keep`` and no others; its blocks are stubs.
 
-    Parameters are the module's own. Where there was another one is a tensor on the meta device, or a buffer if it is not
-    trained.
+    Parameters are the module's own. Where there was another one is a tensor on the meta device; if that is not trained,
+    a buffer with its values.
     """
     passing = _Passing()
     stubs = {path: _Stub(number, own.kind(number + 1), passing) for number, path in enumerate(own.blocks)}

@@ -97,11 +97,16 @@ def _filled(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        values = torch.randn(parameter.shape, generator=generator) * (parameter.shape[-1] if parameter.dim() > 1 else 100) ** -0.5
+        values = (
+            torch.randn(parameter.shape, generator=generator)
+            * (parameter.shape[-1] if parameter.dim() > 1 else 100) ** -0.5
+        )
         shift = 1.0 if parameter.dim() == 1 and parameter.numel() > 1 else 0.0
         memo[id(parameter)] = nn.Parameter(values + shift, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = torch.zeros_like(buffer, device=_CPU) if buffer.is_meta else buffer.detach().to(_CPU, copy=True)
+        memo[id(buffer)] = (
+            torch.zeros_like(buffer, device=_CPU) if buffer.is_meta else buffer.detach().to(_CPU, copy=True)
+        )
     return copy.deepcopy(module, memo).eval()
 
 
@@ -131,7 +136,7 @@ def _check_pieces(model: OwnModel) -> None:
     if wrong:
         raise InvalidModelError(
             field="model",
-            found=f"{own.module}: its layers, one after another, are not the module: {wrong.replace('logits', 'the loss')}",
+            found=f"{own.module}: its layers in order are not the module: {wrong.replace('logits', 'the loss')}",
             expected="layers that give the loss and the gradients of the whole module",
             hint=HINT,
         )
@@ -187,7 +192,7 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
             field="loss",
             found=f"{float(loss):.6g} for {count} samples, and {float(mean):.6g} on average for each of them alone",
             expected="the mean over samples, each of which is computed by itself",
-            hint="return the mean of as many terms for every sample; weigh what is left out by zero, not by leaving it out",
+            hint="return the mean of as many terms for every sample; weigh by zero what is left out",
         )
     return {"logits": loss, **gradients}
 
@@ -215,7 +220,9 @@ def _divided(found: FoundSplit, number: int) -> OwnKind:
     path = model.own.blocks[layer - 1]
     block = model.module.get_submodule(path)
     if sum(parameter.numel() for parameter in block.parameters()) > MOST_PARAMS:
-        return kind.model_copy(update={"no_tp": f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"})
+        return kind.model_copy(
+            update={"no_tp": f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"}
+        )
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
     reasons: list[str] = []
     proof = None

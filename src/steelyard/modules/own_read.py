@@ -18,7 +18,9 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnMo
         raise InvalidModelError(
             field="loss",
             found="a loss function" if loss is not None else "no loss function",
-            expected="the one that was planned with" if own.has_loss else "none: the module returns its loss, as planned",
+            expected="the one that was planned with"
+            if own.has_loss
+            else "none: the module returns its loss, as planned",
             hint="give parallelize what find_plan was given",
         )
     check_same_module(module, own)
@@ -60,5 +62,8 @@ def parts_of(value: Any, count: int) -> Iterator[Any]:
 
 def _wrong(found: str, expected: str) -> InvalidDataError:
     return InvalidDataError(
-        field="read", found=found, expected=expected, hint="return what sample= of find_plan was, for the samples asked for"
+        field="read",
+        found=found,
+        expected=expected,
+        hint="return what sample= of find_plan was, for the samples asked for",
     )

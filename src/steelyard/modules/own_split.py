@@ -317,7 +317,9 @@ class _Recorder(TorchFunctionMode):
     def _block_begins(self, block: int, given: BlockArguments) -> None:
         path = self._blocks[block]
         if self._block is not None:
-            raise _refused(path, f"a call inside another block, {self._blocks[self._block]}", "blocks beside each other")
+            raise _refused(
+                path, f"a call inside another block, {self._blocks[self._block]}", "blocks beside each other"
+            )
         if block != self._num_ended:
             raise _refused(path, "a block that is called out of order or twice", "blocks that are called once each")
         call = self.seen.calls[block] = _Call(given)
@@ -333,7 +335,7 @@ class _Recorder(TorchFunctionMode):
         if known is not None and known.version != leaf._version:
             raise _refused(path, f"an argument that was changed in place after {known.what} made it", "new tensors")
         if not leaf.requires_grad:
-            if known is not None and (known.inside or known.after > 0 and known.origin is not None):
+            if known is not None and (known.inside or (known.after > 0 and known.origin is not None)):
                 raise _refused(path, f"an argument without gradient that a block has made ({known.what})", "gradients")
             return
         if known is None:
@@ -383,7 +385,9 @@ def _blocks_of(model: nn.Module, seen: _Seen, named: Sequence[str] | None) -> tu
                 "the path of a ModuleList, ModuleDict or Sequential: "
                 + (", ".join(repr(each) for each in lists) or "the module has none"),
             )
-    items = {path: [f"{path}.{name}".removeprefix(".") for name, _ in each.named_children()] for path, each in lists.items()}
+    items = {
+        path: [f"{path}.{name}".removeprefix(".") for name, _ in each.named_children()] for path, each in lists.items()
+    }
     order = {path: place for place, path in enumerate(seen.called)}
     if named:
         chosen = [item for path in named for item in items[path]]
@@ -401,7 +405,10 @@ def _blocks_of(model: nn.Module, seen: _Seen, named: Sequence[str] | None) -> tu
             "blocks in a ModuleList, ModuleDict or Sequential",
             "put them into one, or name it: blocks=…",
         )
-    size = {path: sum(p.numel() for item in each for p in model.get_submodule(item).parameters()) for path, each in outermost.items()}
+    size = {
+        path: sum(p.numel() for item in each for p in model.get_submodule(item).parameters())
+        for path, each in outermost.items()
+    }
     best = max(outermost, key=lambda path: size[path])
     return tuple(sorted(outermost[best], key=order.__getitem__))
 
@@ -409,7 +416,10 @@ def _blocks_of(model: nn.Module, seen: _Seen, named: Sequence[str] | None) -> tu
 def _alike(model: nn.Module, items: Sequence[str]) -> list[str]:
     """The items from the first to the last that is built like another one; all of them where none is."""
     modules = [model.get_submodule(item) for item in items]
-    digests = [fingerprint_of_block(module, place) if any(True for _ in module.parameters()) else "" for place, module in enumerate(modules)]
+    digests = [
+        fingerprint_of_block(module, place) if any(True for _ in module.parameters()) else ""
+        for place, module in enumerate(modules)
+    ]
     alike = [place for place, digest in enumerate(digests) if digest and digests.count(digest) > 1]
     return list(items[alike[0] : alike[-1] + 1]) if alike else list(items)
 
@@ -423,7 +433,9 @@ def _check_same(seen: _Seen, other: _Seen) -> None:
                 "the same operations for all samples and in every pass",
             )
     if len(seen.operations) != len(other.operations):
-        raise _refused("", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many")
+        raise _refused(
+            "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
+        )
 
 
 def _split_of(
@@ -537,7 +549,8 @@ def _kind(
         returns=tuple(isinstance(each, Tensor) for each in call.outputs) if several else None,
         makes=tuple(tuple(each.shape[1:]) for each in _returned(call)),
         goes_on=tuple(
-            ("made", origin[2]) if origin[:2] == ("made", block) else ("given", before.index(origin)) for origin in after
+            ("made", origin[2]) if origin[:2] == ("made", block) else ("given", before.index(origin))
+            for origin in after
         ),
         shapes=tuple(shapes[origin] for origin in after),
     )
@@ -583,7 +596,7 @@ def _shared(
             if path in end:
                 where.setdefault(parameter, []).append((number, f"model.{path}"))
     for places in where.values():
-        first_of = {number: path for number, path in reversed(places)}
+        first_of = dict(reversed(places))
         if len(first_of) < 2:
             continue
         if any(0 < number <= len(blocks) for number in first_of):
@@ -666,5 +679,3 @@ def _below(path: str, outer: str) -> bool:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:160]
-
-

@@ -99,7 +99,9 @@ def _suppositions(
     own = {path: style for path, style in own.items() if path in called and "experts" not in path.split(".")}
     if own and all(style in STYLES for style in own.values()):
         yield with_entries(block, own, called, {p: keywords[f"{block_path}.{p}"] for p in called})
-    yield with_entries(block, styles_by_structure(block, called), called, {p: keywords[f"{block_path}.{p}"] for p in called})
+    yield with_entries(
+        block, styles_by_structure(block, called), called, {p: keywords[f"{block_path}.{p}"] for p in called}
+    )
 
 
 def styles_by_structure(block: nn.Module, called: Sequence[str]) -> dict[str, str]:

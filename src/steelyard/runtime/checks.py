@@ -29,13 +29,12 @@ def check_builder(plan: Plan, builder: str | None) -> None:
     )
 
 
-def check_same_model(model: object, chain: ModelChain) -> None:
-    """Raises `InvalidPlanError` unless a `transformers` model has a config with the sizes of the plan's model."""
-    config = getattr(model, "config", None)
+def check_same_model(config: object | None, chain: ModelChain) -> None:
+    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
     if config is None:
         raise InvalidPlanError(
             field="model",
-            found=f"a {type(model).__qualname__}, which has no config of transformers",
+            found="a module without a config, which is no model of transformers",
             expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
             hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
         )

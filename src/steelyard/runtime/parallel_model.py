@@ -133,7 +133,7 @@ class ParallelModel:
         return sum(local_part(parameter).numel() for parameter in self.parameters())
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
-        """One optimizer per mesh and placement among the parameters that are trained: fused updates do not mix meshes."""
+        """One optimizer per mesh and placement among trained parameters: fused updates do not mix meshes."""
         groups: dict[object, list[nn.Parameter]] = {}
         for parameter in (each for each in self.parameters() if each.requires_grad):
             key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -309,7 +309,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     chain = plan.chain()
     if chain.own is not None:
         return parallelize_own(planned_module(model, chain.own, loss), plan, seed)
-    check_same_model(model, chain)
+    check_same_model(getattr(model, "config", None), chain)
     return _parallelize_here(model, plan, seed)
 
 

@@ -54,7 +54,9 @@ class StepMetrics:
 
     def line(self, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
         """The line of progress."""
-        rate = f"{format_count(self.tokens_per_s)} tokens/s" if counts_tokens else f"{self.samples_per_s:.3g} {samples}/s"
+        rate = (
+            f"{format_count(self.tokens_per_s)} tokens/s" if counts_tokens else f"{self.samples_per_s:.3g} {samples}/s"
+        )
         parts = [f"step {self.step:>{len(str(num_steps))}}/{num_steps}", f"loss {self.loss:.4f}", rate]
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")

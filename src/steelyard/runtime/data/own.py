@@ -1,4 +1,4 @@
-"""Samples for a user's own module: tensors of a file by the names that they have in the sample, or the sample itself."""
+"""Samples for a user's own module: tensors of a file, by the names that they have in the sample, or that sample."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ class OwnData:
                     raise InvalidDataError(
                         field="data",
                         found=f"{wanted.path} of shape {found.get_shape()} in {path}",
-                        expected=f"[samples, {', '.join(map(str, wanted.shape))}], as in the sample that was planned with",
+                        expected=f"{wanted.shape} for each sample, as in the one that was planned with",
                         hint="write samples of that shape, or plan with another sample",
                     )
         if len(counts) > 1 or 0 in counts:
