@@ -46,7 +46,7 @@ class OwnKind(_Part):
     name: str
     role: LayerRole
     fingerprint: str
-    """Of the structure of its modules; see `steelyard.modules.own_split`."""
+    """Of the structure of its modules; see `steelyard.modules.own_identity`."""
     reads: tuple[tuple[Place, Place], ...] = ()
     """Of a block, for each argument that flows: its place among all arguments, and in what flows in."""
     returns: tuple[bool, ...] | None = None

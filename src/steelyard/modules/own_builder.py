@@ -44,8 +44,8 @@ def own_model(built: Built) -> OwnModel:
             field="sample",
             found="nothing",
             expected=f"what {type(built.module).__qualname__} is given for two samples or more",
-            hint="add sample=: its inputs, or a pair of inputs and targets with loss= (for a model of transformers, give "
-            "its config in the place of the model)",
+            hint="add sample=: its inputs, or a pair of inputs and targets with loss= "
+            "(for a model of transformers, give its config in the place of the model)",
         )
     return proved(find_own_split(built.module, built.sample, loss=built.loss, blocks=built.blocks))
 

@@ -8,8 +8,9 @@ from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidDataError, InvalidModelError
 from steelyard.model.own import OwnSplit
+from steelyard.modules.own_identity import check_same_module
 from steelyard.modules.own_pieces import Loss, OwnModel
-from steelyard.modules.own_split import check_same_module, name_of_leaf
+from steelyard.modules.own_split import name_of_leaf
 
 
 def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnModel:

@@ -9,63 +9,24 @@ of samples must show the same operations, and all that flows must have the sampl
 What is refused is one error that names the place: the path of a module, and the operation.
 """
 
-import hashlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from steelyard.errors import InvalidModelError, UserError
+from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnInput, OwnKind, OwnSplit
-from steelyard.model.split import BlockArguments
-from steelyard.modules.own_pieces import HINT, META, Loss, OwnModel, call_arguments, loss_of, meta_copy
-from steelyard.modules.structure import signature
+from steelyard.modules.own_identity import below, digest_of, fingerprint_of_block, fingerprint_of_rest
+from steelyard.modules.own_pieces import HINT, META, Loss, OwnModel, meta_copy, returned_tensors
+from steelyard.modules.own_recording import Origin, Seen, record, refused
 
-Origin = tuple[str, int, int]
-"""What flows: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and its place."""
 _BEFORE = -1
-
-
-@dataclass(slots=True)
-class _Made:
-    """A tensor that was seen, and where it came from: how many blocks had ended, and what made it."""
-
-    tensor: Tensor
-    after: int
-    inside: bool
-    what: str
-    version: int
-    origin: Origin | None = None
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a block."""
-
-    given: BlockArguments
-    reads: list[tuple[int, Origin]] = field(default_factory=list)
-    outputs: Any = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Seen:
-    """What a pass showed; parameters by identity."""
-
-    calls: list[_Call] = field(default_factory=list)
-    used: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Of each parameter outside blocks after how many blocks it was used, and where."""
-    head_reads: list[Origin] = field(default_factory=list)
-    operations: list[str] = field(default_factory=list)
-    called: list[str] = field(default_factory=list)
-    keywords: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +49,8 @@ def find_own_split(
     num_samples = check_sample(sample, has_loss=loss is not None)
     _check_module(module)
     model = meta_copy(module)
-    paths = _blocks_of(model, _pass(model, sample, num_samples, loss, ()), blocks)
-    seen, other = (_pass(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
+    paths = _blocks_of(model, record(model, sample, num_samples, loss, ()), blocks)
+    seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
     _check_same(seen, other)
     own = _split_of(model, seen, other, paths, sample, has_loss=loss is not None)
     own = _with_samples_read(OwnModel(model, own, loss), sample)
@@ -113,59 +74,17 @@ def check_sample(sample: Any, *, has_loss: bool) -> int:
     return counts.pop()
 
 
-def fingerprint_of_rest(module: nn.Module, blocks: Sequence[str]) -> str:
-    """A digest of the structure of what is not in blocks."""
-    parts = (part for part in signature(module, places=True) if not any(_below(str(part[0]), each) for each in blocks))
-    return _digest(type(module).__qualname__, *parts)
-
-
-def fingerprint_of_block(block: nn.Module, place: int) -> str:
-    """A digest of the structure of a block; where it stands plays no part."""
-    return _digest(*_without_place(signature(block, places=True), place))
-
-
-def check_same_module(module: nn.Module, own: OwnSplit) -> None:
-    """Raises `InvalidModelError` naming the first place where a module is not the one that was planned."""
-    found = {path for path, _ in module.named_modules()}
-    count = sum(parameter.numel() for parameter in module.parameters())
-    for number, path in enumerate(own.blocks):
-        if path not in found:
-            raise _other_module(f"{type(module).__qualname__} without a block {path}", f"{own.module} with it")
-        digest = fingerprint_of_block(module.get_submodule(path), number)
-        if digest != own.kind(number + 1).fingerprint:
-            raise _other_module(f"block {path} of structure {digest}", f"{own.kind(number + 1).fingerprint}")
-    digest = fingerprint_of_rest(module, own.blocks)
-    if (digest, count) != (own.kinds[0].fingerprint, own.num_params):
-        raise _other_module(
-            f"{type(module).__qualname__} of {count} parameters and, outside its blocks, structure {digest}",
-            f"{own.module} of {own.num_params} parameters and structure {own.kinds[0].fingerprint}",
-        )
-
-
-def _other_module(found: str, expected: str) -> InvalidModelError:
-    return InvalidModelError(
-        field="model",
-        found=found,
-        expected=f"{expected}, as planned",
-        hint="build the module as it was planned (its sizes, its layers, its settings), or plan again",
-    )
-
-
 def _bad_sample(found: str, expected: str) -> InvalidModelError:
     return InvalidModelError(field="sample", found=found, expected=expected, hint=HINT)
-
-
-def _refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
-    return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)
 
 
 def _check_module(module: nn.Module) -> None:
     """Raises `InvalidModelError` for what no split can divide."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise _refused("model", f"{type(module).__qualname__} without a parameter to train", "a module to train")
+        raise refused("model", f"{type(module).__qualname__} without a parameter to train", "a module to train")
     for path, each in module.named_modules():
         if isinstance(each, _BatchNorm):
-            raise _refused(
+            raise refused(
                 path,
                 f"{type(each).__name__}, whose result depends on which samples are computed together",
                 "modules that compute each sample by itself",
@@ -173,7 +92,7 @@ def _check_module(module: nn.Module) -> None:
             )
         for name, value in vars(each).items():
             if isinstance(value, Tensor):
-                raise _refused(
+                raise refused(
                     f"{path}.{name}".removeprefix("."),
                     "a tensor that is an attribute",
                     "parameters and buffers",
@@ -181,7 +100,7 @@ def _check_module(module: nn.Module) -> None:
                 )
     for path, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
-            raise _refused(
+            raise refused(
                 path,
                 f"a parameter of {parameter.dtype}",
                 "parameters of torch.float32, which the optimizer reads",
@@ -189,197 +108,13 @@ def _check_module(module: nn.Module) -> None:
             )
 
 
-def _pass(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str]) -> _Seen:
-    """One forward pass on tensors without values."""
-    blank = pytree.tree_map_only(
-        Tensor, lambda each: torch.empty((num_samples, *each.shape[1:]), dtype=each.dtype, device=META), sample
-    )
-    recorder = _Recorder(model, blocks)
-    inputs, targets = blank if loss is not None else (blank, None)
-    for each in pytree.tree_leaves(blank):
-        if isinstance(each, Tensor):
-            recorder.note(each, "the samples")
-    places, names = call_arguments(inputs)
-    with recorder.watching():
-        try:
-            with recorder:
-                outputs = model(*places, **names)
-                recorder.ends(outputs)
-                scalar = loss_of(outputs, targets, loss)
-        except UserError:
-            raise
-        except Exception as error:
-            raise _refused(
-                recorder.place,
-                f"an operation that needs values or fails ({type(error).__name__}: {_first_line(error)})",
-                "a forward pass whose operations do not depend on values, and run on the sample's shapes",
-                "compute such branches with masks (torch.where), or outside the module, and give their result",
-            ) from error
-    recorder.ends(scalar)
-    return recorder.seen
-
-
-class _Recorder(TorchFunctionMode):
-    """Sees every operation of a forward pass: what made each tensor, and what parameters it was made of."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        super().__init__()
-        self._model, self._blocks = model, blocks
-        self.seen = _Seen(calls=[_Call(((), {})) for _ in blocks])
-        self._made: dict[int, _Made] = {}
-        self._parameters = {id(each): each.requires_grad for each in model.parameters()}
-        self._stack: list[str] = []
-        self._block: int | None = None
-        self._num_ended = 0
-
-    @property
-    def place(self) -> str:
-        """The path of the module whose forward pass is under way."""
-        return self._stack[-1] if self._stack else ""
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks on all modules."""
-        paths = {module: path for path, module in self._model.named_modules()}
-        number_of = {self._model.get_submodule(path): number for number, path in enumerate(self._blocks)}
-
-        def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
-            self._stack.append(paths[module])
-            self.seen.called.append(paths[module])
-            by_place = any(isinstance(each, Tensor) for each in places)
-            first = None if by_place else next((key for key, each in names.items() if isinstance(each, Tensor)), None)
-            self.seen.keywords[paths[module]] = first
-            if module in number_of:
-                self._block_begins(number_of[module], (places, dict(names)))
-
-        def after(module: nn.Module, _places: Any, _names: Any, outputs: Any) -> None:
-            if module in number_of:
-                self._block_ends(number_of[module], outputs)
-            self._stack.pop()
-
-        handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
-        handles += [module.register_forward_hook(after, with_kwargs=True) for module in paths]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def note(self, tensor: Tensor, what: str) -> _Made:
-        """Remembers where a tensor came from."""
-        found = _Made(tensor, self._num_ended, self._block is not None, what, tensor._version)
-        self._made[id(tensor)] = found
-        return found
-
-    def ends(self, outputs: Any) -> None:
-        """What the module returns is read after the last block."""
-        for leaf in pytree.tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs):
-            if isinstance(leaf, Tensor):
-                self._read_outside(leaf, "what is returned")
-
-    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        made = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
-        name = getattr(func, "__name__", str(func))
-        if not made or name == "__get__":
-            return result
-        what = f"{name} in {self.place or 'the module itself'}"
-        if self._block is None:
-            self.seen.operations.append(what)
-            for each in pytree.tree_leaves((args, kwargs)):
-                if isinstance(each, Tensor):
-                    self._read_outside(each, what)
-        for each in made:
-            known = self._made.get(id(each))
-            if known is None or known.version != each._version:
-                self.note(each, what)
-        return result
-
-    def _read_outside(self, tensor: Tensor, what: str) -> None:
-        if id(tensor) in self._parameters:
-            self.seen.used.setdefault(id(tensor), {}).setdefault(self._num_ended, what)
-            return
-        known = self._made.get(id(tensor))
-        if known is None or not self._blocks or self._num_ended < len(self._blocks) or not tensor.requires_grad:
-            return
-        if known.origin is not None:
-            self.seen.head_reads.append(known.origin)
-        elif known.after < len(self._blocks):
-            where = "before the first block" if known.after == 0 else "between blocks"
-            raise _refused(
-                what.partition(" in ")[2],
-                f"{what.partition(' in ')[0]} after the blocks, of what {known.what} made {where}",
-                "what depends on parameters to reach the part after the blocks through them",
-                "give it to a block as an argument (and use that very tensor afterwards)",
-            )
-
-    def _block_begins(self, block: int, given: BlockArguments) -> None:
-        path = self._blocks[block]
-        if self._block is not None:
-            raise _refused(
-                path, f"a call inside another block, {self._blocks[self._block]}", "blocks beside each other"
-            )
-        if block != self._num_ended:
-            raise _refused(path, "a block that is called out of order or twice", "blocks that are called once each")
-        call = self.seen.calls[block] = _Call(given)
-        for place, leaf in enumerate(pytree.tree_leaves(given)):
-            if isinstance(leaf, Tensor):
-                self._given(call, block, place, leaf)
-        self._block = block
-
-    def _given(self, call: _Call, block: int, place: int, leaf: Tensor) -> None:
-        known, path = self._made.get(id(leaf)), self._blocks[block]
-        if self._parameters.get(id(leaf)):
-            raise _refused(path, "a parameter of the module among a block's arguments", "parameters inside blocks")
-        if known is not None and known.version != leaf._version:
-            raise _refused(path, f"an argument that was changed in place after {known.what} made it", "new tensors")
-        if not leaf.requires_grad:
-            if known is not None and (known.inside or (known.after > 0 and known.origin is not None)):
-                raise _refused(path, f"an argument without gradient that a block has made ({known.what})", "gradients")
-            return
-        if known is None:
-            known = self.note(leaf, "something unseen")
-            known.after = 0
-        if known.origin is None:
-            if known.after > 0:
-                raise _refused(
-                    path,
-                    f"an argument that {known.what} makes between two blocks",
-                    "blocks that are given what other blocks return, or what is made before the first block",
-                    "move the operation into the block (for a long skip: give the block both tensors)",
-                )
-            known.origin = ("given", block, place)
-        call.reads.append((place, known.origin))
-
-    def _block_ends(self, block: int, outputs: Any) -> None:
-        path = self._blocks[block]
-        self._block, self._num_ended = None, block + 1
-        call = self.seen.calls[block]
-        call.outputs = outputs
-        entries = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        if not any(isinstance(each, Tensor) for each in entries):
-            raise _refused(path, f"a block that returns {type(outputs).__name__}", "a tensor, or a tuple of tensors")
-        for leaf in pytree.tree_leaves(call.given):
-            known = self._made.get(id(leaf))
-            if known is not None and leaf._version != known.version:
-                raise _refused(path, "an argument that the block changes in place", "x = x + y in the place of x += y")
-        for place, each in enumerate(each for each in entries if isinstance(each, Tensor)):
-            if not each.requires_grad:
-                raise _refused(path, "a result that depends on no parameter", "results that gradients flow through")
-            made = self.note(each, f"block {path}")
-            made.origin = ("made", block, place)
-        if not all(isinstance(each, Tensor) or each is None for each in entries):
-            raise _refused(path, "a result that is no tensor", "a tensor, or a tuple of tensors and None")
-
-
-def _blocks_of(model: nn.Module, seen: _Seen, named: Sequence[str] | None) -> tuple[str, ...]:
+def _blocks_of(model: nn.Module, seen: Seen, named: Sequence[str] | None) -> tuple[str, ...]:
     """The paths of the blocks in the order of calls."""
     lists = {path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)}
     lists |= {path: each for path, each in model.named_modules() if isinstance(each, nn.Sequential)}
     for path in named or ():
         if path not in lists:
-            raise _refused(
+            raise refused(
                 "blocks",
                 repr(path),
                 "the path of a ModuleList, ModuleDict or Sequential: "
@@ -393,13 +128,13 @@ def _blocks_of(model: nn.Module, seen: _Seen, named: Sequence[str] | None) -> tu
         chosen = [item for path in named for item in items[path]]
         for item in chosen:
             if seen.called.count(item) != 1:
-                raise _refused(item, f"an item of blocks that is called {seen.called.count(item)} times", "one call")
+                raise refused(item, f"an item of blocks that is called {seen.called.count(item)} times", "one call")
         return tuple(sorted(chosen, key=order.__getitem__))
     usable = {path: _alike(model, each) for path, each in items.items() if each}
     usable = {path: each for path, each in usable.items() if all(seen.called.count(item) == 1 for item in each)}
-    outermost = {path: each for path, each in usable.items() if not any(path != o and _below(path, o) for o in usable)}
+    outermost = {path: each for path, each in usable.items() if not any(path != o and below(path, o) for o in usable)}
     if not outermost:
-        raise _refused(
+        raise refused(
             "model",
             f"{type(model).__qualname__} without a list of modules that are called once each",
             "blocks in a ModuleList, ModuleDict or Sequential",
@@ -424,22 +159,22 @@ def _alike(model: nn.Module, items: Sequence[str]) -> list[str]:
     return list(items[alike[0] : alike[-1] + 1]) if alike else list(items)
 
 
-def _check_same(seen: _Seen, other: _Seen) -> None:
+def _check_same(seen: Seen, other: Seen) -> None:
     for first, second in zip(seen.operations, other.operations, strict=False):
         if first != second:
-            raise _refused(
+            raise refused(
                 first.partition(" in ")[2],
                 f"{first.partition(' in ')[0]} in one pass and {second} in another: operations that change",
                 "the same operations for all samples and in every pass",
             )
     if len(seen.operations) != len(other.operations):
-        raise _refused(
+        raise refused(
             "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
         )
 
 
 def _split_of(
-    model: nn.Module, seen: _Seen, other: _Seen, blocks: Sequence[str], sample: Any, *, has_loss: bool
+    model: nn.Module, seen: Seen, other: Seen, blocks: Sequence[str], sample: Any, *, has_loss: bool
 ) -> OwnSplit:
     flows = _flows(seen, blocks)
     embedding, head = _ends(model, seen, blocks)
@@ -477,7 +212,7 @@ def _split_of(
     )
 
 
-def _flows(seen: _Seen, blocks: Sequence[str]) -> list[list[Origin]]:
+def _flows(seen: Seen, blocks: Sequence[str]) -> list[list[Origin]]:
     """What flows out of the embedding and of each block: all that is there by then and read later."""
     last = dict.fromkeys(seen.head_reads, len(blocks))
     for block, call in enumerate(seen.calls):
@@ -491,42 +226,37 @@ def _flows(seen: _Seen, blocks: Sequence[str]) -> list[list[Origin]]:
     for layer, flow in enumerate(flows):
         if not flow:
             place = blocks[layer - 1] if layer else "forward"
-            raise _refused(place, "nothing that later layers read and that depends on parameters", "a chain of blocks")
+            raise refused(place, "nothing that later layers read and that depends on parameters", "a chain of blocks")
     return flows
 
 
-def _shape(seen: _Seen, other: _Seen, origin: Origin, blocks: Sequence[str]) -> tuple[int, ...]:
+def _shape(seen: Seen, other: Seen, origin: Origin, blocks: Sequence[str]) -> tuple[int, ...]:
     """The shape for one sample of what flows."""
     first, second = (_tensor(each, origin) for each in (seen, other))
     if first.dim() == 0 or first.shape[0] == second.shape[0] or first.shape[1:] != second.shape[1:]:
         how = "returned by" if origin[0] == "made" else "given to"
-        raise _refused(
+        raise refused(
             blocks[origin[1]],
             f"a tensor of shape {list(first.shape)} {how} the block, whose first dim is not that of the samples",
             "samples in the first dim of all that flows between blocks",
             "expand it to one entry for each sample, or make it inside the blocks",
         )
     if first.dtype != torch.float32:
-        raise _refused(blocks[origin[1]], f"a {first.dtype} tensor that flows between blocks", "torch.float32")
+        raise refused(blocks[origin[1]], f"a {first.dtype} tensor that flows between blocks", "torch.float32")
     return tuple(first.shape[1:])
 
 
-def _tensor(seen: _Seen, origin: Origin) -> Tensor:
+def _tensor(seen: Seen, origin: Origin) -> Tensor:
     how, block, place = origin
     call = seen.calls[block]
     if how == "given":
         return pytree.tree_leaves(call.given)[place]
-    return _returned(call)[place]
-
-
-def _returned(call: _Call) -> list[Tensor]:
-    outputs = call.outputs if isinstance(call.outputs, tuple | list) else (call.outputs,)
-    return [each for each in outputs if isinstance(each, Tensor)]
+    return returned_tensors(call.outputs)[place]
 
 
 def _kind(
     model: nn.Module,
-    seen: _Seen,
+    seen: Seen,
     flows: Sequence[Sequence[Origin]],
     shapes: Mapping[Origin, tuple[int, ...]],
     blocks: Sequence[str],
@@ -541,13 +271,13 @@ def _kind(
     ]
     digest = fingerprint_of_block(model.get_submodule(blocks[block]), block)
     return OwnKind(
-        name=_digest(*others),
+        name=digest_of(*others),
         role=LayerRole.BLOCK,
         fingerprint=digest,
         no_tp="",
         reads=tuple((place, before.index(origin)) for place, origin in call.reads),
         returns=tuple(isinstance(each, Tensor) for each in call.outputs) if several else None,
-        makes=tuple(tuple(each.shape[1:]) for each in _returned(call)),
+        makes=tuple(tuple(each.shape[1:]) for each in returned_tensors(call.outputs)),
         goes_on=tuple(
             ("made", origin[2]) if origin[:2] == ("made", block) else ("given", before.index(origin))
             for origin in after
@@ -556,11 +286,11 @@ def _kind(
     )
 
 
-def _ends(model: nn.Module, seen: _Seen, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _ends(model: nn.Module, seen: Seen, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paths of the parameters that are used before the first block, and of those used after the last."""
     ends: tuple[list[str], list[str]] = ([], [])
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if _below(path, each)]
+        used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if below(path, each)]
         if parameter.requires_grad:
             _check_used(path, used, inside, len(blocks))
         if 0 in used:
@@ -574,11 +304,11 @@ def _check_used(path: str, used: Mapping[int, str], inside: Sequence[str], num_b
     """Raises `InvalidModelError` unless a parameter is used in blocks alone, or outside and not between them."""
     for after, what in used.items():
         if 0 < after < num_blocks:
-            raise _refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
+            raise refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
     if inside and used:
-        raise _refused(path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}")
+        raise refused(path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}")
     if not inside and not used:
-        raise _refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
+        raise refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
 
 
 def _shared(
@@ -590,7 +320,7 @@ def _shared(
         if not parameter.requires_grad:
             continue
         for number, block in enumerate(blocks, start=1):
-            if _below(path, block):
+            if below(path, block):
                 where.setdefault(parameter, []).append((number, f"block.{path.removeprefix(f'{block}.')}"))
         for number, end in ((0, embedding), (len(blocks) + 1, head)):
             if path in end:
@@ -601,7 +331,7 @@ def _shared(
             continue
         if any(0 < number <= len(blocks) for number in first_of):
             number = next(number for number in first_of if 0 < number <= len(blocks))
-            raise _refused(
+            raise refused(
                 blocks[number - 1],
                 f"a parameter that several layers share: {', '.join(path for _, path in places[:3])}",
                 "blocks with parameters of their own; the embedding and the head may share some",
@@ -657,25 +387,3 @@ def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
     )
     whole, of_sample = (sum(each[place] for each in sizes.values()) for place in (0, 1))
     return own.model_copy(update={"kinds": tuple(kinds), "side_bytes": (whole, of_sample)})
-
-
-def _without_place(parts: Sequence[tuple[Hashable, ...]], place: int) -> Iterator[Hashable]:
-    """A signature without what says where a block stands, or how it was filled."""
-    for part in parts:
-        is_setting = len(part) == 3 and isinstance(part[1], str) and not isinstance(part[2], str)
-        words = str(part[1]).split("_") if is_setting else []
-        if "init" in words or (words and part[2] == place and {"idx", "id", "index", "layer"} & set(words)):
-            continue
-        yield part
-
-
-def _digest(*parts: Hashable) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-
-
-def _below(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.") or not outer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:160]
