@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from steelyard.errors import InvalidModelError
 from steelyard.modules.own_builder import Built, own_model
+from steelyard.modules.own_identity import check_same_module
 from steelyard.modules.own_split import find_own_split
 from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, UNet
 
@@ -164,6 +165,20 @@ def test_one_sample_is_not_enough_to_find_the_dim_of_samples() -> None:
 
 def test_an_unknown_list_of_blocks_names_the_known_ones() -> None:
     assert "'layers'" in error_of(TitanLlama(), CASES["titan"].sample, CASES["titan"].loss, blocks="layer")
+
+
+def test_a_file_that_is_run_gives_the_module_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = split_of("titan")
+    for each in {type(module) for module in TitanLlama().modules() if type(module).__module__.endswith("own_models")}:
+        monkeypatch.setattr(each, "__module__", "__main__")
+    check_same_module(CASES["titan"].module(), planned)
+
+
+def test_another_setting_of_a_block_is_refused_with_its_path() -> None:
+    planned, module = split_of("titan"), CASES["titan"].module()
+    module.layers["2"].attention.n_heads = 2
+    with pytest.raises(InvalidModelError, match=r"found block layers\.2 of structure"):
+        check_same_module(module, planned)
 
 
 def test_a_module_on_the_meta_device_splits_alike() -> None:

@@ -146,7 +146,8 @@ class OwnSplit(_Part):
 
 
 def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
-    """The chain of a module of one's own; `ModelChain.config_hash` is a digest of everything that was found."""
+    """The chain of a module of one's own; `ModelChain.config_hash` is of its structure, whatever it is planned with."""
+    structure = [own.num_params, own.blocks, *(own.kind(layer).fingerprint for layer in range(len(own.layers)))]
     family = Family(
         model_type=own.module,
         task=Task.OWN,
@@ -159,7 +160,7 @@ def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
         name=name,
         family=family,
         config={},
-        config_hash=hashlib.sha256(own.model_dump_json().encode()).hexdigest()[:16],
+        config_hash=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
         sizes={},
         layout=own.layout(),
         own=own,

@@ -1,7 +1,7 @@
 """The identity of a user's own module: digests of its structure, by which a plan knows the module that it is for."""
 
 import hashlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -12,13 +12,13 @@ from steelyard.modules.structure import signature
 
 def fingerprint_of_rest(module: nn.Module, blocks: Sequence[str]) -> str:
     """A digest of the structure of what is not in blocks."""
-    parts = (part for part in signature(module, places=True) if not any(below(str(part[0]), each) for each in blocks))
+    parts = (part for part in _structure(module) if not any(below(str(part[0]), each) for each in blocks))
     return digest_of(type(module).__qualname__, *parts)
 
 
 def fingerprint_of_block(block: nn.Module, place: int) -> str:
     """A digest of the structure of a block; where it stands plays no part."""
-    return digest_of(*_without_place(signature(block, places=True), place))
+    return digest_of(*_without_place(_structure(block), place))
 
 
 def check_same_module(module: nn.Module, own: OwnSplit) -> None:
@@ -48,7 +48,15 @@ def _other_module(found: str, expected: str) -> InvalidModelError:
     )
 
 
-def _without_place(parts: Sequence[tuple[Hashable, ...]], place: int) -> Iterator[Hashable]:
+def _structure(module: nn.Module) -> Iterator[tuple[Hashable, ...]]:
+    """A signature without the files that classes are from: one that is run is called otherwise than one imported."""
+    path: Hashable = None
+    for part in signature(module, places=True):
+        yield (part[0], part[2]) if part[0] != path else part  # what comes first of a module is its class
+        path = part[0]
+
+
+def _without_place(parts: Iterable[tuple[Hashable, ...]], place: int) -> Iterator[Hashable]:
     """A signature without what says where a block stands, or how it was filled."""
     for part in parts:
         is_setting = len(part) == 3 and isinstance(part[1], str) and not isinstance(part[2], str)

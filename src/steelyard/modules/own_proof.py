@@ -53,7 +53,7 @@ def proved(found: FoundSplit) -> OwnModel:
     Raises `InvalidModelError` where the layers do not give what the module gives.
     """
     model = found.model
-    key = {"own": chain_of_own(model.own, name="").config_hash, "version": OWN_VERSION, "torch": torch.__version__}
+    key = {"own": model.own.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
     path = default_folder() / f"own-{digest(key)}.json"
     if path.is_file():
         try:

@@ -67,5 +67,5 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
         "attention": "sdpa",
-    }
+    } | ({"own": chain.own.model_dump_json()} if chain.own else {})
     return digest(entries)
