@@ -94,6 +94,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, have_run: set[tuple[str, ...
             shutil.copy("plan.json", name)
         config = resources.files("steelyard.model") / "configs" / "llama3-8b.json"
         Path("config.json").write_text(config.read_text())
+        shutil.copytree(ROOT / "examples", "examples")
         yield folder
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from steelyard.model.own import OwnSplit
 from steelyard.model.split import ModelSplit
 from steelyard.plan.plan import Plan, fold_runs
 from steelyard.plan.strategy import parse_strategy
@@ -94,7 +95,7 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make_plan(
-    config: str | dict[str, Any],
+    config: str | dict[str, Any] | None,
     *stages: str,
     num_microbatches: int = 4,
     global_batch: int = 32,
@@ -104,6 +105,7 @@ def make_plan(
     num_devices: int = 8,
     num_chunks: int = 1,
     split: ModelSplit | None = None,
+    own: OwnSplit | None = None,
 ) -> Plan:
     """A plan whose stages are given as strategies separated by commas, one per layer.
 
@@ -124,6 +126,7 @@ def make_plan(
                 "name": "test",
                 "config": CONFIGS[config] if isinstance(config, str) else config,
                 "split": split and split.model_dump(mode="json"),
+                "own": own and own.model_dump(mode="json"),
             },
             "cluster": "test",
             "seq_len": seq_len,

@@ -25,6 +25,13 @@ def test_another_model_is_refused_naming_what_differs() -> None:
         check_same_model(config, PLAN.chain())
 
 
+def test_a_module_without_a_config_is_told_to_plan_for_itself() -> None:
+    with pytest.raises(
+        InvalidPlanError, match=r"found a module without a config(.|\n)*find_plan\(model, cluster, sample=…\)"
+    ):
+        check_same_model(None, PLAN.chain())
+
+
 def test_a_process_outside_torchrun_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="no torchrun environment"):

@@ -34,15 +34,22 @@ def check(
     every_microbatch: Annotated[
         bool, typer.Option("--every-microbatch", help="Run all microbatches, also those that repeat others.")
     ] = False,
+    builder: Annotated[
+        str | None,
+        typer.Option("--builder", help="FILE.py:FUNCTION that builds your own module, as planned with; it is run."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
     plan = read_plan(path)
+    from steelyard.runtime.checks import check_builder
+
+    check_builder(plan, builder)
     budgets, backend = _expected(plan, cluster, network, memory, profile)
     from steelyard.runtime.distinct_ranks import distinct_ranks
     from steelyard.runtime.dry_run import dry_run_all
 
-    groups = distinct_ranks(plan)
+    groups = distinct_ranks(plan, builder)
     with progress(f"running {format_plural(len(groups), 'rank')} on fake tensors", silent=as_json):
         found = list(
             dry_run_all(
@@ -51,6 +58,7 @@ def check(
                 backend=backend,
                 num_processes=processes or os.cpu_count() or 1,
                 every_microbatch=every_microbatch,
+                builder=builder,
             )
         )
     checked: list[CheckedRank] = []

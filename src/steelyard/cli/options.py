@@ -11,12 +11,15 @@ from steelyard.cli.completion import complete_cluster, complete_model, complete_
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, parse_cluster, with_network
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS, MOST_TOKENS
+from steelyard.model.own import BUILDER
 from steelyard.output import check_file, check_folder
 
 Model = Annotated[
     str,
     typer.Argument(
-        help="A packaged model (see `steelyard models`) or the path of a config.json.", autocompletion=complete_model
+        help="A packaged model (see `steelyard models`), the path of a config.json, or FILE.py:FUNCTION, which builds "
+        "a module of your own and is run.",
+        autocompletion=complete_model,
     ),
 ]
 ClusterOption = Annotated[
@@ -58,6 +61,19 @@ TimeLimit = Annotated[
 MOST_POINTS = 1000
 """Budgets of a frontier."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def built_module(model: str) -> Any:
+    """The user's own module where ``model`` is FILE.py:FUNCTION, split and proved; else None.
+
+    The file is run, since the user names it; a line on standard error says so.
+    """
+    if BUILDER.fullmatch(model) is None:
+        return None
+    from steelyard.modules.own_builder import build, own_model
+
+    print(f"running {model.rpartition(':')[0]}, which builds the module", file=sys.stderr)
+    return own_model(build(model))
 
 
 def tried(context: typer.Context, parameter: typer.CallbackParam, path: Path | None) -> Path | None:

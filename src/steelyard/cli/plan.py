@@ -19,6 +19,7 @@ from steelyard.cli.options import (
     PrecisionOption,
     ProfileOption,
     TimeLimit,
+    built_module,
     cluster_with,
     most_tp,
     print_json,
@@ -30,6 +31,7 @@ from steelyard.errors import UserError, nearest
 from steelyard.hardware import Cluster
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
+from steelyard.model.own import chain_of_own
 from steelyard.modules.any_model import load_any_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
@@ -69,14 +71,6 @@ _MOST_DIGITS = 20
 def plan(
     model: Model,
     cluster: ClusterOption,
-    seq_len: Annotated[
-        str,
-        typer.Option(
-            "--seq-len",
-            help="Tokens of a sample; max: the most that fit.",
-            metavar="INTEGER|max",
-        ),
-    ],
     global_batch: Annotated[
         str,
         typer.Option(
@@ -85,6 +79,14 @@ def plan(
             metavar="INTEGER|max",
         ),
     ],
+    seq_len: Annotated[
+        str | None,
+        typer.Option(
+            "--seq-len",
+            help="Tokens of a sample; max: the most that fit. Your own module has that of its sample.",
+            metavar="INTEGER|max",
+        ),
+    ] = None,
     network: NetworkOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")
@@ -160,10 +162,9 @@ def plan(
     """Find the fastest plan that fits. No GPU needed."""
     whole = _parse_training(tokens, price)
     aim: Objective = check_choice("--objective", objective, Objective)
-    batch, length = (
-        parse_size("--global-batch", global_batch, MOST_SAMPLES),
-        parse_size("--seq-len", seq_len, MOST_TOKENS),
-    )
+    batch = parse_size("--global-batch", global_batch, MOST_SAMPLES)
+    own = built_module(model)
+    length = _parse_length(seq_len, own)
     _check_one_is_free(length, batch, aim, profile)
     if batch is None and aim == "devices":
         raise UserError(
@@ -191,8 +192,9 @@ def plan(
             profile=profile,
             imbalance=imbalance,
             calibrate_by=calibrate_by,
+            own=own,
         )
-        chain = load_any_model(model)
+        chain = chain_of_own(own.own, name=own.name) if own else load_any_model(model)
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         if length is None:
@@ -218,7 +220,7 @@ def plan(
     if as_json:
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
-    _print_plan(result.plan, output, top)
+    _print_plan(result.plan, output, top, builder=f" --builder {model}" if own else "")
 
 
 def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, schedule: str | None) -> PlanOptions:
@@ -245,7 +247,7 @@ def _completed(
     return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
 
 
-def _print_plan(found: Plan, output: Path | None, top: int) -> None:
+def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> None:
     """The plan as tables, and the commands to run next."""
     console = Console()
     console.print(plan_view(found, num_alternatives=top))
@@ -253,7 +255,7 @@ def _print_plan(found: Plan, output: Path | None, top: int) -> None:
         console.print(f"written to {output}", highlight=False)
         console.print(f"  why this plan: steelyard explain {output}", highlight=False)
         console.print(f"  see it: steelyard report {output} -o {output.with_suffix('.html')}", highlight=False)
-        console.print(f"  run it: steelyard train {output} --data PATH", highlight=False)
+        console.print(f"  run it: steelyard train {output}{builder} --data PATH", highlight=False)
     else:
         console.print("  keep it: add -o plan.json", highlight=False)
 
@@ -332,12 +334,13 @@ def _job_maker(
     profile: str | None,
     imbalance: float,
     calibrate_by: Path | None,
+    own: Any,
 ) -> Callable[[int], Job]:
     """The job of a number of tokens."""
 
     def make(seq_len: int) -> Job:
         job = make_job(
-            model,
+            chain_of_own(own.own, name=own.name) if own else model,
             cluster,
             global_batch=global_batch,
             seq_len=seq_len,
@@ -345,10 +348,25 @@ def _job_maker(
             memory=memory,
             profile=profile,
             imbalance=imbalance,
+            own=own,
         )
         return job if calibrate_by is None else calibrate(job, calibrate_by)
 
     return make
+
+
+def _parse_length(text: str | None, own: Any) -> int | None:
+    """The tokens of a sample, those of its sample for a user's own module; None for ``max``."""
+    if text is None and own is not None:
+        return int(own.own.seq_len)
+    if text is None:
+        raise UserError(
+            field="--seq-len",
+            found="nothing",
+            expected="the tokens of a sample, or max",
+            hint="write for example --seq-len 4096",
+        )
+    return parse_size("--seq-len", text, MOST_TOKENS)
 
 
 def _check_one_is_free(length: int | None, batch: int | None, aim: Objective, profile: str | None) -> None:

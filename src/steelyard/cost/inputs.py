@@ -24,7 +24,9 @@ def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int:
     if kind.role is LayerRole.BLOCK:
         return 0
     samples = setting.pipeline.num_microbatches * (setting.microbatch_samples // strategy.sample_degree)
-    image = setting.job.chain.layout.image
+    image, own = setting.job.chain.layout.image, setting.job.chain.layout.sample_bytes
+    if own is not None:
+        return samples * own
     if image is None:
         return samples * _TOKEN_BYTES * (setting.job.seq_len + 1)
     return samples * (_IMAGE_ENTRY_BYTES * math.prod(image) if kind.role is LayerRole.EMBEDDING else _TOKEN_BYTES)
@@ -37,6 +39,9 @@ def side_bytes(kinds: set[LayerKind], setting: Setting) -> int:
     attention takes one that is added to the scores.
     """
     job, chain = setting.job, setting.job.chain
+    if chain.layout.sample_bytes is not None:
+        whole, of_sample = chain.layout.side_bytes
+        return whole + setting.microbatch_samples * (chain.layout.sample_bytes + of_sample)
     attention = {kind.attention for kind in kinds if kind.role is LayerRole.BLOCK and chain.layout.rotary_size}
     num_rotary = len(attention) if chain.family.rotary_by_attention else bool(attention)
     rotary = 2 * num_rotary * chain.layout.rotary_size * job.compute_bytes

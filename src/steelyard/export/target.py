@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.cost.execution import OURS, Execution
+from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan
@@ -85,6 +86,14 @@ class Target:
 
 def export_plan(target: Target, request: Request) -> Export:
     """The files of a target for a plan within its means; raises `UserError` where the target lacks something else."""
+    own = request.plan.chain().own
+    if own is not None:
+        raise UserError(
+            field="--to",
+            found=f"{target.name} for {own.module}, a module of your own",
+            expected="a model of transformers, which other frameworks know by its config",
+            hint="train it with steelyard.parallelize (docs/your-own-model.md)",
+        )
     draft = target.write(request)
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     left_out = (*request.unsupported, *draft.left_out)

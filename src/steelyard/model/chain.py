@@ -7,11 +7,14 @@ its decoder are one chain, one after the other; the decoder's embedding, in betw
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight
 from steelyard.model.split import ModelSplit
+
+if TYPE_CHECKING:
+    from steelyard.model.own import OwnSplit
 
 __all__ = ["LayerKind", "LayerRole", "ModelChain", "SharedWeight"]
 
@@ -29,6 +32,8 @@ class ModelChain:
     layout: Layout
     split: ModelSplit | None = None
     """How the model splits by its structure, where no family file knows it."""
+    own: "OwnSplit | None" = None
+    """What is known of a user's own module, which has no config."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -83,10 +88,20 @@ class ModelChain:
         """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
         return self.kind_of(layer).hidden or (seq_len, self.hidden_size)
 
+    def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all that flows out of a layer, for one sample of ``seq_len`` tokens."""
+        if self.own is not None:
+            return self.own.kind(layer).shapes
+        return (self.hidden_shape(layer, seq_len),) * self.kind_of(layer).num_streams
+
     def check_seq_len(self, seq_len: int) -> None:
         """Raises `InvalidModelError` if the model cannot read sequences of this length."""
         longest = self.max_seq_len
-        if not self.family.task.reads_text and seq_len != longest:
+        if self.own is not None:
+            if seq_len == longest:
+                return
+            expected, hint = f"{longest}, the length of its sample", "leave --seq-len out, or plan with another sample"
+        elif not self.family.task.reads_text and seq_len != longest:
             expected, hint = f"{longest}, the patches of an image", f"give --seq-len {longest}"
         elif self.layout.learned_positions and seq_len > longest:
             expected, hint = f"{longest} or less, the positions that the model knows", "give a shorter --seq-len"

@@ -34,6 +34,8 @@ class Task(StrEnum):
     MASKED_LM = "masked-lm"
     SEQ2SEQ_LM = "seq2seq-lm"
     IMAGE_CLASSIFICATION = "image-classification"
+    OWN = "own"
+    """Whatever the loss of a user's own module says."""
 
     @property
     def auto_class(self) -> str:
@@ -43,7 +45,7 @@ class Task(StrEnum):
     @property
     def reads_text(self) -> bool:
         """Whether samples are token ids of a sequence length that the user may choose."""
-        return self is not Task.IMAGE_CLASSIFICATION
+        return self not in (Task.IMAGE_CLASSIFICATION, Task.OWN)
 
 
 _AUTO_CLASSES = {
@@ -114,6 +116,10 @@ class Layout:
     """Whether there is a table of positions, which no sequence may outgrow."""
     image: tuple[int, int, int] | None = None
     """Channels, height and width of what the first layer reads; None where it reads token ids."""
+    sample_bytes: int | None = None
+    """Bytes of a sample of a user's own module; None where they follow from what is read."""
+    side_bytes: tuple[int, int] = (0, 0)
+    """Bytes that blocks of a user's own module read beside what flows: at all, and for each sample of a microbatch."""
 
 
 class Sizes:

@@ -31,7 +31,12 @@ def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig) -> Tensor:  # no
 
 
 def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of zeros of the right shapes: what is counted on fake tensors."""
+    """Inputs and labels of zeros of the right shapes: what is counted on fake tensors.
+
+    Of a user's own module the numbers of samples, which stand for what it reads.
+    """
+    if chain.own is not None:
+        return torch.zeros(num_samples, dtype=torch.long), torch.zeros(num_samples, dtype=torch.long)
     if chain.family.task is Task.IMAGE_CLASSIFICATION:
         assert chain.layout.image is not None
         return torch.zeros((num_samples, *chain.layout.image)), torch.zeros(num_samples, dtype=torch.long)

@@ -54,7 +54,17 @@ def _as_the_configs(model_type: str) -> Iterator[None]:
 
 
 def build_meta_model(chain: ModelChain) -> PreTrainedModel:
-    """The model for the family's task on the meta device: its structure, no memory."""
+    """The model for the family's task on the meta device: its structure, no memory.
+
+    Raises `InvalidModelError` for a user's own module, which only the user can build.
+    """
+    if chain.own:
+        raise InvalidModelError(
+            field="model",
+            found=f"a plan for {chain.own.module}, which is not of transformers",
+            expected="the function that builds it",
+            hint="add --builder FILE.py:FUNCTION, with the file that you planned with (it is run)",
+        )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
     chain.family.prepare(model)
     return model
@@ -79,6 +89,8 @@ def _has_experts(config: PreTrainedConfig) -> bool:
 
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
+    if chain.own:
+        return
     chain.family.prepare(model)
     if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)
@@ -114,12 +126,16 @@ def _owner(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> 
 
 def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
     """The modules that make up one layer of the chain, by the names that the family gives them."""
+    if chain.own:
+        return model.layer(layer)
     paths = chain.family.modules(chain.layout, layer)
     return {name: model.get_submodule(path) for name, path in paths.items()}
 
 
 def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
     """The modules of the Hugging Face model that make up one layer of the chain, by their path in the model."""
+    if chain.own:
+        return model.layer(layer)
     return {path: model.get_submodule(path) for path in chain.family.modules(chain.layout, layer).values()}
 
 
@@ -130,6 +146,9 @@ def materialize_layer(
 
     Modules that already have memory (loaded weights) are moved and keep their values.
     """
+    if chain.own:
+        model.materialize(layer, device)
+        return
     fresh: set[nn.Module] = set()
     for module in layer_modules(model, chain, layer).values():
         if any(parameter.is_meta for parameter in module.parameters()):

@@ -26,6 +26,7 @@ from steelyard.model.split import BlockArguments
 from steelyard.modules.build import build_rotary, named_layer_modules
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.holes import BlockInputs, split_run, tensors_in
+from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.plan.strategy import Remat
 
@@ -45,6 +46,8 @@ class SideInputs:
     masks: Mapping[str, Tensor | None] = field(default_factory=dict)
     arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
     """Of a split model: all that each kind of block is given beside the hidden state."""
+    of_samples: Arguments | None = None
+    """Of a user's own module: what gives its blocks the same, for the samples that they read."""
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -60,7 +63,7 @@ class LayerContext:
     config, twice per layer and pass. None of these tensors does.
     """
 
-    __slots__ = ("config", "decoder_ids", "labels_BS", "num_targets", "own", "side")
+    __slots__ = ("batch", "config", "decoder_ids", "labels_BS", "num_targets", "own", "side")
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class LayerContext:
         labels_BS: Tensor | None = None,  # noqa: N803
         num_targets: int | Tensor = 1,
         decoder_ids: Tensor | None = None,
+        batch: Mapping[int, OwnBatch] | None = None,
     ) -> None:
         self.side = side
         self.config = config
@@ -79,6 +83,8 @@ class LayerContext:
         """Targets of the whole global batch, over which the loss is the mean."""
         self.decoder_ids = decoder_ids
         """Token ids [B, S] that a decoder's embedding reads."""
+        self.batch = batch or {}
+        """Of a user's own module: the samples that each layer has, by its number."""
         self.own: dict[tuple[int, int], LayerContext] = {}
         """The same for the tokens of one rank of several (their number, its place), under context parallelism."""
 
@@ -153,6 +159,14 @@ class HeadLayer(ChainLayer):
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets
 
 
+class OwnHeadLayer(HeadLayer):
+    """What flows out of the last block of a user's own module to this rank's share of its mean loss."""
+
+    def run(self, inputs: Flow, context: LayerContext) -> Tensor:
+        """Runs what follows the blocks, the loss included."""
+        return self.run_by_family(self, inputs, context)
+
+
 _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
     LayerRole.EMBEDDING: EmbeddingLayer,
     LayerRole.BLOCK: BlockLayer,
@@ -163,8 +177,9 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
     kind = chain.kind_of(layer)
-    run = split_run(model, chain.split, kind.role) if chain.split else None
-    return _LAYERS[kind.role](named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
+    run = split_run(model, chain.split, kind.role) if chain.split else model.run(layer) if chain.own else None
+    layer_type = OwnHeadLayer if chain.own and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
+    return layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
 
 
 def tensors_of(flow: Flow) -> tuple[Tensor, ...]:
@@ -181,6 +196,8 @@ def side_inputs_of(
     layers: Iterable[ChainLayer], model: PreTrainedModel, chain: ModelChain, device: torch.device
 ) -> "SideInputSource":
     """What makes the `SideInputs` that the blocks among these layers read."""
+    if chain.own:
+        return OwnSideInputs(model, device)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     if chain.split:
         return SplitSideInputs(model, chain, {block.kind.name for block in blocks})
@@ -203,6 +220,20 @@ class SplitSideInputs(nn.Module):
         ids_1S = torch.zeros((1, seq_len), dtype=torch.long, device=device)  # noqa: N806
         arguments = self._inputs(ids_1S, dtype) if self._inputs else {}
         return SideInputs(position_ids=torch.arange(seq_len, device=device).unsqueeze(0), arguments=arguments)
+
+
+class OwnSideInputs(nn.Module):
+    """As `SideInputBuilder`, for a user's own module."""
+
+    model_config = None
+
+    def __init__(self, model: OwnModel, device: torch.device) -> None:
+        super().__init__()
+        self.arguments = model.arguments(device)
+
+    def forward(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SideInputs:
+        """What gives blocks their arguments when the samples are there."""
+        return SideInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 
 
 class SideInputBuilder(nn.Module):
@@ -257,5 +288,5 @@ class SideInputBuilder(nn.Module):
         )
 
 
-SideInputSource = SideInputBuilder | SplitSideInputs
+SideInputSource = SideInputBuilder | SplitSideInputs | OwnSideInputs
 """What makes the `SideInputs` of a forward pass."""

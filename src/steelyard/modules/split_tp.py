@@ -98,11 +98,13 @@ def _suppositions(
     own = {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
     own = {path: style for path, style in own.items() if path in called and "experts" not in path.split(".")}
     if own and all(style in STYLES for style in own.values()):
-        yield _with_entries(block, own, called, {p: keywords[f"{block_path}.{p}"] for p in called})
-    yield _with_entries(block, _by_structure(block, called), called, {p: keywords[f"{block_path}.{p}"] for p in called})
+        yield with_entries(block, own, called, {p: keywords[f"{block_path}.{p}"] for p in called})
+    yield with_entries(
+        block, styles_by_structure(block, called), called, {p: keywords[f"{block_path}.{p}"] for p in called}
+    )
 
 
-def _by_structure(block: nn.Module, called: Sequence[str]) -> dict[str, str]:
+def styles_by_structure(block: nn.Module, called: Sequence[str]) -> dict[str, str]:
     """Of the matrices of one module the last one called is divided by its inputs, the others by their outputs."""
     matrices = [path for path in called if isinstance(block.get_submodule(path), nn.Linear)]
     of: dict[str, list[str]] = {}
@@ -117,7 +119,7 @@ def _by_structure(block: nn.Module, called: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _with_entries(
+def with_entries(
     block: nn.Module, matrices: Mapping[str, str], called: Sequence[str], keywords: Mapping[str, str | None]
 ) -> dict[str, str]:
     """The styles of a block: of its matrices, of the modules that hold some, of experts and of its norms."""
@@ -180,6 +182,11 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
     experts = [each.num_experts for each in routed_experts(block)]
     if "experts" in styles.values() and experts:
         yield "experts", max(experts)
+    yield from divided_rows(block, styles)
+
+
+def divided_rows(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
+    """The inputs of the matrices of a block that are divided by them."""
     for path, style in styles.items():
         if style == "rowwise":
             name = path.removeprefix("block.")
@@ -210,32 +217,7 @@ class ThreadedProof:
         chain = chain_from_config(
             self.chain.config, name=self.chain.name, split=split.model_copy(update={"kinds": kinds})
         )
-        outcomes: dict[int, str] = {}
-        store = dist.HashStore()
-
-        def run(rank: int) -> None:
-            with suppress(SystemExit):  # how a rank ends whose partner has failed
-                outcomes[rank] = self._outcome(rank, store, chain, frozenset(styles), sp)
-
-        with _threaded_groups():
-            ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
-            for each in ranks:
-                each.start()
-            for each in ranks:
-                each.join(_PATIENCE_S)
-        reasons = [reason for reason in outcomes.values() if reason]
-        return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not end"
-
-    def _outcome(self, rank: int, store: dist.Store, chain: ModelChain, divided: Collection[str], sp: bool) -> str:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
-            return self._compared(chain, init_device_mesh("cpu", (RANKS,)), divided, sp)
-        except Exception as error:
-            ProcessLocalGroup.exception_handle(error)
-            return f"it raises {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        return on_two_ranks(lambda mesh: self._compared(chain, mesh, frozenset(styles), sp))
 
     def _compared(self, chain: ModelChain, mesh: DeviceMesh, divided: Collection[str], sp: bool) -> str:
         model = copy.deepcopy(self.model)
@@ -258,6 +240,37 @@ class ThreadedProof:
             if gradient is not None:
                 found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         return difference(self.expected, found, chain, self.tolerance)
+
+
+def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
+    """What ``compared`` finds amiss on either of two ranks, which are threads; empty where it finds nothing."""
+    outcomes: dict[int, str] = {}
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        with suppress(SystemExit):  # how a rank ends whose partner has failed
+            outcomes[rank] = _outcome(rank, store, compared)
+
+    with _threaded_groups():
+        ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(_PATIENCE_S)
+    reasons = [reason for reason in outcomes.values() if reason]
+    return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not end"
+
+
+def _outcome(rank: int, store: dist.Store, compared: Callable[[DeviceMesh], str]) -> str:
+    try:
+        dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+        return compared(init_device_mesh("cpu", (RANKS,)))
+    except Exception as error:
+        ProcessLocalGroup.exception_handle(error)
+        return f"it raises {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def pieces_of(

@@ -22,6 +22,7 @@ from steelyard.limits import (
     Tokens,
 )
 from steelyard.model.chain import ModelChain
+from steelyard.model.own import OwnSplit, chain_of_own
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.model.split import ModelSplit
 from steelyard.plan.asked import Asked
@@ -49,6 +50,8 @@ class PlanModel(PlanPart):
     config_hash: str | None = None
     split: ModelSplit | None = None
     """How the model splits by its structure, where no family file knows it."""
+    own: OwnSplit | None = None
+    """What is known of a user's own module, which has no config."""
 
 
 class LayerRun(PlanPart):
@@ -241,6 +244,8 @@ class Plan(PlanPart):
 
     def chain(self) -> ModelChain:
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
+        if self.model.own is not None:
+            return chain_of_own(self.model.own, name=self.model.name)
         if self.model.config is None:
             return load_model(self.model.name)
         return chain_from_config(self.model.config, name=self.model.name, split=self.model.split)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
@@ -35,6 +36,13 @@ _DROPOUT = {
 def shrunk_plan(plan: Plan) -> Plan:
     """The plan at small width; raises `InvalidModelError` or `InvalidPlanError` where it cannot be made smaller."""
     chain = plan.chain()
+    if chain.own is not None:
+        raise InvalidModelError(
+            field="model",
+            found=f"a plan for {chain.own.module}, a module of your own",
+            expected="a model whose config gives it at small width",
+            hint="compare your own training loop with one process (docs/your-own-model.md shows how)",
+        )
     degree = _common([each.head_degree for each in plan.strategies])
     expert_degree = _common([each.expert_degree for each in plan.strategies])
     kept = [list(part.layers) for part in plan.stages] if chain.split else list(_kept_layers(plan, chain))

@@ -1,8 +1,9 @@
 """Chooses the plan: searches all pipeline settings and lets the simulator rank the best few."""
 
 import math
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
+from steelyard.model.own import chain_of_own
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
 from steelyard.planning.acceptance import Acceptance, accept
@@ -56,23 +58,41 @@ class NothingFitsError(UserError):
 
 
 def find_plan(
-    config: str | Path | Mapping[str, Any],
+    config: Any,
     cluster: str | Cluster,
     *,
     global_batch: int,
-    seq_len: int,
+    seq_len: int | None = None,
     precision: Precision = "bf16",
     memory: str | int | None = None,
     profile: str | Path | Profile | None = None,
     options: PlanOptions | None = None,
+    sample: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    blocks: str | Sequence[str] | None = None,
 ) -> Plan:
     """The fastest plan to train a model on a cluster within the memory of its devices.
 
     ``config`` is a packaged model's name, the path of a ``config.json``, or its content; ``cluster`` as in
     ``8x8xh100-80gb`` or a YAML file's path; ``memory`` per device as in ``20GiB`` or in bytes, else all it has;
     ``profile`` a measured profile (its path or value), else the model is traced and the catalogue's rates are used.
+
+    Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/your-own-model.md). ``sample`` is then what is
+    read for two samples or more, the dim of samples first: the module's inputs (a tensor, a tuple, or a dictionary by
+    name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and targets. Without
+    it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not found.
+
     Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
     """
+    own = None
+    if is_module(config):
+        from steelyard.modules.own_builder import Built, own_model
+
+        own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
+        config = chain_of_own(own.own, name=own.name)
+        seq_len = config.max_seq_len if seq_len is None else seq_len
+    if seq_len is None:
+        raise UserError(field="seq_len", found="nothing", expected="the tokens of a sample", hint="give seq_len=4096")
     job = make_job(
         config,
         cluster,
@@ -81,6 +101,7 @@ def find_plan(
         precision=precision,
         memory=memory,
         profile=profile,
+        own=own,
     )
     result = plan_job(job, options or PlanOptions())
     if result.plan is None:
@@ -91,6 +112,12 @@ def find_plan(
             hint="more memory per device, more devices, or a smaller sequence length",
         )
     return result.plan
+
+
+def is_module(value: object) -> bool:
+    """Whether a value is a ``torch.nn.Module``; imports no torch to know it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def plan_job(

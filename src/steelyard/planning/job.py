@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
-from steelyard.errors import InvalidProfileError, UserError
+from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
@@ -31,8 +31,12 @@ def make_job(
     memory: str | int | None,
     profile: str | Path | Profile | None,
     imbalance: float = ASSUMED_IMBALANCE,
+    own: Any = None,
 ) -> Job:
-    """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given."""
+    """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given.
+
+    ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
+    """
     chain = _chain_of(config)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if memory is not None:
@@ -57,12 +61,19 @@ def make_job(
             hint="give --imbalance what training reported, or leave it out",
         )
     chain.check_seq_len(seq_len)
+    if chain.own is not None and chain.own.no_bf16 and precision == "bf16":
+        raise InvalidModelError(
+            field="precision",
+            found=f"bf16 for {chain.own.module}, which fails on parameters in bf16: {chain.own.no_bf16}",
+            expected="a module that computes in the type of its parameters",
+            hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
+        )
     file = None
     if isinstance(profile, str | Path):
         profile, file = read_profile(profile)
     if profile is None:
         degrees = divisors(machines.devices_per_node)
-        profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
+        profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     else:
         _check_profile(profile, chain, machines, seq_len, precision)
     return Job(

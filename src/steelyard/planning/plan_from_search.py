@@ -28,7 +28,13 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, stages: tuple[StagePlan, .
     """The plan of a job with these parts of the pipeline, without its prediction."""
     chain = job.chain
     return Plan(
-        model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash, split=chain.split),
+        model=PlanModel(
+            name=chain.name,
+            config=None if chain.own else dict(chain.config),
+            config_hash=chain.config_hash,
+            split=chain.split,
+            own=chain.own,
+        ),
         cluster=job.cluster.name,
         hardware=None if is_as_named(job.cluster) else cluster_file(job.cluster),
         seq_len=job.seq_len,

@@ -16,8 +16,28 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         )
 
 
-def check_same_model(config: object, chain: ModelChain) -> None:
-    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model."""
+def check_builder(plan: Plan, builder: str | None) -> None:
+    """Raises `InvalidPlanError` unless a builder is given where the plan is for a user's own module, and only there."""
+    own = plan.chain().own
+    if (own is None) == (builder is None):
+        return
+    raise InvalidPlanError(
+        field="--builder",
+        found=f"nothing, and a plan for {own.module}" if own else f"{builder!r}, and a plan for {plan.model.name}",
+        expected="the function that builds it: what a plan file holds is never run" if own else "none: it has a config",
+        hint="add --builder FILE.py:FUNCTION, as planned with; the file is run" if own else "leave --builder out",
+    )
+
+
+def check_same_model(config: object | None, chain: ModelChain) -> None:
+    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
+    if config is None:
+        raise InvalidPlanError(
+            field="model",
+            found="a module without a config, which is no model of transformers",
+            expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
+            hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
+        )
     for key, expected in {"model_type": chain.family.model_type, **chain.sizes}.items():
         found = getattr(config, key, None)
         if found != expected:

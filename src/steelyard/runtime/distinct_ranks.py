@@ -8,6 +8,7 @@ them they are always equal.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, layer_modules
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.ep import even_dim
+from steelyard.modules.own_builder import build_planned
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes
 
@@ -28,10 +30,10 @@ class RankGroup:
     ranks: tuple[int, ...]
 
 
-def distinct_ranks(plan: Plan) -> tuple[RankGroup, ...]:
-    """The groups of equal ranks of a plan, stage by stage."""
+def distinct_ranks(plan: Plan, builder: str | None = None) -> tuple[RankGroup, ...]:
+    """The groups of equal ranks of a plan, stage by stage; ``builder`` builds the user's own module that it is for."""
     chain = plan.chain()
-    dims = _dims(chain)
+    dims = _dims(chain, build_planned(builder, plan).without_values() if builder else build_meta_model(chain))
     groups = []
     for stage, (first, last) in enumerate(dict.fromkeys(part.ranks for part in plan.stages)):
         layers = [
@@ -55,9 +57,8 @@ class _Dims:
     experts: set[tuple[int, ...]]
 
 
-def _dims(chain: ModelChain) -> dict[int, _Dims]:
+def _dims(chain: ModelChain, model: Any) -> dict[int, _Dims]:
     """The sizes of the parameters, by kind of layer."""
-    model = build_meta_model(chain)
     dims: dict[int, _Dims] = {}
     for layer in range(chain.num_layers):
         if chain.layers[layer] not in dims:

@@ -56,6 +56,7 @@ from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.layers import Flow, tensors_of
+from steelyard.modules.own_builder import build_planned
 from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
@@ -76,8 +77,10 @@ class RankMemory:
     wall_s: float
 
 
-def dry_run(plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool = False) -> RankMemory:
-    """The memory of one rank of a plan.
+def dry_run(
+    plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool = False, builder: str | None = None
+) -> RankMemory:
+    """The memory of one rank of a plan; ``builder`` builds the user's own module that it is for.
 
     ``backend`` is what real processes would communicate with. ``every_microbatch`` runs them all, where usually those
     that repeat others are left out. Raises `UserError` in a process that already has a process group.
@@ -87,21 +90,29 @@ def dry_run(plan: Plan, rank: int, *, backend: Backend, every_microbatch: bool =
     chain = plan.chain()
     with _fake_world(rank, plan.num_devices):
         mesh = build_mesh(plan, "cpu")
-        meta_model = build_meta_model(chain)
+        own = build_planned(builder, plan) if builder else None
+        meta_model = own.without_values() if own else build_meta_model(chain)
         prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
         with _fake_tensors(backend), AttributedStorages() as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
-            peaks = _two_steps(model, storages)
+            read = own.blank_samples if own else lambda count: _blank(model, count)
+            peaks = _two_steps(model, storages, read)
         left_out = whole.num_microbatches - plan.num_microbatches
         first, later = (_with_microbatches(peak, left_out, model) for peak in peaks)
     return RankMemory(rank=rank, first_step=first, later_steps=later, wall_s=time.perf_counter() - started_s)
 
 
 def dry_run_all(
-    plan: Plan, ranks: Sequence[int], *, backend: Backend, num_processes: int, every_microbatch: bool = False
+    plan: Plan,
+    ranks: Sequence[int],
+    *,
+    backend: Backend,
+    num_processes: int,
+    every_microbatch: bool = False,
+    builder: str | None = None,
 ) -> Iterator[RankMemory]:
     """The memory of several ranks in their order, found by up to ``num_processes`` processes at once."""
-    work = partial(dry_run, plan, backend=backend, every_microbatch=every_microbatch)
+    work = partial(dry_run, plan, backend=backend, every_microbatch=every_microbatch, builder=builder)
     num_processes = min(num_processes, len(ranks))
     if num_processes == 1:
         yield from map(work, ranks)
@@ -135,8 +146,8 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
     return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=peak.where)
 
 
-def _two_steps(model: ParallelModel, storages: AttributedStorages) -> list[Peak]:
-    """The peaks of the first and the second step."""
+def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callable[[int], Any]) -> list[Peak]:
+    """The peaks of the first and the second step; ``read`` gives so many samples."""
     optimizers = model.make_optimizers(LocalAdamW)
     storages.assign("parameters", model.parameters())
     _follow_passes(model, storages)
@@ -144,7 +155,7 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages) -> list[Peak]
     for step in range(2):
         storages.begin()
         storages.place = "preparing the step"
-        model.train_step(lambda samples: _blank(model, len(samples)))
+        model.train_step(lambda samples: read(len(samples)))
         storages.assign("gradients", _gradients(model))
         storages.place = "clipping gradients"
         model.clip_gradients(1.0)

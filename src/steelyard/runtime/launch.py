@@ -23,6 +23,7 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     read_info,
 )
+from steelyard.runtime.checks import check_builder
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.host import check_host
 from steelyard.runtime.options import TrainOptions
@@ -48,6 +49,7 @@ def launch(
     the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
     """
     plan = read_plan(plan_path)
+    check_builder(plan, options.builder)
     check_outputs(options)
     prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
     if options.checkpoint_dir is not None:

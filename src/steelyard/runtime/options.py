@@ -13,7 +13,7 @@ from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
     "text, JSON lines, a folder of text, or token ids (.npy, .bin); for image models a folder with a folder of images "
-    "per class, or synthetic"
+    "per class, or synthetic; for your own module a safetensors file of tensors named as in its sample, or synthetic"
 )
 MOST_SEED = 2**32 - 1
 
@@ -57,6 +57,9 @@ class TrainOptions:
     )
     init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
+    builder: str | None = _option(
+        None, "FILE.py:FUNCTION that builds your own module, as planned with; the file is run", str
+    )
     device: str | None = _option(None, "gpu or cpu: insist on it where the plan is for the other", str)
     enforce_memory: bool = _option(False, "no process may take more than the plan's budget", parse_yes)
     timeout_s: float = _option(600.0, "seconds after which a process that waits for the others gives up", least=1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from steelyard.model.family import Task
 from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
+from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel
+from steelyard.modules.own_read import check_read, parts_of, planned_module
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
@@ -30,7 +33,7 @@ from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
 from steelyard.runtime.pipeline_part import PipelinePart
-from steelyard.runtime.stage import StageModule, build_chunks, local_hidden_shape
+from steelyard.runtime.stage import StageModule, build_chunks, local_flow_shapes
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
 
@@ -94,8 +97,12 @@ class ParallelModel:
         """Forward and backward of one global batch; returns its mean loss, the same on every rank.
 
         ``read`` maps indices into the global batch to their token ids [len, S + 1], or to what their `Samples` are.
-        Gradients are added to ``.grad``.
+        Gradients are added to ``.grad``. Of a user's own module it returns what the ``sample`` of `find_plan` was, for
+        these samples; it is called on every process, and must return the same for a sample wherever it is called.
         """
+        if self.chain.own is not None:
+            self._deal_out(read)
+            read = _numbers
         inputs, labels = self.input_samples(), self.label_samples()
         tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
         labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
@@ -126,9 +133,9 @@ class ParallelModel:
         return sum(local_part(parameter).numel() for parameter in self.parameters())
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
-        """One optimizer per mesh and placement among the parameters: fused updates do not mix meshes."""
+        """One optimizer per mesh and placement among trained parameters: fused updates do not mix meshes."""
         groups: dict[object, list[nn.Parameter]] = {}
-        for parameter in self.parameters():
+        for parameter in (each for each in self.parameters() if each.requires_grad):
             key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             groups.setdefault(key, []).append(parameter)
         return [make(group) for group in groups.values()]
@@ -167,9 +174,28 @@ class ParallelModel:
             return None
         return decoder_inputs(Samples.of(read(samples)).labels.to(self.device), self.chunks[0].side.model_config)
 
+    def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
+        """Gives every layer of a user's own module the samples that this rank has there, microbatch by microbatch."""
+        own, count = self.chain.own, self.plan.num_microbatches
+        found: dict[tuple[int, ...], Any] = {}
+        for chunk in self.chunks:
+            chunk.batches = [{} for _ in range(count)]
+            dealt: dict[tuple[int, ...], list[OwnBatch]] = {}
+            for name in chunk.layers:
+                samples = tuple(self._samples(self.plan.strategies[int(name)]))
+                if samples not in found:
+                    found[samples] = read(list(samples))
+                    check_read(found[samples], own, len(samples))
+                if samples not in dealt:
+                    parts = parts_of(found[samples], count)
+                    options = {"dtype": chunk.dtype, "device": self.device}
+                    dealt[samples] = [OwnBatch(part, own, chunk.side.arguments, **options) for part in parts]
+                for batches, batch in zip(chunk.batches, dealt[samples], strict=True):
+                    batches[int(name)] = batch
+
     def _count_targets(self, labels_BS: Tensor | None) -> None:  # noqa: N803
         """Tells the parts how many targets the global batch has, where that is not the same for all batches."""
-        if self.chain.family.task in (Task.CAUSAL_LM, Task.IMAGE_CLASSIFICATION):
+        if self.chain.family.task in (Task.CAUSAL_LM, Task.IMAGE_CLASSIFICATION, Task.OWN):
             return
         count = torch.zeros((), device=self.device)
         if labels_BS is not None:
@@ -239,10 +265,9 @@ class ParallelModel:
         if not is_input and index == len(self.plan.stages) - 1:
             return torch.empty((), device="meta", requires_grad=True)
         sender = part.first_layer - 1 if is_input else part.last_layer
-        shape = local_hidden_shape(self.plan, self.chain, sender)
         streams = (
             torch.empty(shape, dtype=self.chunks[0].dtype, device="meta", requires_grad=True)
-            for _ in range(self.chain.kind_of(sender).num_streams)
+            for shape in local_flow_shapes(self.plan, self.chain, sender)
         )
         return as_flow(tuple(streams))
 
@@ -267,23 +292,42 @@ class ParallelModel:
         return total
 
 
-def parallelize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> ParallelModel:
+def _numbers(samples: list[int]) -> Samples:
+    """Samples by their numbers alone, which is what passes along the chain of a user's own module."""
+    return Samples(inputs=torch.tensor(samples), labels=torch.tensor(samples))
+
+
+def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed: int = 0) -> ParallelModel:
     """This rank's part of ``model`` under ``plan``; call it on every process of the plan's world.
 
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
     first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
     place. The process group must be initialised (under torchrun, by `steelyard.processes.group`).
-    Raises `InvalidPlanError` if the world size or the model is not the plan's.
+    Or it is any module with weights, of a plan that was made for it with `find_plan(model, …, sample=…)`; ``loss`` is
+    then as it was there. Raises `InvalidPlanError` or `InvalidModelError` if the world size or the model is not the
+    plan's.
     """
     check_world_size(plan, dist.get_world_size())
-    check_same_model(model.config, plan.chain())
+    chain = plan.chain()
+    if chain.own is not None:
+        return parallelize_own(planned_module(model, chain.own, loss), plan, seed)
+    check_same_model(getattr(model, "config", None), chain)
+    return _parallelize_here(model, plan, seed)
+
+
+def parallelize_own(model: OwnModel, plan: Plan, seed: int) -> ParallelModel:
+    """This rank's part of a user's own module that is the plan's, as `parallelize` makes it."""
+    return _parallelize_here(model, plan, seed)
+
+
+def _parallelize_here(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
     device_type = default_device_type()
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     return parallelize_on(build_mesh(plan, device_type), device, model, plan, seed=seed)
 
 
 def parallelize_on(
-    mesh: PlanMesh, device: torch.device, model: PreTrainedModel, plan: Plan, *, seed: int
+    mesh: PlanMesh, device: torch.device, model: PreTrainedModel | OwnModel, plan: Plan, *, seed: int
 ) -> ParallelModel:
     """This rank's part of ``model`` on a mesh of the plan that exists already; else as `parallelize`."""
     chain = plan.chain()

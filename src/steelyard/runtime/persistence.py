@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
+from steelyard.model.chain import ModelChain
 from steelyard.output import say, write_file
 from steelyard.processes.failure import previous_failures, restart_count
 from steelyard.processes.start import LOST_PEER
@@ -60,6 +61,7 @@ class Persistence:
     def begin(self) -> None:
         """Loads what the options say and prepares the folder of checkpoints."""
         options = self._options
+        _check_hub_folders(options, self._model.chain)
         restarts = _most_restarts()
         if restarts:
             _say(f"started again ({restarts}): {_why_restarted()}")
@@ -162,6 +164,18 @@ class Persistence:
                 found=f"{self._options.steps}, and a checkpoint after step {info.step}",
                 expected="more steps than are done",
                 hint="raise --steps",
+            )
+
+
+def _check_hub_folders(options: TrainOptions, chain: ModelChain) -> None:
+    """Raises `UserError` where a user's own module is to be read or written as `transformers` does."""
+    for name, given in (("--init", options.init), ("--export-hf", options.export_hf)):
+        if given is not None and chain.own is not None:
+            raise UserError(
+                field=name,
+                found=f"{given} for {chain.own.module}",
+                expected="no folder of transformers for a module that is none of its models",
+                hint="load first weights in the builder; read the trained ones from a checkpoint (--checkpoint-dir)",
             )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steelyard.model.family import Task
 from steelyard.output import explained, say
 from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
@@ -51,9 +52,11 @@ class StepMetrics:
     memory_bytes: int | None
     imbalance: float | None = None
 
-    def line(self, num_steps: int, *, counts_tokens: bool) -> str:
+    def line(self, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
         """The line of progress."""
-        rate = f"{format_count(self.tokens_per_s)} tokens/s" if counts_tokens else f"{self.samples_per_s:.3g} images/s"
+        rate = (
+            f"{format_count(self.tokens_per_s)} tokens/s" if counts_tokens else f"{self.samples_per_s:.3g} {samples}/s"
+        )
         parts = [f"step {self.step:>{len(str(num_steps))}}/{num_steps}", f"loss {self.loss:.4f}", rate]
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
@@ -97,12 +100,13 @@ def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
 
 def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_done: int) -> Iterator[Step]:
     """Passes the steps on and reports each; ``num_done`` steps were trained by an earlier run, which this continues."""
-    counts_tokens = plan.chain().family.task.reads_text
+    task = plan.chain().family.task
+    words = {"counts_tokens": task.reads_text, "samples": "samples" if task is Task.OWN else "images"}
     with ExitStack() as stack:
         sinks = [stack.enter_context(sink) for sink in _sinks(options, resumes=num_done > 0)]
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
-            _show(metrics.line(options.steps, counts_tokens=counts_tokens), is_last=number == options.steps)
+            _show(metrics.line(options.steps, **words), is_last=number == options.steps)
             for sink in sinks:
                 sink(metrics)
             yield step

@@ -5,6 +5,8 @@ A part is a whole stage or, interleaved, one of its chunks.
 Legend of shape suffixes: B samples of this rank in a microbatch, S sequence length, s sequence of this rank, H hidden.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +29,7 @@ from steelyard.modules.layers import (
     side_inputs_of,
     tensors_of,
 )
+from steelyard.modules.own_pieces import OwnBatch
 from steelyard.modules.replicated import Replica, Replicas
 from steelyard.plan.plan import Plan, StagePlan
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
@@ -109,6 +112,8 @@ class StageModule(nn.Module):
         self._backwards_to_go = 0
         self._dropout_seed: tuple[int, ...] = ()
         self._forwards_done = 0
+        self.batches: list[Mapping[int, OwnBatch]] = []
+        """For every microbatch of a step, what layers of a user's own module read; set before the step."""
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -135,12 +140,16 @@ class StageModule(nn.Module):
         decoder_ids: Tensor | None = None,
     ) -> Flow:
         """The hidden state for the next part, or in the last part this rank's share of the loss of a microbatch."""
+        batch: Mapping[int, OwnBatch] = {}
+        if self.batches:
+            batch, self.batches[self._forwards_done] = self.batches[self._forwards_done], batch
         context = LayerContext(
             side=self.side(self._seq_len, self.dtype, inputs[0].device),
             config=self.side.model_config,
             labels_BS=labels_BS,
             num_targets=self.num_targets,
             decoder_ids=decoder_ids,
+            batch=batch,
         )
         output = self.loop(as_flow(inputs), context, (*self._dropout_seed, self._forwards_done))
         self._forwards_done += 1
@@ -239,8 +248,9 @@ def _build_chunk(
     )
 
 
-def local_hidden_shape(plan: Plan, chain: ModelChain, layer: int) -> tuple[int, int, int]:
-    """Shape [B, s, H] of one rank's hidden state behind a layer, for one microbatch."""
+def local_flow_shapes(plan: Plan, chain: ModelChain, layer: int) -> list[tuple[int, ...]]:
+    """Shapes of what one rank has of all that flows out of a layer for one microbatch: [B, s, H] of a hidden state."""
     strategy = plan.strategies[layer]
-    sequence, width = chain.hidden_shape(layer, plan.seq_len)
-    return plan.microbatch_samples // strategy.sample_degree, sequence // strategy.sequence_degree, width
+    samples, parts = plan.microbatch_samples // strategy.sample_degree, strategy.sequence_degree
+    shapes = chain.flow_shapes(layer, plan.seq_len)
+    return [(samples, *((shape[0] // parts, *shape[1:]) if parts > 1 else shape)) for shape in shapes]

@@ -13,7 +13,7 @@ Layers that share a matrix (tied embeddings) each keep a copy. The copy of the f
 others are `SharedCopy`, read from the same name and never written.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steelyard.model.chain import ModelChain
+from steelyard.model.own import OwnSplit
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import build_layer
 from steelyard.plan.strategy import Remat
@@ -60,6 +61,26 @@ def parameter_names(chain: ModelChain) -> ParameterNames:
     return ParameterNames(by_path=by_path, copy_of_path=copy_of_path)
 
 
+def own_names(own: OwnSplit, layers: Mapping[str, nn.Module]) -> ParameterNames:
+    """The names of all that these layers of a user's own module save: their paths in the module.
+
+    The embedding and the head both have the buffers that are outside blocks; those of the head are copies.
+    """
+    last = own.num_blocks + 1
+    first_of = {copies[1]: copies[0] for copies in own.shared}
+    by_path: dict[str, str] = {}
+    copy_of_path = {f"{last}": 1}  # on every rank, so that all of them read as many copies
+    for name, layer in layers.items():
+        parameters = {path for path, _ in layer.named_parameters()}
+        for path, _ in saved_tensors(layer):
+            number, first = first_of.get((int(name), path), (int(name), path))
+            by_path[f"{name}.{path}"] = own.path(number, first)
+            repeats = int(name) == last and (path not in parameters or own.path(last, path) in own.embedding)
+            is_copy = (int(name), path) in first_of or repeats
+            copy_of_path[f"{name}.{path}"] = int(is_copy)
+    return ParameterNames(by_path=by_path, copy_of_path=copy_of_path)
+
+
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a module by their path, and the buffers that it saves beside them."""
     yield from module.named_parameters()
@@ -82,7 +103,8 @@ class RunState:
     @cached_property
     def names(self) -> ParameterNames:
         """The names of the parameters; a run that reads and writes nothing need not find them."""
-        return parameter_names(self._model.chain)
+        own = self._model.chain.own
+        return parameter_names(self._model.chain) if own is None else own_names(own, self._model.layers)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
         """What this rank saves by its name in the unmodified model: of matrices that layers share, one copy."""

@@ -13,15 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.modules.kinds.ep import take_imbalance
+from steelyard.modules.own_builder import build_planned
+from steelyard.modules.own_pieces import OwnModel
 from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
+from steelyard.runtime.checks import check_builder
+from steelyard.runtime.data.own import OwnData
 from steelyard.runtime.data.source import SampleData, open_samples
 from steelyard.runtime.memory_limit import MemoryLimit
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
+from steelyard.runtime.parallel_model import ParallelModel, parallelize_own, parallelize_plan
 from steelyard.runtime.peak_memory import measure_peak, memory_method
 from steelyard.runtime.persistence import Persistence
 from steelyard.runtime.progress import Step, model_flop_utilisation, reported
@@ -46,11 +50,16 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     read or written, `InvalidPlanError` for another world size, `MemoryExceededError` when memory runs out, and
     `DivergedError` when the loss is not finite.
     """
-    data = open_samples(data_path, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
+    own = planned_own(plan, options)
+    if own is None:
+        data = open_samples(data_path, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
+    else:
+        data = OwnData(Path(data_path), own, seed=options.seed)
     is_first = dist.get_rank() == 0
     memory_limit = MemoryLimit(plan, enforce=options.enforce_memory)
     with memory_limit.explained():
-        trainer = _Trainer(parallelize_plan(plan, seed=options.seed), data, options, memory_limit)
+        model = parallelize_plan(plan, seed=options.seed) if own is None else parallelize_own(own, plan, options.seed)
+        trainer = _Trainer(model, data, options, memory_limit)
         trainer.persistence.begin()
         steps = trainer.run()
         if is_first:
@@ -61,6 +70,18 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     if is_first and options.record is not None:
         write_file(options.record, record.model_dump_json(indent=2) + "\n", "--record")
     return record
+
+
+def planned_own(plan: Plan, options: TrainOptions) -> OwnModel | None:
+    """The user's own module that a plan is for, built by ``--builder`` from the run's seed; None for one of a config.
+
+    Raises `InvalidModelError` where one of both is missing, or it builds another module.
+    """
+    check_builder(plan, options.builder)
+    if options.builder is None:
+        return None
+    torch.manual_seed(options.seed)
+    return build_planned(options.builder, plan)
 
 
 class _Trainer:

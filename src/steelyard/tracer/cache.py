@@ -6,6 +6,7 @@ The key is made without importing torch: a planner that finds its trace here nee
 import logging
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
@@ -27,11 +28,13 @@ def cached_trace(
     precision: Precision,
     degrees: tuple[int, ...],
     folder: Path | None = None,
+    own: Any = None,
 ) -> Profile:
     """The traced profile from the cache folder, traced and stored there if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
-    written, or a file in it that cannot be read, costs time and nothing else.
+    written, or a file in it that cannot be read, costs time and nothing else. ``own`` is a user's own module, where
+    the chain is of one (`steelyard.modules.own_pieces.OwnModel`).
     """
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
@@ -39,9 +42,16 @@ def cached_trace(
             return parse_file(path, Profile, InvalidProfileError, what="profile")
         except InvalidProfileError as error:
             _logger.warning("traced again, since the cached trace cannot be read: %s", error)
+    if chain.own is not None and own is None:
+        raise InvalidProfileError(
+            field="trace",
+            found=f"no trace of {chain.own.module} with this torch on this machine",
+            expected="one that planning has left here, or the module itself",
+            hint="plan again with the module; a prediction in the plan stands without",
+        )
     from steelyard.tracer.trace import trace
 
-    profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
+    profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     keep(path, profile.model_dump_json())
     return profile
 
@@ -57,5 +67,5 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
         "attention": "sdpa",
-    }
+    } | ({"own": chain.own.model_dump_json()} if chain.own else {})
     return digest(entries)

@@ -35,6 +35,7 @@ from steelyard.modules.layers import (
     side_inputs_of,
     tensors_of,
 )
+from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
@@ -226,7 +227,7 @@ def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: Side
         layer,
         lambda: tensors_of(layer(flow, context)),
         inputs=tensors_of(flow),
-        constants=side.tensors(),
+        constants=[*side.tensors(), *_samples_of(setting, context)],
         label_bytes=context.labels_BS.nbytes if reads_labels else 0,
         seen=setting.seen,
     )
@@ -284,6 +285,10 @@ def count_passes(
 def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[LayerContext, Flow]:
     """The context of a forward pass, and what flows into the layer."""
     chain, seq_len, model = setting.chain, setting.seq_len, setting.model
+    batch = None
+    if chain.own is not None:
+        read, device = model.blank_samples(samples), torch.device("cpu")
+        batch = {setting.layer: OwnBatch(read, chain.own, side.of_samples, dtype=setting.dtype, device=device)}
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
         side=side,
@@ -291,16 +296,24 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
         labels_BS=labels,
         num_targets=labels.numel(),
         decoder_ids=decoder_inputs(labels, model.config) if chain.family.task is Task.SEQ2SEQ_LM else None,
+        batch=batch,
     )
     if setting.layer == 0:
         return context, first.to(setting.dtype) if first.is_floating_point() else first
-    sequence, width = chain.hidden_shape(setting.layer - 1, seq_len)
-    shape = (samples, sequence // setting.strategy.sequence_degree, width)
-    streams = (
-        torch.empty(shape, dtype=setting.dtype, requires_grad=True)
-        for _ in range(chain.kind_of(setting.layer - 1).num_streams)
+    parts = setting.strategy.sequence_degree
+    shapes = (
+        (shape[0] // parts, *shape[1:]) if parts > 1 else shape
+        for shape in chain.flow_shapes(setting.layer - 1, seq_len)
     )
+    streams = (torch.empty((samples, *shape), dtype=setting.dtype, requires_grad=True) for shape in shapes)
     return context, as_flow(tuple(streams))
+
+
+def _samples_of(setting: LayerSetting, context: LayerContext) -> Iterator[Tensor]:
+    """The samples that a layer of a user's own module reads, and what it is given beside what flows."""
+    blocks = [setting.layer - 1] if setting.role is LayerRole.BLOCK else []
+    for batch in context.batch.values():
+        yield from tensors_of_batch(batch, blocks)
 
 
 def _local_size(parameter: nn.Parameter) -> int:

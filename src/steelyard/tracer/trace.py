@@ -20,6 +20,7 @@ import transformers
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, ModelChain
 from steelyard.modules.build import build_meta_model, prepare_model
+from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Precision
@@ -44,9 +45,12 @@ _Direction = Callable[[Observation], OpCounts]
 _Line = Callable[[Callable[[Observation], float]], Affine]
 
 
-def trace(chain: ModelChain, *, seq_len: int, precision: Precision, degrees: Iterable[int]) -> Profile:
+def trace(
+    chain: ModelChain, *, seq_len: int, precision: Precision, degrees: Iterable[int], own: OwnModel | None = None
+) -> Profile:
     """The traced profile of a model in every shape that kinds of parallelism give its layers at these degrees.
 
+    ``own`` is a user's own module, which a chain alone does not give.
     A degree that does not divide a kind's sizes is left out for that kind. Raises `InvalidProfileError` when called in
     a process that already has a process group.
     """
@@ -58,7 +62,7 @@ def trace(chain: ModelChain, *, seq_len: int, precision: Precision, degrees: Ite
             hint="plan before torch.distributed is initialised, or in another process",
         )
     with _collector_paused():
-        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}))
+        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own)
     return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
 
 
@@ -74,8 +78,10 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _trace_layers(chain: ModelChain, seq_len: int, precision: Precision, degrees: list[int]) -> list[LayerProfile]:
-    model = build_meta_model(chain)
+def _trace_layers(
+    chain: ModelChain, seq_len: int, precision: Precision, degrees: list[int], own: OwnModel | None
+) -> list[LayerProfile]:
+    model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
     layers: list[LayerProfile] = []
     seen = Operations()

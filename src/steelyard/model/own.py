@@ -1,0 +1,167 @@
+"""A user's own module, as the planner must know it: what travels in the plan file where there is no config.
+
+It is found by running the module once without values (`steelyard.modules.own_split`, with torch). From it
+`chain_of_own` makes the chain: the embedding is all that the module does before its first block, the head all that it
+does after the last one, the loss included. What flows from layer to layer is whatever tensors that depend on
+parameters a later layer reads: a hidden state, and beside it what conditions it, or what a skip carries on.
+"""
+
+import hashlib
+import re
+from math import prod
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Place = Annotated[int, Field(ge=0, lt=2**31)]
+Shape = tuple[Count, ...]
+"""The shape of a tensor of one sample: without the dim of samples, which is the first."""
+
+BUILDER = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
+"""How the function is named that builds a user's own module."""
+NO_CP = "that every rank may compute its own tokens alone is not known of a module of one's own"
+NO_END_TP = "what stands before and after the blocks of a module of one's own is not divided"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class OwnInput(_Part):
+    """A tensor of a sample, by its path in what is read."""
+
+    path: str
+    shape: Shape
+    dtype: str
+    num_bytes: Count
+
+
+class OwnKind(_Part):
+    """One kind of layers: what it is given, what it makes of it, and what goes on."""
+
+    name: str
+    role: LayerRole
+    fingerprint: str
+    """Of the structure of its modules; see `steelyard.modules.own_identity`."""
+    reads: tuple[tuple[Place, Place], ...] = ()
+    """Of a block, for each argument that flows: its place among all arguments, and in what flows in."""
+    returns: tuple[bool, ...] | None = None
+    """For each entry of the tuple that a block returns whether it is a tensor; None where it returns a tensor alone."""
+    makes: tuple[Shape, ...] = ()
+    """The shapes of the tensors that a block returns."""
+    goes_on: tuple[tuple[Literal["given", "made"], Place], ...] = ()
+    """For each tensor that flows out, whether it flowed in or was made here, and its place there."""
+    shapes: tuple[Shape, ...] = ()
+    """The shapes of what flows out."""
+    reads_samples: bool = True
+    """Whether it needs the samples themselves, and not only what flows."""
+    tp_divides: tuple[tuple[str, Count], ...] = ()
+    no_tp: str = NO_END_TP
+    styles: dict[str, str] = {}
+    """The style of the modules that tensor parallelism divides, by their path in the layer: as `Family.tp`."""
+
+
+class OwnSplit(_Part):
+    """How a module splits into embedding, blocks and head."""
+
+    module: str
+    """The class of the module."""
+    num_params: Count
+    has_loss: bool
+    """Whether samples are inputs and targets for a loss function; else the module returns its loss."""
+    inputs: tuple[OwnInput, ...]
+    seq_len: Annotated[int, Field(ge=1, lt=2**31)]
+    """Length of the hidden state, in which plans count tokens."""
+    blocks: tuple[str, ...]
+    """Their paths, in the order of calls."""
+    kinds: tuple[OwnKind, ...]
+    layers: tuple[Place, ...]
+    """For each layer of the chain, embedding and head included, the number of its kind."""
+    embedding: tuple[str, ...]
+    """Paths of the parameters that are used before the first block."""
+    head: tuple[str, ...]
+    """Paths of those that are used after the last one."""
+    first_read: tuple[tuple[Place, Place], ...]
+    """For each tensor that flows out of the embedding the first block that reads it, and among which argument."""
+    last_made: tuple[tuple[Literal["given", "made"], Place, Place], ...]
+    """For each tensor that flows into the head: first given to a block, or made by it, and at which place there."""
+    shared: tuple[tuple[tuple[Place, str], ...], ...] = ()
+    """Parameters that layers share: for each copy its layer, and its path in the layer."""
+    shared_entries: Count = 0
+    """Entries of the largest of them."""
+    no_bf16: str = ""
+    """Why its layers cannot compute on parameters in bf16; empty where they can."""
+    side_bytes: tuple[Count, Count] = (0, 0)
+    """What blocks read beside what flows, in bytes: at all, and for each sample of a microbatch."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the chain."""
+        return len(self.blocks)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample as it is read."""
+        return sum(each.num_bytes for each in self.inputs)
+
+    def kind(self, layer: int) -> OwnKind:
+        """The kind of a layer of the chain."""
+        return self.kinds[self.layers[layer]]
+
+    def path(self, layer: int, local: str) -> str:
+        """The path in the module of what has the path ``local`` in a layer."""
+        rest = local.partition(".")[2]
+        return f"{self.blocks[layer - 1]}.{rest}" if 0 < layer <= self.num_blocks else rest
+
+    def layout(self) -> Layout:
+        """The chain of layers."""
+        widths = [-(-sum(prod(shape) for shape in kind.shapes) // self.seq_len) for kind in self.kinds]
+        widest = max(1, *widths)
+        return Layout(
+            kinds=tuple(
+                LayerKind(
+                    name=kind.name,
+                    role=kind.role,
+                    tp_divides=kind.tp_divides,
+                    no_tp=kind.no_tp,
+                    no_sp="that norms may see a part of the sequence is not known of a module of one's own",
+                    no_cp=NO_CP,
+                    hidden=(self.seq_len, max(1, width)),
+                )
+                for kind, width in zip(self.kinds, widths, strict=True)
+            ),
+            layers=self.layers,
+            hidden_size=widest,
+            vocab_size=max(1, -(-self.shared_entries // widest)),
+            max_seq_len=self.seq_len,
+            tied_embeddings=bool(self.shared),
+            shared=tuple(SharedWeight(copies=copies) for copies in self.shared),
+            sample_bytes=self.sample_bytes,
+            side_bytes=self.side_bytes,
+        )
+
+
+def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
+    """The chain of a module of one's own; `ModelChain.config_hash` is of its structure, whatever it is planned with."""
+    structure = [own.num_params, own.blocks, *(own.kind(layer).fingerprint for layer in range(len(own.layers)))]
+    family = Family(
+        model_type=own.module,
+        task=Task.OWN,
+        layout=lambda _sizes: own.layout(),
+        modules=lambda _layout, _layer: {},
+        run={},
+        tp={kind.name: dict(kind.styles) for kind in own.kinds},
+    )
+    return ModelChain(
+        name=name,
+        family=family,
+        config={},
+        config_hash=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
+        sizes={},
+        layout=own.layout(),
+        own=own,
+    )

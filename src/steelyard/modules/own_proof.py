@@ -1,0 +1,320 @@
+"""Proves how a user's own module splits, and how its blocks divide under tensor parallelism, in numbers.
+
+The layers of the chain, run one after another on the sample, must give the loss and all gradients of the module as it
+is, in fp32, with random weights and without dropout; and the loss must be the mean over samples. Then tensor
+parallelism is supposed of each kind of block (`steelyard.modules.split_tp`) and counts only if two ranks, which are
+threads, give what one gives: all that flows out, and the gradients of what flows in and of every parameter.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import LayerRole
+from steelyard.model.own import OwnKind, OwnSplit, chain_of_own
+from steelyard.modules.kinds.tp import apply_tensor_parallel
+from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build_layer, tensors_of
+from steelyard.modules.own_pieces import HINT, OwnBatch, OwnModel, call_arguments, loss_of
+from steelyard.modules.own_read import parts_of
+from steelyard.modules.own_split import FoundSplit, check_sample
+from steelyard.modules.split_tp import Styles, difference, divided_rows, on_two_ranks, styles_by_structure, with_entries
+from steelyard.plan.cache import default_folder, digest, keep
+from steelyard.plan.file import parse_file
+from steelyard.plan.strategy import Remat
+
+_logger = logging.getLogger(__name__)
+
+OWN_VERSION = 3
+"""Raised whenever modules are split or proved differently."""
+MOST_PARAMS = 2**28
+"""Of a module, or for tensor parallelism of a block, that is proved in numbers."""
+TOLERANCE = 1e-4
+"""Largest difference of a loss or gradient, as a share of the largest entry of its tensor."""
+TP_TOLERANCE = 1e-3
+"""The same between two ranks and one. Rounding shows in gradients that are all but zero (of a key's bias); what is
+divided wrongly is wrong by a factor."""
+_KEY_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
+_CPU = torch.device("cpu")
+
+
+def proved(found: FoundSplit) -> OwnModel:
+    """The module with its split, proved, and with the styles of its blocks; proved once and kept beside the traces.
+
+    Raises `InvalidModelError` where the layers do not give what the module gives.
+    """
+    model = found.model
+    key = {"own": model.own.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
+    path = default_folder() / f"own-{digest(key)}.json"
+    if path.is_file():
+        try:
+            known = parse_file(path, OwnSplit, InvalidProfileError, what="split")
+            return OwnModel(model.module, known, model.loss, model.sample)
+        except InvalidProfileError as error:
+            _logger.warning("proved again, since what was kept cannot be read: %s", error)
+    if dist.is_initialized():
+        raise InvalidModelError(
+            field="model",
+            found="a process group in this process",
+            expected="a process without one: a proof has ranks of its own",
+            hint="plan before torch.distributed is initialised, or in another process, and read the plan from its file",
+        )
+    own = model.own.model_copy(update={"kinds": _proved_kinds(found), "no_bf16": _bf16_fault(model)})
+    keep(path, own.model_dump_json())
+    return OwnModel(model.module, own, model.loss, model.sample)
+
+
+def _proved_kinds(found: FoundSplit) -> tuple[OwnKind, ...]:
+    own = found.model.own
+    if own.num_params > MOST_PARAMS:
+        _logger.warning("%s has %d parameters, too many to be proved in numbers", own.module, own.num_params)
+    else:
+        _check_pieces(_with_values(found.model))
+    return tuple(
+        _divided(found, number) if kind.role is LayerRole.BLOCK else kind for number, kind in enumerate(own.kinds)
+    )
+
+
+def _with_values(model: OwnModel) -> OwnModel:
+    """A copy with random weights in fp32 and no dropout, and a sample with values."""
+    module = _filled(model.module)
+    generator = torch.Generator().manual_seed(1)
+    sample = pytree.tree_map_only(Tensor, lambda each: _sample_values(each, generator), model.sample)
+    return OwnModel(module, model.own, model.loss, sample)
+
+
+def _filled(module: nn.Module) -> nn.Module:
+    """A copy on the CPU with random weights, the same every time, in the mode without dropout."""
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        values = (
+            torch.randn(parameter.shape, generator=generator)
+            * (parameter.shape[-1] if parameter.dim() > 1 else 100) ** -0.5
+        )
+        shift = 1.0 if parameter.dim() == 1 and parameter.numel() > 1 else 0.0
+        memo[id(parameter)] = nn.Parameter(values + shift, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = (
+            torch.zeros_like(buffer, device=_CPU) if buffer.is_meta else buffer.detach().to(_CPU, copy=True)
+        )
+    return copy.deepcopy(module, memo).eval()
+
+
+def _sample_values(each: Tensor, generator: torch.Generator) -> Tensor:
+    if not each.is_meta:
+        return each.detach().to(_CPU)
+    blank = torch.zeros(each.shape, dtype=each.dtype)
+    return torch.randn(each.shape, generator=generator).to(each.dtype) if each.is_floating_point() else blank
+
+
+def _check_pieces(model: OwnModel) -> None:
+    own, module = model.own, model.module
+    expected = _whole_results(model)
+    chain = chain_of_own(own, name=own.module)
+    module.zero_grad()
+    layers = [build_layer(model, chain, number, Remat.NONE) for number in range(chain.num_layers)]
+    flow = _run_layers(model, layers, torch.float32)
+    flow.backward()
+    found: dict[str, Tensor] = {"logits": flow.detach()}
+    first_of = {copies[1]: copies[0] for copies in own.shared}
+    for number, layer in enumerate(layers):
+        for path, parameter in layer.named_parameters():
+            if parameter.grad is not None:
+                name = own.path(*first_of.get((number, path), (number, path)))
+                found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    wrong = difference(expected, found, chain, TOLERANCE)
+    if wrong:
+        raise InvalidModelError(
+            field="model",
+            found=f"{own.module}: its layers in order are not the module: {wrong.replace('logits', 'the loss')}",
+            expected="layers that give the loss and the gradients of the whole module",
+            hint=HINT,
+        )
+
+
+def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtype) -> Tensor:
+    """The loss of the sample, by one layer after another."""
+    batch = OwnBatch(model.sample, model.own, model.arguments(_CPU), dtype=dtype, device=_CPU)
+    flow: Any = torch.zeros(batch.num_samples)
+    for number, layer in enumerate(layers):
+        flow = layer.run_by_family(layer, flow, _context(number, batch))
+    return flow
+
+
+def _bf16_fault(model: OwnModel) -> str:
+    """Why the layers cannot compute on parameters in bf16, as under FSDP's mixed precision; empty where they can."""
+    if model.own.num_params > MOST_PARAMS:
+        return ""
+    filled = _with_values(model)
+    for parameter in filled.module.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    chain = chain_of_own(model.own, name=model.own.module)
+    layers = [build_layer(filled, chain, number, Remat.NONE) for number in range(chain.num_layers)]
+    try:
+        _run_layers(filled, layers, torch.bfloat16)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    return ""
+
+
+def _whole_results(model: OwnModel) -> dict[str, Tensor]:
+    """The loss and the gradients of the module as it is; raises where the loss is no mean over samples."""
+    try:
+        loss = _loss(model, model.sample)
+        loss.backward()
+    except UserError:
+        raise
+    except Exception as error:
+        raise InvalidModelError(
+            field="sample",
+            found=f"{model.own.module} fails on it: {type(error).__name__}: {str(error).splitlines()[0][:200]}",
+            expected="samples that the module trains on",
+            hint="try loss(model(*inputs), targets).backward() on them",
+        ) from error
+    loss = loss.detach()
+    gradients = {path: each.grad.clone() for path, each in model.module.named_parameters() if each.grad is not None}
+    count = check_sample(model.sample, has_loss=model.own.has_loss)
+    with torch.no_grad():
+        each = [_loss_of_part(model, part) for part in parts_of(model.sample, count)]
+    mean = sum(each, start=torch.zeros(())) / count
+    if not abs(float(mean - loss)) <= TOLERANCE * max(abs(float(loss)), *(abs(float(one)) for one in each)):
+        raise InvalidModelError(
+            field="loss",
+            found=f"{float(loss):.6g} for {count} samples, and {float(mean):.6g} on average for each of them alone",
+            expected="the mean over samples, each of which is computed by itself",
+            hint="return the mean of as many terms for every sample; weigh by zero what is left out",
+        )
+    return {"logits": loss, **gradients}
+
+
+def _loss(model: OwnModel, read: Any) -> Tensor:
+    inputs, targets = read if model.own.has_loss else (read, None)
+    places, names = call_arguments(inputs)
+    return loss_of(model.module(*places, **names), targets, model.loss)
+
+
+def _loss_of_part(model: OwnModel, read: Any) -> Tensor:
+    with torch.enable_grad():
+        return _loss(model, read).detach()
+
+
+def _context(number: int, batch: OwnBatch) -> LayerContext:
+    side = SideInputs(position_ids=torch.empty(0))
+    return LayerContext(side=side, config=None, num_targets=batch.num_samples, batch={number: batch})
+
+
+def _divided(found: FoundSplit, number: int) -> OwnKind:
+    """A kind of block with its proved styles, or the reason why there are none."""
+    model, kind = found.model, found.model.own.kinds[number]
+    layer = model.own.layers.index(number)
+    path = model.own.blocks[layer - 1]
+    block = model.module.get_submodule(path)
+    if sum(parameter.numel() for parameter in block.parameters()) > MOST_PARAMS:
+        return kind.model_copy(
+            update={"no_tp": f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"}
+        )
+    called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
+    reasons: list[str] = []
+    proof = None
+    for styles in _suppositions(block, called):
+        proof = proof or _BlockProof(_with_values(model), number, layer)
+        reason = on_two_ranks(lambda mesh, styles=styles, proof=proof: proof(mesh, styles))
+        if not reason:
+            return kind.model_copy(
+                update={"styles": dict(styles), "no_tp": "", "tp_divides": tuple(_sizes(block, styles))}
+            )
+        reasons.append(reason)
+    why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
+    return kind.model_copy(update={"no_tp": why})
+
+
+def _suppositions(block: nn.Module, called: Mapping[str, str | None]) -> Iterator[Styles]:
+    """All groups of matrices together, then each group alone, the largest first."""
+    every = styles_by_structure(block, list(called))
+    groups: dict[str, dict[str, str]] = {}
+    for path, style in every.items():
+        groups.setdefault(path.rpartition(".")[0], {})[path] = style
+    if groups:
+        yield with_entries(block, every, list(called), called)
+    if len(groups) > 1:
+        size = {p: sum(block.get_submodule(path).weight.numel() for path in group) for p, group in groups.items()}
+        for parent in sorted(groups, key=lambda each: -size[each]):
+            yield with_entries(block, groups[parent], list(called), called)
+
+
+def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
+    """The sizes that a degree must divide, with their names for messages."""
+    for path, style in styles.items():
+        word, *arguments = style.split(":")
+        if word == "gather_heads":
+            module = block.get_submodule(path.removeprefix("block."))
+            yield "attention heads", getattr(module, arguments[0])
+            keys = next((value for name in _KEY_HEADS if isinstance(value := getattr(module, name, None), int)), None)
+            if keys is not None:
+                yield "key-value heads", keys
+    yield from divided_rows(block, styles)
+
+
+class _BlockProof:
+    """One kind of block with values: what one rank gives, to be compared with what two give."""
+
+    def __init__(self, model: OwnModel, number: int, layer: int) -> None:
+        self._model, self._number, self._layer = model, number, layer
+        batch = OwnBatch(model.sample, model.own, model.arguments(_CPU), dtype=torch.float32, device=_CPU)
+        batch.arguments(layer - 1)
+        self._context = _context(layer, batch)
+        generator = torch.Generator().manual_seed(2)
+        shapes = model.own.kind(layer - 1).shapes
+        self._flow = [torch.randn((batch.num_samples, *shape), generator=generator) for shape in shapes]
+        self._outgoing = [
+            torch.randn((batch.num_samples, *shape), generator=generator) for shape in model.own.kinds[number].shapes
+        ]
+        self._expected = self._results(build_layer(model, self._chain({}), layer, Remat.NONE))
+
+    def __call__(self, mesh: DeviceMesh, styles: Styles) -> str:
+        """Why two ranks of this mesh do not give the same under these styles; empty where they do."""
+        chain = self._chain(styles)
+        block = copy.deepcopy(self._model.layer(self._layer)["block"])
+        layer = build_layer(_Blocks(self._model, block), chain, self._layer, Remat.NONE)
+        apply_tensor_parallel(layer, self._model, chain, mesh, sp=False)
+        return difference(self._expected, self._results(layer), chain, TP_TOLERANCE)
+
+    def _chain(self, styles: Styles) -> ModelChain:
+        own = self._model.own
+        kinds = list(own.kinds)
+        kinds[self._number] = kinds[self._number].model_copy(update={"styles": dict(styles), "no_tp": ""})
+        return chain_of_own(own.model_copy(update={"kinds": tuple(kinds)}), name=own.module)
+
+    def _results(self, layer: ChainLayer) -> dict[str, Tensor]:
+        flow = [each.clone().requires_grad_() for each in self._flow]
+        layer.zero_grad()
+        outputs = tensors_of(layer.run_by_family(layer, tuple(flow), self._context))
+        torch.autograd.backward(outputs, self._outgoing)
+        found = {"logits": torch.cat([each.detach().flatten() for each in outputs])}
+        found |= {f"its input {place}": each.grad for place, each in enumerate(flow) if each.grad is not None}
+        for name, parameter in layer.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+        return found
+
+
+class _Blocks:
+    """A model of which one block is another module."""
+
+    def __init__(self, model: OwnModel, block: nn.Module) -> None:
+        self.run, self._block = model.run, block
+
+    def layer(self, _number: int) -> dict[str, nn.Module]:
+        """The block."""
+        return {"block": self._block}

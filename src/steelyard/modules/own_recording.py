@@ -1,0 +1,247 @@
+"""One forward pass of a user's own module without values, and what it shows: calls, operations, parameters.
+
+Every tensor is remembered with what made it, so that what a block is given can be told apart: made before the first
+block, by another block, or between two. What stands in the way of a split is an error as soon as it is seen.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from steelyard.errors import InvalidModelError, UserError
+from steelyard.model.split import BlockArguments
+from steelyard.modules.own_pieces import HINT, META, Loss, call_arguments, loss_of
+
+Origin = tuple[str, int, int]
+"""What flows: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and its place."""
+
+
+@dataclass(slots=True)
+class Made:
+    """A tensor that was seen, and where it came from: how many blocks had ended, and what made it."""
+
+    tensor: Tensor
+    after: int
+    inside: bool
+    what: str
+    version: int
+    origin: Origin | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a block."""
+
+    given: BlockArguments
+    reads: list[tuple[int, Origin]] = field(default_factory=list)
+    outputs: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What a pass showed; parameters by identity."""
+
+    calls: list[Call] = field(default_factory=list)
+    used: dict[int, dict[int, str]] = field(default_factory=dict)
+    """Of each parameter outside blocks after how many blocks it was used, and where."""
+    head_reads: list[Origin] = field(default_factory=list)
+    operations: list[str] = field(default_factory=list)
+    called: list[str] = field(default_factory=list)
+    keywords: dict[str, str | None] = field(default_factory=dict)
+
+
+def refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
+    """The error for what does not split: the path of a module, and what was found there."""
+    return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)
+
+
+def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str]) -> Seen:
+    """One forward pass on tensors without values."""
+    blank = pytree.tree_map_only(
+        Tensor, lambda each: torch.empty((num_samples, *each.shape[1:]), dtype=each.dtype, device=META), sample
+    )
+    recorder = _Recorder(model, blocks)
+    inputs, targets = blank if loss is not None else (blank, None)
+    for each in pytree.tree_leaves(blank):
+        if isinstance(each, Tensor):
+            recorder.note(each, "the samples")
+    places, names = call_arguments(inputs)
+    with recorder.watching():
+        try:
+            with recorder:
+                outputs = model(*places, **names)
+                recorder.ends(outputs)
+                scalar = loss_of(outputs, targets, loss)
+        except UserError:
+            raise
+        except Exception as error:
+            raise refused(
+                recorder.place,
+                f"an operation that needs values or fails ({type(error).__name__}: {_first_line(error)})",
+                "a forward pass whose operations do not depend on values, and run on the sample's shapes",
+                "compute such branches with masks (torch.where), or outside the module, and give their result",
+            ) from error
+    recorder.ends(scalar)
+    return recorder.seen
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every operation of a forward pass: what made each tensor, and what parameters it was made of."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        super().__init__()
+        self._model, self._blocks = model, blocks
+        self.seen = Seen(calls=[Call(((), {})) for _ in blocks])
+        self._made: dict[int, Made] = {}
+        self._parameters = {id(each): each.requires_grad for each in model.parameters()}
+        self._stack: list[str] = []
+        self._block: int | None = None
+        self._num_ended = 0
+
+    @property
+    def place(self) -> str:
+        """The path of the module whose forward pass is under way."""
+        return self._stack[-1] if self._stack else ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks on all modules."""
+        paths = {module: path for path, module in self._model.named_modules()}
+        number_of = {self._model.get_submodule(path): number for number, path in enumerate(self._blocks)}
+
+        def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
+            self._stack.append(paths[module])
+            self.seen.called.append(paths[module])
+            by_place = any(isinstance(each, Tensor) for each in places)
+            first = None if by_place else next((key for key, each in names.items() if isinstance(each, Tensor)), None)
+            self.seen.keywords[paths[module]] = first
+            if module in number_of:
+                self._block_begins(number_of[module], (places, dict(names)))
+
+        def after(module: nn.Module, _places: Any, _names: Any, outputs: Any) -> None:
+            if module in number_of:
+                self._block_ends(number_of[module], outputs)
+            self._stack.pop()
+
+        handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
+        handles += [module.register_forward_hook(after, with_kwargs=True) for module in paths]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note(self, tensor: Tensor, what: str) -> Made:
+        """Remembers where a tensor came from."""
+        found = Made(tensor, self._num_ended, self._block is not None, what, tensor._version)
+        self._made[id(tensor)] = found
+        return found
+
+    def ends(self, outputs: Any) -> None:
+        """What the module returns is read after the last block."""
+        for leaf in pytree.tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs):
+            if isinstance(leaf, Tensor):
+                self._read_outside(leaf, "what is returned")
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
+        name = getattr(func, "__name__", str(func))
+        if not made or name == "__get__":
+            return result
+        what = f"{name} in {self.place or 'the module itself'}"
+        if self._block is None:
+            self.seen.operations.append(what)
+            for each in pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor):
+                    self._read_outside(each, what)
+        for each in made:
+            known = self._made.get(id(each))
+            if known is None or known.version != each._version:
+                self.note(each, what)
+        return result
+
+    def _read_outside(self, tensor: Tensor, what: str) -> None:
+        if id(tensor) in self._parameters:
+            self.seen.used.setdefault(id(tensor), {}).setdefault(self._num_ended, what)
+            return
+        known = self._made.get(id(tensor))
+        if known is None or not self._blocks or self._num_ended < len(self._blocks) or not tensor.requires_grad:
+            return
+        if known.origin is not None:
+            self.seen.head_reads.append(known.origin)
+        elif known.after < len(self._blocks):
+            where = "before the first block" if known.after == 0 else "between blocks"
+            raise refused(
+                what.partition(" in ")[2],
+                f"{what.partition(' in ')[0]} after the blocks, of what {known.what} made {where}",
+                "what depends on parameters to reach the part after the blocks through them",
+                "give it to a block as an argument (and use that very tensor afterwards)",
+            )
+
+    def _block_begins(self, block: int, given: BlockArguments) -> None:
+        path = self._blocks[block]
+        if self._block is not None:
+            raise refused(path, f"a call inside another block, {self._blocks[self._block]}", "blocks beside each other")
+        if block != self._num_ended:
+            raise refused(path, "a block that is called out of order or twice", "blocks that are called once each")
+        call = self.seen.calls[block] = Call(given)
+        for place, leaf in enumerate(pytree.tree_leaves(given)):
+            if isinstance(leaf, Tensor):
+                self._given(call, block, place, leaf)
+        self._block = block
+
+    def _given(self, call: Call, block: int, place: int, leaf: Tensor) -> None:
+        known, path = self._made.get(id(leaf)), self._blocks[block]
+        if self._parameters.get(id(leaf)):
+            raise refused(path, "a parameter of the module among a block's arguments", "parameters inside blocks")
+        if known is not None and known.version != leaf._version:
+            raise refused(path, f"an argument that was changed in place after {known.what} made it", "new tensors")
+        if not leaf.requires_grad:
+            if known is not None and (known.inside or (known.after > 0 and known.origin is not None)):
+                raise refused(path, f"an argument without gradient that a block has made ({known.what})", "gradients")
+            return
+        if known is None:
+            known = self.note(leaf, "something unseen")
+            known.after = 0
+        if known.origin is None:
+            if known.after > 0:
+                raise refused(
+                    path,
+                    f"an argument that {known.what} makes between two blocks",
+                    "blocks that are given what other blocks return, or what is made before the first block",
+                    "move the operation into the block (for a long skip: give the block both tensors)",
+                )
+            known.origin = ("given", block, place)
+        call.reads.append((place, known.origin))
+
+    def _block_ends(self, block: int, outputs: Any) -> None:
+        path = self._blocks[block]
+        self._block, self._num_ended = None, block + 1
+        call = self.seen.calls[block]
+        call.outputs = outputs
+        entries = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        if not any(isinstance(each, Tensor) for each in entries):
+            raise refused(path, f"a block that returns {type(outputs).__name__}", "a tensor, or a tuple of tensors")
+        for leaf in pytree.tree_leaves(call.given):
+            known = self._made.get(id(leaf))
+            if known is not None and leaf._version != known.version:
+                raise refused(path, "an argument that the block changes in place", "x = x + y in the place of x += y")
+        for place, each in enumerate(each for each in entries if isinstance(each, Tensor)):
+            if not each.requires_grad:
+                raise refused(path, "a result that depends on no parameter", "results that gradients flow through")
+            made = self.note(each, f"block {path}")
+            made.origin = ("made", block, place)
+        if not all(isinstance(each, Tensor) or each is None for each in entries):
+            raise refused(path, "a result that is no tensor", "a tensor, or a tuple of tensors and None")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]

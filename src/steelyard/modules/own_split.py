@@ -1,0 +1,389 @@
+"""Finds how a user's own module splits into embedding, blocks and head, by running it without values.
+
+A copy on the meta device is run on samples without values, with hooks on its modules and a mode that sees every
+operation. Blocks are the items of a list, dictionary or sequence of modules, each called once. A tensor that depends on
+parameters and is read by a later block, or after the last one, flows along the chain if it was made before the first
+block or by a block; made between two blocks it has no layer, and the module is refused. The same pass on another number
+of samples must show the same operations, and all that flows must have the samples as its first dim.
+
+What is refused is one error that names the place: the path of a module, and the operation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from steelyard.errors import InvalidModelError
+from steelyard.model.family import LayerRole
+from steelyard.model.own import OwnInput, OwnKind, OwnSplit
+from steelyard.modules.own_identity import below, digest_of, fingerprint_of_block, fingerprint_of_rest
+from steelyard.modules.own_pieces import HINT, META, Loss, OwnModel, meta_copy, returned_tensors
+from steelyard.modules.own_recording import Origin, Seen, record, refused
+
+_BEFORE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundSplit:
+    """A split, and how the modules in blocks are called: the order, and the names by which they get a tensor."""
+
+    model: OwnModel
+    keywords: Mapping[str, str | None]
+
+
+def find_own_split(
+    module: nn.Module, sample: Any, *, loss: Loss | None, blocks: str | Sequence[str] | None
+) -> FoundSplit:
+    """How a module splits; raises `InvalidModelError` naming what stands in the way.
+
+    ``sample`` is what is read for some samples, two or more: the inputs, and with ``loss`` a pair of these and targets.
+    """
+    if isinstance(blocks, str):
+        blocks = (blocks,)
+    num_samples = check_sample(sample, has_loss=loss is not None)
+    _check_module(module)
+    model = meta_copy(module)
+    paths = _blocks_of(model, record(model, sample, num_samples, loss, ()), blocks)
+    seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
+    _check_same(seen, other)
+    own = _split_of(model, seen, other, paths, sample, has_loss=loss is not None)
+    own = _with_samples_read(OwnModel(model, own, loss), sample)
+    return FoundSplit(model=OwnModel(module, own, loss, sample), keywords=seen.keywords)
+
+
+def check_sample(sample: Any, *, has_loss: bool) -> int:
+    """The number of samples in what is read; raises `InvalidModelError` for what cannot be read so."""
+    if has_loss and not (isinstance(sample, tuple | list) and len(sample) == 2):
+        raise _bad_sample(f"a {type(sample).__name__} with loss=", "a pair: the inputs, and the targets for loss=")
+    inputs = sample[0] if has_loss else sample
+    if not isinstance(inputs, Tensor | tuple | list | Mapping):
+        raise _bad_sample(f"inputs that are a {type(inputs).__name__}", "a tensor, a tuple, or a dictionary by name")
+    tensors = [each for each in pytree.tree_leaves(sample) if isinstance(each, Tensor)]
+    counts = {each.shape[0] if each.dim() else 0 for each in tensors}
+    if len(counts) != 1 or min(counts) < 2:
+        raise _bad_sample(
+            f"tensors of shapes {', '.join(str(list(each.shape)) for each in tensors) or 'none'}",
+            "tensors whose first dim is that of the samples, the same number of them in each, 2 or more",
+        )
+    return counts.pop()
+
+
+def _bad_sample(found: str, expected: str) -> InvalidModelError:
+    return InvalidModelError(field="sample", found=found, expected=expected, hint=HINT)
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raises `InvalidModelError` for what no split can divide."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise refused("model", f"{type(module).__qualname__} without a parameter to train", "a module to train")
+    for path, each in module.named_modules():
+        if isinstance(each, _BatchNorm):
+            raise refused(
+                path,
+                f"{type(each).__name__}, whose result depends on which samples are computed together",
+                "modules that compute each sample by itself",
+                "use a norm over each sample: LayerNorm, RMSNorm, GroupNorm",
+            )
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor):
+                raise refused(
+                    f"{path}.{name}".removeprefix("."),
+                    "a tensor that is an attribute",
+                    "parameters and buffers",
+                    f'write self.register_buffer("{name}", …, persistent=False)',
+                )
+    for path, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise refused(
+                path,
+                f"a parameter of {parameter.dtype}",
+                "parameters of torch.float32, which the optimizer reads",
+                "build the module in fp32: the plan's precision says what it computes in",
+            )
+
+
+def _blocks_of(model: nn.Module, seen: Seen, named: Sequence[str] | None) -> tuple[str, ...]:
+    """The paths of the blocks in the order of calls."""
+    lists = {path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)}
+    lists |= {path: each for path, each in model.named_modules() if isinstance(each, nn.Sequential)}
+    for path in named or ():
+        if path not in lists:
+            raise refused(
+                "blocks",
+                repr(path),
+                "the path of a ModuleList, ModuleDict or Sequential: "
+                + (", ".join(repr(each) for each in lists) or "the module has none"),
+            )
+    items = {
+        path: [f"{path}.{name}".removeprefix(".") for name, _ in each.named_children()] for path, each in lists.items()
+    }
+    order = {path: place for place, path in enumerate(seen.called)}
+    if named:
+        chosen = [item for path in named for item in items[path]]
+        for item in chosen:
+            if seen.called.count(item) != 1:
+                raise refused(item, f"an item of blocks that is called {seen.called.count(item)} times", "one call")
+        return tuple(sorted(chosen, key=order.__getitem__))
+    usable = {path: _alike(model, each) for path, each in items.items() if each}
+    usable = {path: each for path, each in usable.items() if all(seen.called.count(item) == 1 for item in each)}
+    outermost = {path: each for path, each in usable.items() if not any(path != o and below(path, o) for o in usable)}
+    if not outermost:
+        raise refused(
+            "model",
+            f"{type(model).__qualname__} without a list of modules that are called once each",
+            "blocks in a ModuleList, ModuleDict or Sequential",
+            "put them into one, or name it: blocks=…",
+        )
+    size = {
+        path: sum(p.numel() for item in each for p in model.get_submodule(item).parameters())
+        for path, each in outermost.items()
+    }
+    best = max(outermost, key=lambda path: size[path])
+    return tuple(sorted(outermost[best], key=order.__getitem__))
+
+
+def _alike(model: nn.Module, items: Sequence[str]) -> list[str]:
+    """The items from the first to the last that is built like another one; all of them where none is."""
+    modules = [model.get_submodule(item) for item in items]
+    digests = [
+        fingerprint_of_block(module, place) if any(True for _ in module.parameters()) else ""
+        for place, module in enumerate(modules)
+    ]
+    alike = [place for place, digest in enumerate(digests) if digest and digests.count(digest) > 1]
+    return list(items[alike[0] : alike[-1] + 1]) if alike else list(items)
+
+
+def _check_same(seen: Seen, other: Seen) -> None:
+    for first, second in zip(seen.operations, other.operations, strict=False):
+        if first != second:
+            raise refused(
+                first.partition(" in ")[2],
+                f"{first.partition(' in ')[0]} in one pass and {second} in another: operations that change",
+                "the same operations for all samples and in every pass",
+            )
+    if len(seen.operations) != len(other.operations):
+        raise refused(
+            "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
+        )
+
+
+def _split_of(
+    model: nn.Module, seen: Seen, other: Seen, blocks: Sequence[str], sample: Any, *, has_loss: bool
+) -> OwnSplit:
+    flows = _flows(seen, blocks)
+    embedding, head = _ends(model, seen, blocks)
+    shapes = {origin: _shape(seen, other, origin, blocks) for flow in flows for origin in flow}
+    kinds = [_kind(model, seen, flows, shapes, blocks, block) for block in range(len(blocks))]
+    distinct = [kind for place, kind in enumerate(kinds) if kinds.index(kind) == place]
+    names = ["block" if len(distinct) == 1 else f"block of kind {number}" for number in range(1, len(distinct) + 1)]
+    rest = fingerprint_of_rest(model, blocks)
+    first = max(shapes[flows[0][0]], (1,), key=len)
+    shared = tuple(_shared(model, embedding, head, blocks))
+    return OwnSplit(
+        module=f"{type(model).__module__}.{type(model).__qualname__}",
+        num_params=sum(parameter.numel() for parameter in model.parameters()),
+        has_loss=has_loss,
+        inputs=tuple(_inputs(sample)),
+        seq_len=max(1, first[0] if len(first) > 1 else 1),
+        blocks=tuple(blocks),
+        kinds=(
+            OwnKind(
+                name="embedding",
+                role=LayerRole.EMBEDDING,
+                fingerprint=rest,
+                shapes=tuple(shapes[origin] for origin in flows[0]),
+            ),
+            *(kind.model_copy(update={"name": name}) for kind, name in zip(distinct, names, strict=True)),
+            OwnKind(name="head", role=LayerRole.HEAD, fingerprint=rest),
+        ),
+        layers=(0, *(1 + distinct.index(kind) for kind in kinds), len(distinct) + 1),
+        embedding=embedding,
+        head=head,
+        first_read=tuple((block, place) for _, block, place in flows[0]),
+        last_made=tuple((how, block, place) for how, block, place in flows[-1]),
+        shared=shared,
+        shared_entries=max((_entries(model, copies) for copies in shared), default=0),
+    )
+
+
+def _flows(seen: Seen, blocks: Sequence[str]) -> list[list[Origin]]:
+    """What flows out of the embedding and of each block: all that is there by then and read later."""
+    last = dict.fromkeys(seen.head_reads, len(blocks))
+    for block, call in enumerate(seen.calls):
+        for _, origin in call.reads:
+            last[origin] = max(last.get(origin, 0), block)
+    born = {origin: _BEFORE if origin[0] == "given" else origin[1] for origin in last}
+    flows = [
+        sorted((o for o in last if born[o] <= layer < last[o]), key=lambda o: (-born[o], o[1], o[2]))
+        for layer in range(_BEFORE, len(blocks))
+    ]
+    for layer, flow in enumerate(flows):
+        if not flow:
+            place = blocks[layer - 1] if layer else "forward"
+            raise refused(place, "nothing that later layers read and that depends on parameters", "a chain of blocks")
+    return flows
+
+
+def _shape(seen: Seen, other: Seen, origin: Origin, blocks: Sequence[str]) -> tuple[int, ...]:
+    """The shape for one sample of what flows."""
+    first, second = (_tensor(each, origin) for each in (seen, other))
+    if first.dim() == 0 or first.shape[0] == second.shape[0] or first.shape[1:] != second.shape[1:]:
+        how = "returned by" if origin[0] == "made" else "given to"
+        raise refused(
+            blocks[origin[1]],
+            f"a tensor of shape {list(first.shape)} {how} the block, whose first dim is not that of the samples",
+            "samples in the first dim of all that flows between blocks",
+            "expand it to one entry for each sample, or make it inside the blocks",
+        )
+    if first.dtype != torch.float32:
+        raise refused(blocks[origin[1]], f"a {first.dtype} tensor that flows between blocks", "torch.float32")
+    return tuple(first.shape[1:])
+
+
+def _tensor(seen: Seen, origin: Origin) -> Tensor:
+    how, block, place = origin
+    call = seen.calls[block]
+    if how == "given":
+        return pytree.tree_leaves(call.given)[place]
+    return returned_tensors(call.outputs)[place]
+
+
+def _kind(
+    model: nn.Module,
+    seen: Seen,
+    flows: Sequence[Sequence[Origin]],
+    shapes: Mapping[Origin, tuple[int, ...]],
+    blocks: Sequence[str],
+    block: int,
+) -> OwnKind:
+    """What a block is, but for its name; equal for blocks of one kind."""
+    before, after, call = flows[block], flows[block + 1], seen.calls[block]
+    several = isinstance(call.outputs, tuple | list)
+    others = [
+        f"{tuple(leaf.shape[1:])} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)[:80]
+        for leaf in pytree.tree_leaves(call.given)
+    ]
+    digest = fingerprint_of_block(model.get_submodule(blocks[block]), block)
+    return OwnKind(
+        name=digest_of(*others),
+        role=LayerRole.BLOCK,
+        fingerprint=digest,
+        no_tp="",
+        reads=tuple((place, before.index(origin)) for place, origin in call.reads),
+        returns=tuple(isinstance(each, Tensor) for each in call.outputs) if several else None,
+        makes=tuple(tuple(each.shape[1:]) for each in returned_tensors(call.outputs)),
+        goes_on=tuple(
+            ("made", origin[2]) if origin[:2] == ("made", block) else ("given", before.index(origin))
+            for origin in after
+        ),
+        shapes=tuple(shapes[origin] for origin in after),
+    )
+
+
+def _ends(model: nn.Module, seen: Seen, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The paths of the parameters that are used before the first block, and of those used after the last."""
+    ends: tuple[list[str], list[str]] = ([], [])
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if below(path, each)]
+        if parameter.requires_grad:
+            _check_used(path, used, inside, len(blocks))
+        if 0 in used:
+            ends[0].append(path)
+        if len(blocks) in used:
+            ends[1].append(path)
+    return tuple(ends[0]), tuple(ends[1])
+
+
+def _check_used(path: str, used: Mapping[int, str], inside: Sequence[str], num_blocks: int) -> None:
+    """Raises `InvalidModelError` unless a parameter is used in blocks alone, or outside and not between them."""
+    for after, what in used.items():
+        if 0 < after < num_blocks:
+            raise refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
+    if inside and used:
+        raise refused(path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}")
+    if not inside and not used:
+        raise refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
+
+
+def _shared(
+    model: nn.Module, embedding: Sequence[str], head: Sequence[str], blocks: Sequence[str]
+) -> Iterator[tuple[tuple[int, str], ...]]:
+    """The parameters that layers share: those of embedding and head; blocks must have their own."""
+    where: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        for number, block in enumerate(blocks, start=1):
+            if below(path, block):
+                where.setdefault(parameter, []).append((number, f"block.{path.removeprefix(f'{block}.')}"))
+        for number, end in ((0, embedding), (len(blocks) + 1, head)):
+            if path in end:
+                where.setdefault(parameter, []).append((number, f"model.{path}"))
+    for places in where.values():
+        first_of = dict(reversed(places))
+        if len(first_of) < 2:
+            continue
+        if any(0 < number <= len(blocks) for number in first_of):
+            number = next(number for number in first_of if 0 < number <= len(blocks))
+            raise refused(
+                blocks[number - 1],
+                f"a parameter that several layers share: {', '.join(path for _, path in places[:3])}",
+                "blocks with parameters of their own; the embedding and the head may share some",
+            )
+        yield tuple(sorted(first_of.items()))
+
+
+def _entries(model: nn.Module, copies: Sequence[tuple[int, str]]) -> int:
+    return model.get_parameter(copies[0][1].partition(".")[2]).numel()
+
+
+def _inputs(sample: Any) -> Iterator[OwnInput]:
+    for path, leaf in pytree.tree_leaves_with_path(sample):
+        if isinstance(leaf, Tensor):
+            shape = tuple(leaf.shape[1:])
+            yield OwnInput(
+                path=name_of_leaf(path),
+                shape=shape,
+                dtype=str(leaf.dtype).removeprefix("torch."),
+                num_bytes=prod(shape) * leaf.dtype.itemsize,
+            )
+
+
+def name_of_leaf(path: Sequence[Any]) -> str:
+    """The name of a tensor in what is read: its places and keys, as in ``0.tokens``; ``inputs`` where it is alone."""
+    keys = (getattr(each, "idx", getattr(each, "key", getattr(each, "name", each))) for each in path)
+    return ".".join(str(each) for each in keys) or "inputs"
+
+
+def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
+    """The split with what each kind of block needs of the samples: nothing where its arguments have values without."""
+    own = model.own
+    arguments = model.arguments(torch.device("cpu"))
+    blank = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device=META), sample)
+    inputs = blank[0] if own.has_loss else blank
+    num_samples = check_sample(sample, has_loss=own.has_loss)
+    needs: set[int] = set()
+    sizes: dict[int, tuple[int, int]] = {}
+    with torch.no_grad():
+        seen = arguments.seen(inputs, num_samples)
+    for block, given in seen.items():
+        flows = {leaf for leaf, _ in own.kind(block + 1).reads}
+        for place, leaf in enumerate(pytree.tree_leaves(given)):
+            if not isinstance(leaf, Tensor) or place in flows:
+                continue
+            if leaf.device == META:
+                needs.add(own.layers[block + 1])
+            is_of_samples = leaf.dim() > 0 and leaf.shape[0] == num_samples
+            sizes[id(leaf)] = (0, leaf.nbytes // num_samples) if is_of_samples else (leaf.nbytes, 0)
+    kinds = (
+        kind.model_copy(update={"reads_samples": kind.role is not LayerRole.BLOCK or number in needs})
+        for number, kind in enumerate(own.kinds)
+    )
+    whole, of_sample = (sum(each[place] for each in sizes.values()) for place in (0, 1))
+    return own.model_copy(update={"kinds": tuple(kinds), "side_bytes": (whole, of_sample)})

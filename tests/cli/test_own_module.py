@@ -1,0 +1,141 @@
+"""A user's own module on the command line: the builder is named there, and a plan file alone never runs code."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from steelyard.cli.app import app
+from steelyard.plan.file import read_plan, write_plan
+from tests.cli.conftest import Run, user_error
+from tests.runtime.models import make_plan
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = f"{ROOT / 'examples' / 'diffusion.py'}:build_model"
+JOB = ("--cluster", "1x4xa100-80gb", "--global-batch", 16)
+
+
+def text_of(result: Result) -> str:
+    return str(user_error(result))
+
+
+@pytest.fixture(name="plan_file", scope="module")
+def _plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "plan.json"
+    result = CliRunner().invoke(app, [str(each) for each in ("plan", EXAMPLE, *JOB, "-o", path)])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def test_planning_says_that_the_file_is_run_and_how_to_go_on(run: Run, tmp_path: Path) -> None:
+    result = run("plan", EXAMPLE, *JOB, "-o", tmp_path / "plan.json")
+    assert "diffusion.py, which builds the module" in result.stderr
+    assert "--builder" in result.stdout
+
+
+def test_the_plan_holds_the_split_and_no_config_and_no_path_of_the_file(plan_file: Path) -> None:
+    plan = read_plan(plan_file)
+    assert plan.model.config is None
+    assert plan.model.own is not None
+    assert plan.model.own.blocks == tuple(f"blocks.{number}" for number in range(4))
+    assert "diffusion.py" not in plan_file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["explain", "diff", "report"])
+def test_a_plan_is_read_without_the_module(
+    run: Run, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no trace is kept
+    more = {"diff": [plan_file], "report": ["-o", tmp_path / "plan.html"]}
+    result = run(command, plan_file, *more.get(command, []))
+    assert result.exit_code == 0, result.output
+
+
+def test_check_fits_with_the_builder_within_what_was_predicted(run: Run, plan_file: Path) -> None:
+    result = run("check", plan_file, "--builder", EXAMPLE, "--processes", 1, "--json")
+    assert result.exit_code == 0, result.output
+    ranks = json.loads(result.stdout)["ranks"]
+    assert all(rank["peak_bytes"] <= rank["predicted_bytes"] for rank in ranks)
+
+
+@pytest.mark.parametrize("command", [("check",), ("train", "--data", "synthetic")])
+def test_a_plan_file_alone_runs_no_code(run: Run, plan_file: Path, command: tuple[str, ...]) -> None:
+    error = text_of(run(command[0], plan_file, *command[1:]))
+    assert "--builder: found nothing, and a plan for diffusion.DiffusionTransformer" in error
+    assert "what a plan file holds is never run" in error
+
+
+def test_a_builder_for_a_plan_that_has_a_config_is_refused(run: Run, tmp_path: Path) -> None:
+    plan = make_plan("llama-tied", "dp2, dp2, dp2, dp2", num_devices=2, num_microbatches=2)
+    write_plan(plan, tmp_path / "plan.json")
+    assert "leave --builder out" in text_of(run("check", tmp_path / "plan.json", "--builder", EXAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "words"),
+    [
+        ("", "build", "no function build"),
+        ("def build(): return 1 / 0", "build", "build() raises ZeroDivisionError in line 1"),
+        ("import nothing_of_that_name", "build", "raises ModuleNotFoundError in line 1"),
+        ("from torch import nn\ndef build(): return nn.Linear(2, 2)", "build", "build() returns a Linear alone"),
+        ("def build(): return 1, 2", "build", "build() returns a int first"),
+        ("from torch import nn\ndef build(): return nn.Linear(2, 2), 1, 2", "build", "returns a int as loss"),
+        ("def build(): return (1,)", "build", "returns a tuple of 1"),
+    ],
+)
+def test_what_a_builder_lacks_is_told(run: Run, tmp_path: Path, content: str, name: str, words: str) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    error = text_of(run("plan", f"{tmp_path / 'mine.py'}:{name}", *JOB))
+    assert words in error
+    assert "expected" in error
+
+
+def test_a_missing_file_is_told(run: Run, tmp_path: Path) -> None:
+    assert "no file" in text_of(run("plan", f"{tmp_path / 'none.py'}:build", *JOB))
+
+
+def test_another_length_than_that_of_the_sample_is_refused(run: Run) -> None:
+    assert "16, the length of its sample" in text_of(run("plan", EXAMPLE, *JOB, "--seq-len", 32))
+
+
+def test_a_model_with_a_config_needs_a_length(run: Run) -> None:
+    assert "--seq-len: found nothing" in text_of(run("plan", "llama3-8b", *JOB))
+
+
+@pytest.mark.parametrize("command", [("export", "--to", "transformers"), ("parity",)])
+def test_what_needs_a_config_refuses_a_module_of_ones_own(run: Run, plan_file: Path, command: tuple[str, ...]) -> None:
+    assert "of your own" in text_of(run(command[0], plan_file, *command[1:]))
+
+
+@pytest.mark.processes
+def test_train_builds_the_module_in_every_process_and_resumes(
+    run: Run, plan_file: Path, tmp_path: Path, save_samples: Callable[[Path], None]
+) -> None:
+    own = read_plan(plan_file).model.own
+    sizes = {"num_devices": 2, "global_batch": 16, "num_microbatches": 2, "seq_len": 16}
+    write_plan(make_plan(None, "dp2, fsdp2, tp2, fsdp2 zero2, dp2, dp2", own=own, **sizes), tmp_path / "cpu.json")
+    save_samples(tmp_path / "samples.safetensors")
+    job = ("train", tmp_path / "cpu.json", "--builder", EXAMPLE, "--data", tmp_path / "samples.safetensors")
+    first = run(*job, "--steps", 3, "--checkpoint-dir", tmp_path / "kept", "--json")
+    assert first.exit_code == 0, first.output
+    again = run(*job, "--steps", 4, "--checkpoint-dir", tmp_path / "kept", "--resume", "latest", "--json")
+    assert again.exit_code == 0, again.output
+    assert [step["step"] for step in json.loads(again.stdout)["steps"]] == [4]
+    refused = run(*job, "--steps", 1, "--export-hf", tmp_path / "exported")
+    assert "no folder of transformers" in text_of(refused)
+
+
+@pytest.fixture(name="save_samples")
+def _save_samples() -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        from safetensors.torch import save_file
+
+        from tests.runtime.guide_worker import DIFFUSION
+
+        inputs, noise = DIFFUSION.read(list(range(64)), 7)
+        save_file({**{f"0.{name}": each.contiguous() for name, each in inputs.items()}, "1": noise}, path)
+
+    return save

@@ -1,0 +1,25 @@
+"""The guide to a model of one's own: its code is the example's, which trains, and goes on under another plan."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.processes import ROOT, run_ranks
+
+GUIDE = ROOT / "docs" / "your-own-model.md"
+EXAMPLE = ROOT / "examples" / "diffusion.py"
+
+
+def test_the_code_of_the_guide_is_that_of_the_example() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    example = EXAMPLE.read_text(encoding="utf-8")
+    assert len(blocks) >= 3
+    assert [block for block in blocks if block.strip() not in example] == []
+
+
+@pytest.mark.processes
+def test_the_example_trains_as_one_process_does_also_after_it_goes_on_under_another_plan(tmp_path: Path) -> None:
+    facts = run_ranks("tests.runtime.guide_worker:everything", 4, tmp_path)
+    assert facts["found"] == pytest.approx(facts["expected"], rel=1e-4)
+    assert facts["found"][-1] < facts["found"][0]

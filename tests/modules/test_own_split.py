@@ -1,0 +1,189 @@
+"""How users' own modules split, and what is said of those that do not: the place, and the operation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from steelyard.errors import InvalidModelError
+from steelyard.modules.own_builder import Built, own_model
+from steelyard.modules.own_identity import check_same_module
+from steelyard.modules.own_split import find_own_split
+from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, UNet
+
+
+def split_of(name: str) -> Any:
+    case = CASES[name]
+    return own_model(Built(module=case.module(), sample=case.sample, loss=case.loss)).own
+
+
+def error_of(module: nn.Module, sample: Any, loss: Any = functional.mse_loss, blocks: Any = None) -> str:
+    with pytest.raises(InvalidModelError) as caught:
+        own_model(Built(module=module, sample=sample, loss=loss, blocks=blocks))
+    return str(caught.value)
+
+
+def test_a_tied_table_is_shared_by_embedding_and_head() -> None:
+    assert split_of("nanogpt").shared == (((0, "model.transformer.wte.weight"), (5, "model.transformer.wte.weight")),)
+
+
+def test_blocks_in_a_dictionary_that_know_their_place_are_of_one_kind() -> None:
+    own = split_of("titan")
+    assert own.blocks == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert own.layers == (0, 1, 1, 1, 1, 2)
+
+
+def test_a_rotary_table_is_given_to_blocks_and_does_not_flow() -> None:
+    own = split_of("titan")
+    assert own.kinds[1].shapes == ((16, 32),)
+    assert own.side_bytes == (16 * 4 * 8, 0)
+    assert not own.kinds[1].reads_samples
+
+
+def test_attention_and_mlp_of_plain_matrices_take_tensor_parallelism() -> None:
+    for name in ("titan", "dit"):
+        kind = split_of(name).kinds[1]
+        assert {"colwise", "rowwise"} <= set(kind.styles.values())
+        assert dict(kind.tp_divides)["attention heads"] == 4
+    assert dict(split_of("titan").kinds[1].tp_divides)["key-value heads"] == 2
+
+
+def test_of_fused_attention_only_the_mlp_takes_tensor_parallelism() -> None:
+    assert not any(".attn" in path for path in split_of("nanogpt").kinds[1].styles)
+    assert "block.mlp.c_fc" in split_of("nanogpt").kinds[1].styles
+
+
+def test_of_a_sequence_the_like_items_are_blocks() -> None:
+    own = split_of("sequential")
+    assert own.blocks == ("1", "2", "3", "4")
+    assert own.embedding == ("0.weight", "0.bias")
+
+
+def test_a_condition_flows_beside_the_hidden_state_into_every_block_and_the_head() -> None:
+    own = split_of("dit")
+    assert [kind.shapes for kind in own.kinds] == [((16, 32), (32,)), ((16, 32), (32,)), ()]
+    assert own.last_made == (("made", 3, 0), ("given", 0, 1))
+
+
+def test_long_skips_flow_through_the_blocks_between() -> None:
+    assert [len(kind.shapes) for kind in split_of("unet").kinds] == [1, 1, 2, 2, 1, 0]
+
+
+def test_a_skip_that_is_joined_between_blocks_is_refused_by_its_operation() -> None:
+    case = CASES["unet"]
+    error = error_of(UNet(joins_in_block=False), case.sample)
+    assert "blocks.2: found an argument that add in the module itself makes between two blocks" in error
+    assert "move the operation into the block" in error
+
+
+class Stack(nn.Module):
+    """Blocks, and whatever a test does around them."""
+
+    def __init__(self, around: Callable[[Any, Any], Any] | None = None, **modules: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList([NanoBlock() for _ in range(2)])
+        self.head = nn.Linear(32, 3)
+        self.around = around
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        if self.around is not None:
+            h = self.around(self, h)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+SAMPLE = CASES["sequential"].sample
+
+
+def with_branch(_module: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * 2 if h.sum() > 0 else h
+
+
+calls = iter(range(1000))
+
+
+def with_other_operations(_module: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * 2 if next(calls) % 2 else h + 1
+
+
+def with_unused(_module: Any, h: torch.Tensor) -> torch.Tensor:
+    return h
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (lambda: Stack(with_branch), ("needs values", "torch.where")),
+        (lambda: Stack(with_other_operations), ("operations that change", "in every pass")),
+        (lambda: Stack(with_unused, extra=nn.Linear(2, 2)), ("extra.weight", "does not use")),
+        (lambda: Stack(norm=nn.BatchNorm1d(4)), ("norm: found BatchNorm1d", "GroupNorm")),
+        (lambda: nn.Linear(8, 3), ("Linear without a list of modules", "blocks=")),
+        (lambda: Stack().half(), ("parameter of torch.float16", "float32")),
+    ],
+)
+def test_what_does_not_split_is_named(module: Callable[[], nn.Module], words: tuple[str, ...]) -> None:
+    error = error_of(module(), SAMPLE)
+    assert all(each in error for each in words), error
+
+
+def test_a_tensor_that_is_an_attribute_is_named() -> None:
+    module = Stack()
+    module.table = torch.zeros(3)
+    assert 'self.register_buffer("table"' in error_of(module, SAMPLE)
+
+
+def test_a_block_that_is_called_twice_is_named() -> None:
+    module = NanoGPT()
+    module.transformer.h[1] = module.transformer.h[0]
+    case = CASES["nanogpt"]
+    assert "called" in error_of(module, case.sample, case.loss, blocks="transformer.h")
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_told_with_both_figures() -> None:
+    error = error_of(Stack(), SAMPLE, lambda outputs, targets: (outputs - targets).square().sum())
+    assert "loss: found" in error
+    assert "mean over samples" in error
+
+
+def test_a_module_that_returns_no_loss_needs_one() -> None:
+    error = error_of(Stack(), SAMPLE[0], None)
+    assert "forward: found a tensor of shape [4, 16, 3]: 0 losses" in error
+    assert "give loss=" in error
+
+
+def test_one_sample_is_not_enough_to_find_the_dim_of_samples() -> None:
+    assert "2 or more" in error_of(Stack(), (SAMPLE[0][:1], SAMPLE[1][:1]))
+
+
+def test_an_unknown_list_of_blocks_names_the_known_ones() -> None:
+    assert "'layers'" in error_of(TitanLlama(), CASES["titan"].sample, CASES["titan"].loss, blocks="layer")
+
+
+def test_a_file_that_is_run_gives_the_module_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = split_of("titan")
+    for each in {type(module) for module in TitanLlama().modules() if type(module).__module__.endswith("own_models")}:
+        monkeypatch.setattr(each, "__module__", "__main__")
+    check_same_module(CASES["titan"].module(), planned)
+
+
+def test_another_setting_of_a_block_is_refused_with_its_path() -> None:
+    planned, module = split_of("titan"), CASES["titan"].module()
+    module.layers["2"].attention.n_heads = 2
+    with pytest.raises(InvalidModelError, match=r"found block layers\.2 of structure"):
+        check_same_module(module, planned)
+
+
+def test_a_module_on_the_meta_device_splits_alike() -> None:
+    case = CASES["titan"]
+    with torch.device("meta"):
+        module = case.build()
+    found = find_own_split(module, case.sample, loss=case.loss, blocks=None).model.own
+    assert found.kinds == find_own_split(case.module(), case.sample, loss=case.loss, blocks=None).model.own.kinds
