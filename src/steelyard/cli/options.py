@@ -16,7 +16,8 @@ from steelyard.output import check_file, check_folder
 Model = Annotated[
     str,
     typer.Argument(
-        help="A packaged model (see `steelyard models`) or the path of a config.json.", autocompletion=complete_model
+        help="A packaged model (see `steelyard models`; its hub id will do) or the path of a config.json.",
+        autocompletion=complete_model,
     ),
 ]
 ClusterOption = Annotated[

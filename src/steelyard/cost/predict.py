@@ -36,6 +36,8 @@ class PlanCost:
     fits: bool
     tokens_per_s_per_device: float
     mfu: float | None
+    mfu_attention: str
+    """How `mfu` counts attention."""
 
 
 def predict(plan: Plan, job: Job) -> PlanCost:
@@ -64,6 +66,7 @@ def predict(plan: Plan, job: Job) -> PlanCost:
         fits=all(stage.total_bytes <= job.budget_bytes for stage in stages),
         tokens_per_s_per_device=tokens_per_s,
         mfu=model_flop_utilisation(job, tokens_per_s),
+        mfu_attention=job.chain.attention_words(job.seq_len),
     )
 
 
@@ -109,8 +112,10 @@ def _setting(plan: Plan, job: Job) -> Setting:
 def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | None:
     """Model FLOP over peak FLOP, recomputation not counted; None where the device's peak is not known.
 
-    Model FLOP of a token are three forward passes, attention counted in full although causal kernels skip half of it:
-    the convention of Chowdhery et al. 2022 (PaLM), appendix B, that published MFU figures use.
+    Model FLOP of a token are three forward passes, of attention the pairs of tokens that the model relates, whatever
+    its kernels compute: half of the square where it is causal, a band in a window (`ModelChain.attended_share`).
+    Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square and are higher. With a profile
+    from before the square was counted, attention is what its kernels compute.
     """
     if job.cluster.device.needs_profile:
         return None
@@ -119,8 +124,11 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
         layer = job.profile.layer(kind.name, {})
         if layer is None:
             return None
-        forward = layer.forward
-        per_sample = forward.matmul_flop.per_sample + 2 * forward.attention_flop.per_sample
+        in_kernels = layer.forward.attention_flop.per_sample
+        square = None if layer.square_flop is None else layer.square_flop.per_sample
+        per_sample = layer.forward.matmul_flop.per_sample + in_kernels
+        if square is not None:
+            per_sample += job.chain.attended_share(kind, job.seq_len) * square - (in_kernels or square)
         flop += 3 * per_sample * job.chain.layers.count(kind_index)
     return flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
 

@@ -148,6 +148,8 @@ def _prediction(
         step_time_s=steps_s[best],
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
+        mfu_attention=cost.mfu_attention,
+        warnings=job.chain.warnings(job.seq_len),
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
         certificate=_certificate(found, best, len(candidates), time_limit_s),

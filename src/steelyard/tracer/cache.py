@@ -1,23 +1,22 @@
 """Keeps traces on disk, by everything that enters them, so that a model is traced once.
 
-The key is made without importing torch: a planner that finds its trace here needs no torch at all.
+Below the folder lie the traces of the package (`steelyard.tracer.packaged`). The key is made without importing torch: a
+planner that finds its trace in either place needs no torch at all.
 """
 
 import logging
-from importlib import metadata
 from pathlib import Path
 
 from steelyard.errors import InvalidProfileError
+from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
+from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_trace
 
 _logger = logging.getLogger(__name__)
-
-TRACER_VERSION = 9
-"""Raised whenever the tracer counts differently."""
 
 
 def cached_trace(
@@ -28,10 +27,11 @@ def cached_trace(
     degrees: tuple[int, ...],
     folder: Path | None = None,
 ) -> Profile:
-    """The traced profile from the cache folder, traced and stored there if it is new.
+    """The traced profile from the cache folder or the package, traced and stored in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
-    written, or a file in it that cannot be read, costs time and nothing else.
+    written, or a file in it that cannot be read, costs time and nothing else. Raises `NotInstalledError` where the
+    model has to be traced and torch is not there.
     """
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
@@ -39,6 +39,11 @@ def cached_trace(
             return parse_file(path, Profile, InvalidProfileError, what="profile")
         except InvalidProfileError as error:
             _logger.warning("traced again, since the cached trace cannot be read: %s", error)
+    packaged = packaged_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
+    if packaged is not None:
+        return packaged
+    what = f"the trace of {chain.name} at {seq_len} tokens in {precision} for {max(degrees)} devices per node"
+    require_training(f"{what} is neither packaged nor kept from before")
     from steelyard.tracer.trace import trace
 
     profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
@@ -54,8 +59,7 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         "precision": precision,
         "degrees": sorted(degrees),
         "tracer": TRACER_VERSION,
-        "torch": metadata.version("torch"),
-        "transformers": metadata.version("transformers"),
-        "attention": "sdpa",
+        **{name: installed_version(name) for name in TRAINING},
+        "attention": ATTENTION,
     }
     return digest(entries)
