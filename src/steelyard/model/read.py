@@ -47,7 +47,7 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
     """
     text = str(name_or_path)
     path = Path(text)
-    name = text if path.exists() else hub_names().get(text, text)
+    name = text if os.path.exists(path) else hub_names().get(text, text)
     if name in model_names():
         source = resources.files("steelyard.model") / "configs" / f"{name}.json"
         return name, json.loads(source.read_text())
@@ -79,9 +79,9 @@ def _how_to_get(hub_id: str) -> str:
     packaged = f" (packaged is {' and '.join(similar)})" if similar else ""
     folder = hub_id.rpartition("/")[2]
     return (
-        f"it is not packaged{packaged}; fetch its config where there is a network, hf download {hub_id} config.json "
-        f"--local-dir {folder} or with a browser https://huggingface.co/{hub_id}/resolve/main/config.json, and give the "
-        f"path {folder}/config.json"
+        f"it is not packaged{packaged}; fetch its config where there is a network, with hf download {hub_id} "
+        f"config.json --local-dir {folder}, or from https://huggingface.co/{hub_id}/resolve/main/config.json, and give "
+        f"the path {folder}/config.json"
     )
 
 
