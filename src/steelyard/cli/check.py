@@ -11,6 +11,7 @@ from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, 
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict_memory
 from steelyard.hardware import Backend
+from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
@@ -38,6 +39,7 @@ def check(
 ) -> None:
     """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
     plan = read_plan(path)
+    require_training("`steelyard check` runs a plan's ranks on fake tensors")
     budgets, backend = _expected(plan, cluster, network, memory, profile)
     from steelyard.runtime.distinct_ranks import distinct_ranks
     from steelyard.runtime.dry_run import dry_run_all

@@ -36,7 +36,8 @@ def load_model(name_or_path: str | Path) -> ModelChain:
     packaged with how it splits.
     """
     name, config = load_config(name_or_path)
-    split = None if config.get("model_type") in FAMILIES else packaged_split(config_hash(config))
+    has_family = not isinstance(config, Mapping) or config.get("model_type") in FAMILIES
+    split = None if has_family else packaged_split(config_hash(config))
     return chain_from_config(config, name=name, split=split)
 
 
