@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,11 @@ def compiled(signature: str) -> Callable[[Kernel], Kernel]:
     def decorate(kernel: Kernel) -> Kernel:
         SIGNATURES[kernel.__name__] = signature
         if _IN_WHEEL and find_spec(_IN_WHEEL):
-            return getattr(import_module(_IN_WHEEL), kernel.__name__)  # type: ignore[no-any-return]
+            return cast("Kernel", getattr(import_module(_IN_WHEEL), kernel.__name__))
         if find_spec("numba"):
             from numba import njit
 
-            return njit(cache=True, error_model="numpy")(kernel)  # type: ignore[no-any-return]
+            return cast("Kernel", njit(cache=True, error_model="numpy")(kernel))
         if len(SIGNATURES) == 1:
             logging.getLogger(__name__).warning("the search is not compiled here, and slow: pip install numba")
         return kernel
