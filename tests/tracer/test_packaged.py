@@ -74,6 +74,7 @@ def test_a_split_of_another_transformers_counts_as_missing(monkeypatch: pytest.M
     assert packaged_split(config_hash) is not None
     monkeypatch.setattr(installed, "installed_version", lambda _: "9.9")
     assert packaged_split(config_hash) is None
+    assert packaged_split(config_hash, must_hold=False) is not None
 
 
 def test_a_packaged_trace_needs_neither_package_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +93,9 @@ def test_a_packaged_trace_is_taken_where_the_cache_has_none(
 
 def test_without_torch_a_trace_that_is_nowhere_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "find_spec", lambda _: None)
-    with pytest.raises(NotInstalledError, match=r"(?s)llama3-8b at 2 tokens in bf16.*steelyard\[train\]") as caught:
+    with pytest.raises(
+        NotInstalledError, match=r"(?s)llama3-8b at 2 tokens in bf16.*packaged: 128–.*steelyard\[train\]"
+    ) as caught:
         cached_trace(load_model(LLAMA), seq_len=2, precision="bf16", degrees=(1,))
     assert isinstance(caught.value, UserError)
     assert caught.value.exit_code == 2

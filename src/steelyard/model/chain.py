@@ -133,10 +133,11 @@ class ModelChain:
         """What is allowed with sequences of this length and should be known all the same."""
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
             return ()
+        longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]
         return (
             f"sequences of {seq_len:,} tokens are longer than the {self.max_seq_len:,} positions that {self.name} was "
-            "made for (its config's longest): it runs, but what it learned does not reach so far unless its positions "
-            "are rescaled",
+            f"made for ({longest[0] if longest else 'by default'}): it runs, but what it learned does not reach so far "
+            "unless its positions are rescaled",
         )
 
     def check_seq_len(self, seq_len: int) -> None:

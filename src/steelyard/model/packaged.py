@@ -13,13 +13,17 @@ from steelyard.installed import is_as_made
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
 
 
-def packaged_split(config_hash: str) -> ModelSplit | None:
-    """How the model of a config splits, where that comes in the package and holds for what is installed."""
+def packaged_split(config_hash: str, *, must_hold: bool = True) -> ModelSplit | None:
+    """How the model of a config splits, where that comes in the package and holds for what is installed.
+
+    ``must_hold`` is not asked where it is only shown.
+    """
     file = resources.files("steelyard.model") / "splits" / f"{config_hash}.json"
     if not file.is_file():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))
-    if content["split_version"] != SPLIT_VERSION or not is_as_made(content["made_with"]):
+    holds = content["split_version"] == SPLIT_VERSION and is_as_made(content["made_with"])
+    if must_hold and not holds:
         return None
     return ModelSplit.model_validate(content["split"])
 

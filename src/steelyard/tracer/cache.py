@@ -14,7 +14,7 @@ from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
-from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_trace
+from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_lengths, packaged_trace
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ def cached_trace(
     if packaged is not None:
         return packaged
     what = f"the trace of {chain.name} at {seq_len} tokens in {precision} for {max(degrees)} devices per node"
-    require_training(f"{what} is neither packaged nor kept from before")
+    there = packaged_lengths(chain, precision)
+    require_training(f"{what} is neither packaged nor kept from before" + (f" (packaged: {there})" if there else ""))
     from steelyard.tracer.trace import trace
 
     profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)

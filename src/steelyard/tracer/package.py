@@ -127,9 +127,9 @@ def spans_of(chain: ModelChain) -> list[range]:
     Images have one length. From a window of attention on a layer has a mask, the square of the sequence, which at some
     length is the largest of what it holds for a short time: there the usual lengths are alone.
     """
-    longest = chain.max_seq_len if chain.layout.learned_positions else MOST_TOKENS
     if not chain.family.task.reads_text:
-        return [range(longest, longest + 1)]
+        return [range(chain.max_seq_len, chain.max_seq_len + 1)]
+    longest = chain.max_seq_len if chain.layout.learned_positions else MOST_TOKENS
     window = min((each for kind in chain.kinds if (each := chain.window(kind)) is not None), default=longest + 1)
     within = [range(FEWEST, window)] if window > FEWEST else []
     return within + [range(length, length + 1) for length in usual_lengths(chain) if length >= window]

@@ -52,14 +52,32 @@ def trace_file(config_hash: str, precision: Precision) -> Any:
 
 def packaged_trace(chain: ModelChain, *, seq_len: int, precision: Precision, degrees: Iterable[int]) -> Profile | None:
     """What `steelyard.tracer.trace.trace` would return, from the package; None where that does not hold it."""
+    content = _content(chain, precision)
+    if content is None:
+        return None
+    return profile_at(content, chain, seq_len=seq_len, degrees=sorted(set(degrees) | {1}))
+
+
+def _content(chain: ModelChain, precision: Precision) -> dict[str, Any] | None:
+    """What the packaged trace of a model holds; None where there is none, or it does not hold for what is installed."""
     file = trace_file(chain.config_hash, precision)
     if not file.is_file():
         return None
-    content = json.loads(gzip.decompress(file.read_bytes()))
-    key = {"tracer": TRACER_VERSION, "attention": ATTENTION}
-    if content["key"] != key or not is_as_made(content["made_with"]):
-        return None
-    return profile_at(content, chain, seq_len=seq_len, degrees=sorted(set(degrees) | {1}))
+    content: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    is_current = content["key"] == {"tracer": TRACER_VERSION, "attention": ATTENTION}
+    return content if is_current and is_as_made(content["made_with"]) else None
+
+
+def packaged_lengths(chain: ModelChain, precision: Precision) -> str:
+    """What is packaged of a model in words, for messages; empty where nothing is, or what is there does not hold."""
+    content = _content(chain, precision)
+    if content is None:
+        return ""
+    spans = [
+        f"{each['first']}–{each['last']}" if len(each["lengths"]) > 1 else str(each["first"])
+        for each in content["spans"]
+    ]
+    return f"{', '.join(spans)} tokens on nodes of {', '.join(map(str, content['degrees']))} devices"
 
 
 def profile_at(content: dict[str, Any], chain: ModelChain, *, seq_len: int, degrees: Sequence[int]) -> Profile | None:
