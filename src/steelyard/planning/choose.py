@@ -59,7 +59,7 @@ def find_plan(
 ) -> Plan:
     """The fastest plan to train a model on a cluster within the memory of its devices.
 
-    ``config`` is a packaged model's name, the path of a ``config.json``, or its content; ``cluster`` as in
+    ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
     ``8x8xh100-80gb`` or a YAML file's path; ``memory`` per device as in ``20GiB`` or in bytes, else all it has;
     ``profile`` a measured profile (its path or value), else the model is traced and the catalogue's rates are used.
     Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
