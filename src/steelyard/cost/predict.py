@@ -6,7 +6,7 @@ The terms of time are those that the search added up (`steelyard.cost.layer`). T
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from steelyard.model.chain import LayerKind
 from steelyard.plan.plan import Plan, StagePrediction
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Strategy
+from steelyard.profiles.profile import LayerProfile, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,20 +118,43 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
     Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square and are higher. With a profile
     from before the square was counted, attention is what its kernels compute.
     """
+    flop = _flop_per_sample(job, lambda kind, layer: 3 * _model_flop(kind, layer, job))
+    return None if flop is None else flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
+
+
+def least_step_s(job: Job) -> float:
+    """Seconds that no plan is faster than: the products of a step, none repeated, at the peak of all devices.
+
+    0 where the peak is not known.
+    """
+    flop = _flop_per_sample(job, lambda _, layer: _flop(layer.forward) + _flop(layer.backward))
+    devices_flop_per_s = job.cluster.num_devices * job.peak_flop_per_s if flop else 1.0
+    return job.time_factor * job.global_batch * (flop or 0.0) / devices_flop_per_s
+
+
+def _flop(work: Work) -> float:
+    return work.matmul_flop.per_sample + work.attention_flop.per_sample
+
+
+def _model_flop(kind: LayerKind, layer: LayerProfile, job: Job) -> float:
+    """FLOP of a forward pass for a sample, with attention as the model has it."""
+    done = _flop(layer.forward)
+    if layer.square_flop is None:
+        return done
+    square = layer.square_flop.per_sample
+    in_attention = layer.forward.attention_flop.per_sample or square
+    return done - in_attention + job.chain.attended_share(kind, job.seq_len) * square
+
+
+def _flop_per_sample(job: Job, flop: Callable[[LayerKind, LayerProfile], float]) -> float | None:
+    """FLOP of all layers; None where the device's peak is not known, or a layer's FLOP."""
+    layers = [job.profile.layer(kind.name, {}) for kind in job.chain.kinds]
     if job.cluster.device.needs_profile:
         return None
-    flop = 0.0
-    for kind_index, kind in enumerate(job.chain.kinds):
-        layer = job.profile.layer(kind.name, {})
-        if layer is None:
-            return None
-        in_kernels = layer.forward.attention_flop.per_sample
-        square = None if layer.square_flop is None else layer.square_flop.per_sample
-        per_sample = layer.forward.matmul_flop.per_sample + in_kernels
-        if square is not None:
-            per_sample += job.chain.attended_share(kind, job.seq_len) * square - (in_kernels or square)
-        flop += 3 * per_sample * job.chain.layers.count(kind_index)
-    return flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
+    counts = [job.chain.layers.count(kind) for kind in range(len(layers))]
+    found = zip(counts, job.chain.kinds, layers, strict=True)
+    known = [count * flop(kind, layer) for count, kind, layer in found if layer is not None]
+    return sum(known) if len(known) == len(layers) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
