@@ -1,6 +1,7 @@
 # make demo   set-up, then the whole product on CPU processes: profile, plan, train, compare
 # make test   set-up, then everything that CI checks
 # make quick  the part of the tests that starts no processes
+# make traces  how packaged models split, and their traces: what is missing or out of date
 # make fuzz   CASES damaged files and commands (100,000), from SEED (by the clock); those that end badly are kept
 # make nightly  make fuzz, then the quick tests with other examples than make test, and more of them
 
@@ -16,7 +17,7 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 CASES ?= 100000
 SEED ?= $(shell date +%s)
 
-.PHONY: demo test quick fuzz nightly clean
+.PHONY: demo test quick traces fuzz nightly clean
 
 demo: $(VENV)/installed
 	$(BIN)/steelyard demo
@@ -26,6 +27,9 @@ test: $(VENV)/installed-dev
 
 quick: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow"
+
+traces: $(VENV)/installed
+	$(BIN)/python -m steelyard.tracer.package --jobs 2
 
 fuzz: $(VENV)/installed-dev
 	$(BIN)/python -m tests.damage --cases $(CASES) --seed $(SEED) --keep .damage
@@ -37,7 +41,7 @@ nightly: fuzz
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable ".[train]"
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

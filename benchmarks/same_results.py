@@ -1,6 +1,6 @@
 """Whether a change of the code leaves every plan and prediction the same to the last bit.
 
-Plans and solves a fixed bank of problems (all families and packaged models, all schedules, several devices, one node
+Plans and solves a fixed bank of problems (all families, packaged models, all schedules, several devices, one node
 and many, tight and roomy memory, pins, restrictions, frameworks' means, measured profiles, problem files, plans
 written by hand) and writes what came out as one JSON file. Of two such files it says what differs.
 

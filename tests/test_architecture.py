@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "steelyard"
 MODULES = sorted(SOURCE.rglob("*.py"))
 PLANNER = ("cli", "cost", "export", "hardware", "model", "plan", "profiles", "report", "schedules", "search")
+TORCH_FREE = ("steelyard.installed", "steelyard.units", "steelyard.planning", "steelyard.tracer.packaged")
 COPIED = SOURCE / "export" / "scripts"
 """What an export copies as it is, and nobody imports."""
 FILES_OF_ONE_MACHINE = re.compile(r"(?<![\w.~-])/(?:work|root|tmp)/")
@@ -33,7 +34,7 @@ def module_name(path):
 def planner_modules():
     imported = [path for path in MODULES if COPIED not in path.parents]
     inside = [module_name(path) for path in imported if path.relative_to(SOURCE).parts[0] in PLANNER]
-    return ["steelyard", "steelyard.errors", "steelyard.files", "steelyard.units", "steelyard.planning", *inside]
+    return ["steelyard", "steelyard.errors", "steelyard.files", *TORCH_FREE, *inside]
 
 
 def texts_of(*folders):

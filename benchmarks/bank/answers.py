@@ -144,11 +144,6 @@ def _small_config(family: str) -> dict[str, Any]:
     return config | {key: _SIZES[key] for key in config if key in _SIZES} | _OTHER_SIZES.get(family, {})
 
 
-def packaged() -> tuple[str, ...]:
-    """The names of all packaged models."""
-    return model_names()
-
-
 @cache
 def job_of(
     model: str, cluster: str, batch: int, seq_len: int, precision: str = "bf16", memory: str | None = None

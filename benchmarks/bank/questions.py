@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from bank import answers
-from bank.answers import EXECUTIONS, FAMILIES, FRAMEWORKS, GB, Written, job_of, measured, packaged
+from bank.answers import EXECUTIONS, FAMILIES, FRAMEWORKS, GB, Written, job_of, measured
 from bank.records import Record
 
 Question = Callable[[], Record]
@@ -32,7 +32,7 @@ SETTINGS = {
     "qwen2.5-7b": ("1x8xb200-180gb", 64, 8192, "bf16"),
     "qwen3-30b-a3b": ("1x8xh100-80gb", 64, 16384, "bf16"),
 }
-"""A cluster, batch, sequence length and precision for every packaged model."""
+"""A cluster, batch, sequence length and precision for packaged models of every size."""
 
 
 LESS_MEMORY = {
@@ -74,10 +74,10 @@ CHOSEN: Mapping[str, Mapping[str, Any]] = {
 
 
 def planning_questions() -> Iterator[tuple[str, Question]]:
-    """A plan for every packaged model, for small ones of every family, in less memory and under decisions."""
-    for name in packaged():
+    """A plan for packaged models, for small ones of every family, in less memory and under decisions."""
+    for name, setting in SETTINGS.items():
         for memory in (None, *LESS_MEMORY.get(name, ())):
-            job = partial(job_of, name, *SETTINGS[name], memory)
+            job = partial(job_of, name, *setting, memory)
             yield f"plan {name}, memory {memory or 'all'}", partial(answers.planned, job)
     for family in FAMILIES:
         for cluster, precision in (("1x4xa100-40gb", "bf16"), ("2x4xv100-16gb", "fp32")):

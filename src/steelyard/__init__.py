@@ -46,6 +46,10 @@ def __getattr__(name: str) -> Any:
     """Loads a public name from its module when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
+    if _HOMES[name].startswith("steelyard.runtime"):
+        from steelyard.installed import require_training
+
+        require_training(f"`steelyard.{name}` runs on them")
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -1,6 +1,7 @@
 """A plan's prediction against the tables that the search works on, and against known answers."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,10 +9,13 @@ from steelyard.cost.build import CUDA_CONTEXT_BYTES, PIPELINE_CHANNEL_BYTES, bui
 from steelyard.cost.predict import model_flop_utilisation, predict, predict_memory
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Plan
 from steelyard.profiles.profile import Affine
 from steelyard.search.evaluate import Solution, evaluate
 from tests.cost.examples import SEQ_LEN, cluster, job, plan, setting, unprofiled_job
+from tests.runtime.models import FAMILY_CONFIGS
 
 ONE_STAGE = ("fsdp8, dp8, fsdp4-tp2+sp, tp8, dp2-tp4 remat=full, fsdp8 zero2",)
 TWO_STAGES = ("fsdp4, dp4, tp4", "tp2-fsdp2+sp, fsdp4 remat=full, dp4")
@@ -109,26 +113,70 @@ def test_more_samples_in_flight_hold_more_activations() -> None:
         assert gpipe.stages[stage].total_bytes > one_f_one_b.stages[stage].total_bytes
 
 
-def test_mfu_counts_six_flop_per_parameter_and_twelve_per_layer_hidden_and_length() -> None:
+PARAMS, HIDDEN, NUM_BLOCKS = 1e6, 64, 4
+
+
+def attending(of: Job, *, in_kernels: float, in_products: float = 0.0, counted: bool = True) -> Job:
+    """The job with 2 FLOP per parameter and token, and attention of 4·s²·h a block: so much of it in each way."""
+    layers = []
+    for layer in of.profile.layers:
+        square = 4.0 * HIDDEN * SEQ_LEN**2 if layer.kind == "block" else 0.0
+        work = {
+            "matmul_flop": Affine(per_sample=2 * PARAMS * SEQ_LEN + in_products * square),
+            "attention_flop": Affine(per_sample=in_kernels * square),
+        }
+        update = {"forward": layer.forward.model_copy(update=work)}
+        layers.append(layer.model_copy(update=update | ({"square_flop": Affine(per_sample=square)} if counted else {})))
+    return replace(of, profile=of.profile.model_copy(update={"layers": tuple(layers)}))
+
+
+def share_of_attention(of: Job) -> float:
+    """The part of 12·s·h a token and block that is counted as attention."""
+    found = model_flop_utilisation(of, 1e6)
+    assert found is not None
+    return (found * 100e12 / 1e6 - 6 * PARAMS * of.chain.num_layers) / (12 * NUM_BLOCKS * HIDDEN * SEQ_LEN)
+
+
+@pytest.mark.parametrize("ways", [{"in_kernels": 0.5}, {"in_kernels": 1.0}, {"in_kernels": 0.0, "in_products": 1.0}])
+def test_mfu_counts_half_of_causal_attention_whatever_its_kernels_compute(ways: dict[str, float]) -> None:
+    assert share_of_attention(attending(job(), **ways)) == pytest.approx(0.5)
+
+
+def test_mfu_of_a_profile_without_the_square_counts_what_kernels_compute() -> None:
+    assert share_of_attention(attending(job(), in_kernels=0.5, counted=False)) == pytest.approx(0.5)
+
+
+def chain_of(model_type: str, **changes: Any) -> ModelChain:
+    return chain_from_config(FAMILY_CONFIGS[model_type] | changes, name=model_type)
+
+
+@pytest.mark.parametrize(
+    ("chain", "words", "shares"),
+    [
+        (chain_of("llama"), "causal", [0.5]),
+        (chain_of("mistral", sliding_window=16), "sliding over 16 tokens", [0.25 - 0.125 / 4]),
+        (chain_of("mistral", sliding_window=64), "causal", [0.5]),
+        (chain_of("bert"), "bidirectional", [1.0]),
+        (chain_of("t5"), "bidirectional and causal", [1.0, 0.75]),
+        (load_model("phi-3-mini"), "causal", [0.5]),
+    ],
+    ids=["llama", "window", "window of all", "bert", "t5", "split"],
+)
+def test_attention_is_counted_as_the_model_has_it(chain: ModelChain, words: str, shares: list[float]) -> None:
+    blocks = [kind for kind in chain.kinds if kind.role is LayerRole.BLOCK]
+    assert [chain.attended_share(kind, 64) for kind in blocks] == shares
+    assert chain.attention_words(64) == words
+
+
+def test_a_split_model_whose_config_has_a_window_slides_in_all_blocks() -> None:
+    assert load_model("phi-3-mini").attention_words(4096) == "sliding over 2047 tokens"
+    assert load_model("gpt-oss-20b").attention_words(4096) == "sliding over 128 tokens and causal"
+
+
+def test_the_prediction_says_how_attention_is_counted() -> None:
     of = job()
-    params, hidden, num_layers = 1e6, 64, 4
-    # forward of a token: 2 per parameter, and causal attention 2·s·h (half of 4·s·h)
-    layers = tuple(
-        layer.model_copy(
-            update={
-                "forward": layer.forward.model_copy(
-                    update={
-                        "matmul_flop": Affine(per_sample=2 * params * SEQ_LEN),
-                        "attention_flop": Affine(per_sample=2.0 * hidden * SEQ_LEN**2 if layer.kind == "block" else 0),
-                    }
-                )
-            }
-        )
-        for layer in of.profile.layers
-    )
-    of = replace(of, profile=of.profile.model_copy(update={"layers": layers}))
-    per_token = 6 * params * of.chain.num_layers + 12 * num_layers * hidden * SEQ_LEN
-    assert model_flop_utilisation(of, 1e6) == pytest.approx(per_token * 1e6 / 100e12)
+    cost = predict(plan(of, *ONE_STAGE, num_microbatches=4), of)
+    assert cost.mfu_attention == "causal"
 
 
 def test_more_devices_take_a_faster_step() -> None:

@@ -1,44 +1,54 @@
 """The command line: one Typer application, one module per command, one place where errors become messages."""
 
+import gc
 import logging
 import signal
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from steelyard import __version__
-from steelyard.cli import (
-    check,
-    demo,
-    diff,
-    explain,
-    export,
-    frontier,
-    models,
-    parity,
-    plan,
-    profile,
-    report,
-    schema,
-    solve,
-    timeline,
-    train,
-)
 from steelyard.errors import UserError
 from steelyard.output import escape_unprintable, say
 from steelyard.processes.start import RankFailedError
 
+COMMANDS = {
+    name: name
+    for name in (
+        *("plan", "frontier", "solve", "explain", "diff", "report", "timeline", "profile", "check", "parity"),
+        *("train", "export", "demo", "models"),
+    )
+} | {"devices": "models", "links": "models", "schema": "schema"}
+"""The module of each command, in the order in which they are listed."""
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
+"""Imports and searches make many that stay; going through them at every 700 takes a fifteenth of the time of a plan."""
 _ENDING = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__]
 
-app = typer.Typer(
-    name="steelyard",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    epilog="Exit codes: 0 done; 1 nothing fits, or a process of the run failed; 2 a mistake in what was given.",
-)
+
+def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The application with these commands, whose modules alone are imported."""
+    made = typer.Typer(
+        name="steelyard",
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        epilog="Exit codes: 0 done; 1 nothing fits, or a process of the run failed; 2 a mistake in what was given.",
+    )
+    made.callback()(options)
+    for name in names:
+        made.command(name)(getattr(import_module(f"steelyard.cli.{COMMANDS[name]}"), name))
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    """``app`` with all commands, made when it is asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return make_app()
 
 
 def show_version(asked: bool) -> None:
@@ -48,32 +58,12 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Find the fastest way to train a Transformer on the GPUs at hand, see that it fits, and run it."""
-
-
-app.command("plan")(plan.plan)
-app.command("frontier")(frontier.frontier)
-app.command("solve")(solve.solve)
-app.command("explain")(explain.explain)
-app.command("diff")(diff.diff)
-app.command("report")(report.report)
-app.command("timeline")(timeline.timeline)
-app.command("profile")(profile.profile)
-app.command("check")(check.check)
-app.command("parity")(parity.parity)
-app.command("train")(train.train)
-app.command("export")(export.export)
-app.command("demo")(demo.demo)
-app.command("models")(models.models)
-app.command("devices")(models.devices)
-app.command("links")(models.links)
-app.command("schema")(schema.schema)
 
 
 class EndedError(BaseException):
@@ -91,6 +81,7 @@ def main() -> None:
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     escape_unprintable()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _end)
@@ -100,8 +91,9 @@ def main() -> None:
 
 
 def _run() -> int | str | None:
+    named = [name for name in sys.argv[1:2] if name in COMMANDS]
     try:
-        app()
+        make_app(named if named or sys.argv[1:] == ["--version"] else COMMANDS)()
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):
             sys.stdout = sys.__stdout__ or sys.stdout  # of which click has made one that hides the error

@@ -11,6 +11,7 @@ from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, 
 from steelyard.cli.progress import progress
 from steelyard.cost.predict import predict_memory
 from steelyard.hardware import Backend
+from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
@@ -42,6 +43,7 @@ def check(
 ) -> None:
     """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
     plan = read_plan(path)
+    require_training("`steelyard check` runs a plan's ranks on fake tensors")
     from steelyard.runtime.checks import check_builder
 
     check_builder(plan, builder)

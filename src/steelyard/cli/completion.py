@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable
 
 from steelyard.hardware import devices, links
 from steelyard.model.read import model_names
+from steelyard.model.sources import hub_names
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """The packaged models that begin so."""
-    return [name for name in model_names() if name.startswith(incomplete)]
+    """The packaged models that begin so, by name or by id on the hub."""
+    return [name for name in (*model_names(), *hub_names()) if name.startswith(incomplete)]
 
 
 def complete_network(incomplete: str) -> list[str]:

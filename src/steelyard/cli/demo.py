@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
 from steelyard.output import make_folder, write_file
@@ -36,6 +37,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Profile 4 CPU processes, plan a small Llama, train it on Python's own source, compare. About four minutes."""
+    require_training("`steelyard demo` measures and trains")
     from steelyard.profiler.launch import launch_profiler
     from steelyard.runtime.launch import launch
     from steelyard.runtime.options import TrainOptions

@@ -7,14 +7,16 @@ from steelyard.cli.options import AsJson, print_json
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.hardware import devices as known_devices
 from steelyard.hardware import links as known_links
-from steelyard.model.read import load_model, model_names
+from steelyard.model.chain import ModelChain
+from steelyard.model.packaged import packaged_split
+from steelyard.model.read import chain_from_config, config_hash, load_config, model_names
 from steelyard.model.sources import model_source
 from steelyard.units import GB, TERA, format_bytes, format_seconds
 
 
 def models(as_json: AsJson = False) -> None:
-    """List the models that are packaged by name; any other is a path to its config.json."""
-    chains = [load_model(name) for name in model_names()]
+    """List the models that are packaged by name or id on the hub; any other is a path to its config.json."""
+    chains = [_shown(name) for name in model_names()]
     if as_json:
         print_json(
             [
@@ -41,6 +43,12 @@ def models(as_json: AsJson = False) -> None:
             model_source(chain.name).removeprefix("https://").removesuffix("/blob/main/config.json"),
         )
     Console().print(table)
+
+
+def _shown(name: str) -> ModelChain:
+    """A packaged model, also where another transformers is installed than it was split with."""
+    _, config = load_config(name)
+    return chain_from_config(config, name=name, split=packaged_split(config_hash(config), must_hold=False))
 
 
 def devices(as_json: AsJson = False) -> None:

@@ -17,8 +17,8 @@ from steelyard.output import check_file, check_folder
 Model = Annotated[
     str,
     typer.Argument(
-        help="A packaged model (see `steelyard models`), the path of a config.json, or FILE.py:FUNCTION, which builds "
-        "a module of your own and is run.",
+        help="A packaged model (see `steelyard models`; its hub id will do), the path of a config.json, or "
+        "FILE.py:FUNCTION, which builds a module of your own and is run.",
         autocompletion=complete_model,
     ),
 ]

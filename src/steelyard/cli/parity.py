@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
 from steelyard.plan.parity import TOLERANCES
@@ -26,6 +27,7 @@ def parity(
 ) -> None:
     """Train a plan at small width, and one process without it: are losses and gradients the same?"""
     plan = read_plan(path)
+    require_training("`steelyard parity` trains")
     small = shrunk_plan(plan)
     from steelyard.runtime.parity_run import launch_parity
 

@@ -9,6 +9,7 @@ import typer
 from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json, tried
 from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
+from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
@@ -54,6 +55,7 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure what layers and collectives take on this machine."""
+    require_training("`steelyard profile` measures their layers and collectives")
     from rich.console import Console
 
     from steelyard.modules.any_model import load_any_model

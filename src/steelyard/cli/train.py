@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.installed import require_training
 from steelyard.plan.file import read_plan
 from steelyard.report.run_table import comparison_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions, flag
@@ -32,9 +33,10 @@ def train(
     For several hosts start torchrun on each: `torchrun --nnodes N --nproc-per-node D --rdzv-backend c10d
     --rdzv-endpoint HOST:PORT -m steelyard.train PLAN --data PATH`.
     """
+    plan = read_plan(path)
+    require_training("`steelyard train` trains with them")
     from steelyard.runtime.launch import launch
 
-    plan = read_plan(path)
     finished = launch(path, data, TrainOptions(**options), restarts=restarts, stdout_to_stderr=as_json)
     if as_json:
         print_json(finished.model_dump(mode="json", exclude_none=True))

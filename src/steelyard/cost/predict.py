@@ -37,6 +37,8 @@ class PlanCost:
     fits: bool
     tokens_per_s_per_device: float
     mfu: float | None
+    mfu_attention: str
+    """How `mfu` counts attention."""
 
 
 def predict(plan: Plan, job: Job) -> PlanCost:
@@ -65,6 +67,7 @@ def predict(plan: Plan, job: Job) -> PlanCost:
         fits=all(stage.total_bytes <= job.budget_bytes for stage in stages),
         tokens_per_s_per_device=tokens_per_s,
         mfu=model_flop_utilisation(job, tokens_per_s),
+        mfu_attention=job.chain.attention_words(job.seq_len),
     )
 
 
@@ -110,10 +113,12 @@ def _setting(plan: Plan, job: Job) -> Setting:
 def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | None:
     """Model FLOP over peak FLOP, recomputation not counted; None where the device's peak is not known.
 
-    Model FLOP of a token are three forward passes, attention counted in full although causal kernels skip half of it:
-    the convention of Chowdhery et al. 2022 (PaLM), appendix B, that published MFU figures use.
+    Model FLOP of a token are three forward passes, of attention the pairs of tokens that the model relates, whatever
+    its kernels compute: half of the square where it is causal, a band in a window (`ModelChain.attended_share`).
+    Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square and are higher. With a profile
+    from before the square was counted, attention is what its kernels compute.
     """
-    flop = _flop_per_sample(job, lambda layer: 3 * _flop(layer.forward, attention=2))
+    flop = _flop_per_sample(job, lambda kind, layer: 3 * _model_flop(kind, layer, job))
     return None if flop is None else flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
 
 
@@ -122,22 +127,33 @@ def least_step_s(job: Job) -> float:
 
     0 where the peak is not known.
     """
-    flop = _flop_per_sample(job, lambda layer: _flop(layer.forward) + _flop(layer.backward))
+    flop = _flop_per_sample(job, lambda _, layer: _flop(layer.forward) + _flop(layer.backward))
     devices_flop_per_s = job.cluster.num_devices * job.peak_flop_per_s if flop else 1.0
     return job.time_factor * job.global_batch * (flop or 0.0) / devices_flop_per_s
 
 
-def _flop(work: Work, *, attention: float = 1) -> float:
-    return work.matmul_flop.per_sample + attention * work.attention_flop.per_sample
+def _flop(work: Work) -> float:
+    return work.matmul_flop.per_sample + work.attention_flop.per_sample
 
 
-def _flop_per_sample(job: Job, flop: Callable[[LayerProfile], float]) -> float | None:
+def _model_flop(kind: LayerKind, layer: LayerProfile, job: Job) -> float:
+    """FLOP of a forward pass for a sample, with attention as the model has it."""
+    done = _flop(layer.forward)
+    if layer.square_flop is None:
+        return done
+    square = layer.square_flop.per_sample
+    in_attention = layer.forward.attention_flop.per_sample or square
+    return done - in_attention + job.chain.attended_share(kind, job.seq_len) * square
+
+
+def _flop_per_sample(job: Job, flop: Callable[[LayerKind, LayerProfile], float]) -> float | None:
     """FLOP of all layers; None where the device's peak is not known, or a layer's FLOP."""
     layers = [job.profile.layer(kind.name, {}) for kind in job.chain.kinds]
     if job.cluster.device.needs_profile:
         return None
     counts = [job.chain.layers.count(kind) for kind in range(len(layers))]
-    known = [count * flop(layer) for count, layer in zip(counts, layers, strict=True) if layer is not None]
+    found = zip(counts, job.chain.kinds, layers, strict=True)
+    known = [count * flop(kind, layer) for count, kind, layer in found if layer is not None]
     return sum(known) if len(known) == len(layers) else None
 
 

@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import yaml
 
 from steelyard.errors import InvalidClusterError, nearest
-from steelyard.hardware.files import DeviceCatalogue, DeviceRow, LinkCatalogue, LinkRow, read_yaml
+from steelyard.hardware.files import DeviceCatalogue, DeviceRow, LinkCatalogue, LinkRow, checked
 from steelyard.hardware.values import Device, Link
 
 RowT = TypeVar("RowT", bound=DeviceRow | LinkRow)
@@ -105,13 +107,15 @@ def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:
 
 @cache
 def _device_catalogue() -> DeviceCatalogue:
-    return read_yaml(_package_text("devices.yaml"), DeviceCatalogue, where="devices.yaml")
+    return checked(_packaged("devices.yaml"), DeviceCatalogue, where="devices.yaml")
 
 
 @cache
 def _link_catalogue() -> LinkCatalogue:
-    return read_yaml(_package_text("links.yaml"), LinkCatalogue, where="links.yaml")
+    return checked(_packaged("links.yaml"), LinkCatalogue, where="links.yaml")
 
 
-def _package_text(name: str) -> str:
-    return resources.files("steelyard.hardware").joinpath(name).read_text(encoding="utf-8")
+def _packaged(name: str) -> Any:
+    """What a file of ours holds, by the fast parser where PyYAML was built with it."""
+    text = resources.files("steelyard.hardware").joinpath(name).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -277,6 +277,11 @@ def read_yaml(text: str, model: type[FileModelT], *, where: str) -> FileModelT:
         data = parse_yaml(text)
     except ValueError as error:
         raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
+    return checked(data, model, where=where)
+
+
+def checked(data: Any, model: type[FileModelT], *, where: str) -> FileModelT:
+    """The contents of a parsed file; raises `InvalidClusterError` naming the key that is wrong."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
 from steelyard.model.split import ModelSplit
 
 if TYPE_CHECKING:
@@ -93,6 +93,68 @@ class ModelChain:
         if self.own is not None:
             return self.own.kind(layer).shapes
         return (self.hidden_shape(layer, seq_len),) * self.kind_of(layer).num_streams
+
+    def window(self, kind: LayerKind) -> int | None:
+        """The most tokens that a token of a kind of block attends to, its own among them; None for all before it.
+
+        A model that was split by its structure, and whose config does not tell its blocks apart, slides in all of them.
+        """
+        window = self.config.get("sliding_window")
+        if (
+            not isinstance(window, int)
+            or kind.role is not LayerRole.BLOCK
+            or not self.config.get("use_sliding_window", 1)
+        ):
+            return None
+        slides = {each.attention for each in self.kinds} - {"full_attention"}
+        return window if kind.attention in slides or (self.split is not None and not slides) else None
+
+    def attended_share(self, kind: LayerKind, seq_len: int) -> float:
+        """The pairs of tokens of a sample that attention of a kind of block relates, over all pairs.
+
+        Half of them where a token sees those before it, fewer within a window, and all where it sees the others too; a
+        decoder's block does both, each in as many products.
+        """
+        if not self.is_causal(kind):
+            return 1.0
+        part = min(self.window(kind) or seq_len, seq_len) / seq_len
+        causal = part - part**2 / 2
+        return (causal + 1) / 2 if kind.num_streams > 1 else causal
+
+    def is_causal(self, kind: LayerKind) -> bool:
+        """Whether a token of a kind of block attends to none behind it; a decoder's, but for the encoder's output."""
+        return self.family.task is Task.CAUSAL_LM or kind.num_streams > 1
+
+    def attention_words(self, seq_len: int) -> str:
+        """How blocks attend to tokens: ``causal``, ``bidirectional``, ``sliding over 4096 tokens``, or several.
+
+        Empty for a user's own module, whose FLOP count as they are traced.
+        """
+        if self.own is not None:
+            return ""
+        words = []
+        for kind in self.kinds:
+            window = self.window(kind)
+            if kind.role is not LayerRole.BLOCK:
+                continue
+            if not self.is_causal(kind):
+                words.append("bidirectional")
+            elif window is not None and window < seq_len:
+                words.append(f"sliding over {window} tokens")
+            else:
+                words.append("causal")
+        return " and ".join(dict.fromkeys(words))
+
+    def warnings(self, seq_len: int) -> tuple[str, ...]:
+        """What is allowed with sequences of this length and should be known all the same."""
+        if not self.family.task.reads_text or seq_len <= self.max_seq_len:
+            return ()
+        longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]
+        return (
+            f"sequences of {seq_len:,} tokens are longer than the {self.max_seq_len:,} positions that {self.name} was "
+            f"made for ({longest[0] if longest else 'by default'}): it runs, but what it learned does not reach so far "
+            "unless its positions are rescaled",
+        )
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raises `InvalidModelError` if the model cannot read sequences of this length."""

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,8 +15,10 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values
-from steelyard.model.families import family_of
+from steelyard.model.families import FAMILIES, family_of
 from steelyard.model.family import Sizes
+from steelyard.model.packaged import packaged_split
+from steelyard.model.sources import hub_names
 from steelyard.model.split import ModelSplit, family_of_split
 
 
@@ -28,27 +32,34 @@ def model_names() -> tuple[str, ...]:
 def load_model(name_or_path: str | Path) -> ModelChain:
     """The chain of a packaged model, or of the config at a path (a file, or a folder that holds ``config.json``).
 
-    Raises `InvalidModelError` if there is no such model, or the config is not of a known family or lacks a size.
+    Raises `InvalidModelError` if there is no such model, or the config lacks a size or is neither of a known family nor
+    packaged with how it splits.
     """
     name, config = load_config(name_or_path)
-    return chain_from_config(config, name=name)
+    has_family = not isinstance(config, Mapping) or config.get("model_type") in FAMILIES
+    split = None if has_family else packaged_split(config_hash(config))
+    return chain_from_config(config, name=name, split=split)
 
 
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """The name and the config of a packaged model, or of the config at a path; raises `InvalidModelError`."""
+    """The name and the config of a packaged model, or of the config at a path; raises `InvalidModelError`.
+
+    A packaged model may go by its id on the Hugging Face hub, unless there is a path of that name.
+    """
     text = str(name_or_path)
-    if text in model_names():
-        source = resources.files("steelyard.model") / "configs" / f"{text}.json"
-        return text, json.loads(source.read_text())
     path = Path(text)
+    name = text if os.path.exists(path) else hub_names().get(text, text)
+    if name in model_names():
+        source = resources.files("steelyard.model") / "configs" / f"{name}.json"
+        return name, json.loads(source.read_text())
     if os.path.isdir(path):
         path = path / "config.json"
     if not os.path.isfile(path):
         raise InvalidModelError(
             field="model",
             found=repr(text[:200]),
-            expected="a packaged model or the path of an existing config.json",
-            hint=nearest(text, model_names()),
+            expected="a packaged model (its name or its id on the Hugging Face hub) or the path of a config.json",
+            hint=_how_to_get(text) if _HUB_ID.fullmatch(text) else nearest(text, model_names()),
         )
     try:
         config = read_json(path)
@@ -58,6 +69,21 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
         ) from error
     name = path.parent.name if path.name == "config.json" else path.stem
     return name or "model", config
+
+
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+
+
+def _how_to_get(hub_id: str) -> str:
+    """How to give a model of the hub that is not packaged."""
+    similar = get_close_matches(hub_id, hub_names(), n=2, cutoff=0.7)
+    packaged = f" (packaged is {' and '.join(similar)})" if similar else ""
+    folder = hub_id.rpartition("/")[2]
+    return (
+        f"it is not packaged{packaged}; fetch its config where there is a network, with hf download {hub_id} "
+        f"config.json --local-dir {folder}, or from https://huggingface.co/{hub_id}/resolve/main/config.json, and give "
+        f"the path {folder}/config.json"
+    )
 
 
 def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import WIDTH_KEYS
 
+SPLIT_VERSION = 1
+"""Raised whenever models are split differently."""
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 

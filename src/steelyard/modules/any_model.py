@@ -5,34 +5,40 @@ Imports torch and transformers only where a model is not known yet.
 
 import logging
 from collections.abc import Collection, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidProfileError
+from steelyard.installed import installed_version, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.model.families import FAMILIES
+from steelyard.model.packaged import packaged_split
 from steelyard.model.read import chain_from_config, config_hash, load_config
-from steelyard.model.split import ModelSplit
+from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 
 _logger = logging.getLogger(__name__)
-
-SPLIT_VERSION = 1
-"""Raised whenever models are split differently."""
 
 
 def chain_of_any(config: Mapping[str, Any], *, name: str, folder: Path | None = None) -> ModelChain:
     """The chain of a Hugging Face config: of a known family, else split by its structure.
 
     A split is found and proved once, which takes torch and seconds, and kept in ``folder`` (see `cached_trace`). Raises
-    `InvalidModelError` for a type that transformers does not know, and for a model that does not split.
+    `InvalidModelError` for a type that transformers does not know, and for a model that does not split, and
+    `NotInstalledError` where transformers is needed and not there.
     """
     model_type = str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
-    if model_type in FAMILIES or model_type not in _types_of_transformers():
+    if model_type in FAMILIES or not model_type:
         return chain_from_config(config, name=name)
-    key = {"config": config_hash(config), "split": SPLIT_VERSION, "transformers": metadata.version("transformers")}
+    packaged = packaged_split(config_hash(config))
+    if packaged is not None:
+        return chain_from_config(config, name=name, split=packaged)
+    require_training(f"a model of type {model_type!r} is not packaged and has to be split by its structure")
+    if model_type not in _types_of_transformers():
+        return chain_from_config(config, name=name)
+    version = installed_version("transformers")
+    key = {"config": config_hash(config), "split": SPLIT_VERSION, "transformers": version}
     path = (folder or default_folder()) / f"split-{digest(key)}.json"
     if path.is_file():
         try:

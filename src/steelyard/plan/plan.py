@@ -173,6 +173,10 @@ class Prediction(PlanPart):
     tokens_per_s_per_device: float = Field(ge=0, le=MOST_PER_S)
     mfu: float | None = Field(default=None, ge=0, le=MOST_PER_S)
     """Model FLOP utilisation; absent where the device's peak is not known."""
+    mfu_attention: str = ""
+    """How attention is counted in it, as the model has it: ``causal``; empty in plans that were written before."""
+    warnings: tuple[str, ...] = ()
+    """What is allowed and should be known all the same: sequences longer than the model was made for."""
     budget_bytes: Bytes
     stages: tuple[StagePrediction, ...]
     certificate: Certificate

@@ -73,7 +73,7 @@ def find_plan(
 ) -> Plan:
     """The fastest plan to train a model on a cluster within the memory of its devices.
 
-    ``config`` is a packaged model's name, the path of a ``config.json``, or its content; ``cluster`` as in
+    ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
     ``8x8xh100-80gb`` or a YAML file's path; ``memory`` per device as in ``20GiB`` or in bytes, else all it has;
     ``profile`` a measured profile (its path or value), else the model is traced and the catalogue's rates are used.
 
@@ -213,6 +213,8 @@ def _prediction(
         step_time_s=steps_s[best],
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
+        mfu_attention=cost.mfu_attention,
+        warnings=job.chain.warnings(job.seq_len),
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
         certificate=_certificate(found, best, len(candidates), time_limit_s),

@@ -105,6 +105,8 @@ def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
         step_time_s=cost.step_time_s,
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
+        mfu_attention=cost.mfu_attention,
+        warnings=job.chain.warnings(job.seq_len),
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
         certificate=Certificate(status="priced"),

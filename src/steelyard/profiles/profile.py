@@ -149,6 +149,9 @@ class LayerProfile(ProfilePart):
     """Keys and values that attention reads."""
     attention_bytes: Affine = Affine()
     """Queries, keys, values and results of attention."""
+    square_flop: Affine | None = None
+    """FLOP of attention in a forward pass if every query saw every key; absent in profiles written before it was
+    counted."""
     divided_experts: tuple["LayerProfile", "LayerProfile"] | None = None
     """The layer where ranks divide its routed experts: on a rank that computes as many pairs of a token and an expert
     as its own tokens have, and on one that computes twice as many. Absent where it has none."""

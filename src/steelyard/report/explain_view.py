@@ -18,6 +18,7 @@ from steelyard.report.plan_table import (
     stage_table,
     term_table,
     total_table,
+    warning_lines,
 )
 from steelyard.report.tables import plain_table
 from steelyard.units import format_bytes, format_seconds
@@ -32,7 +33,7 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
     """The decision, where time and memory go, what binds, and the rivals; with ``everything`` all that lost too."""
     num_rows = sum(len(part.runs) for part in plan.stages)
     layers = stage_table(plan) if everything or num_rows <= SHOWN_ROWS else Text(_usage(plan))
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), layers]
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), *warning_lines(plan.prediction), layers]
     if plan.prediction is not None:
         parts += [Text(line) for line in prediction_lines(plan, plan.prediction)]
     if explanation.binds:

@@ -18,7 +18,11 @@ MAX_STAGE_COLUMNS = 4
 
 def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> RenderableType:
     """The whole plan as one renderable: headline, stages and layers, and with a prediction time, memory and rivals."""
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), stage_table(plan)]
+    parts: list[RenderableType] = [
+        Text(headline(plan), style="bold"),
+        *warning_lines(plan.prediction),
+        stage_table(plan),
+    ]
     if plan.prediction is not None:
         parts += [
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
@@ -44,7 +48,7 @@ def headline(plan: Plan) -> str:
     if prediction is None:
         return text
     compared = baseline_line(prediction)
-    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}{_counted(prediction)}"
     return (
         f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
@@ -53,6 +57,15 @@ def headline(plan: Plan) -> str:
         + (f"\n{compared}" if compared else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
+
+
+def _counted(prediction: Prediction) -> str:
+    return f" ({prediction.mfu_attention} attention)" if prediction.mfu_attention else ""
+
+
+def warning_lines(prediction: Prediction | None) -> list[RenderableType]:
+    """What is allowed and should be known."""
+    return [Text(f"Warning: {text}", style="yellow") for text in (prediction.warnings if prediction else ())]
 
 
 def baseline_line(prediction: Prediction) -> str:

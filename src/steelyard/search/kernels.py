@@ -4,24 +4,54 @@ They are loops over plain arrays, with shape and meaning as in the modules that 
 the others for `layers`. In numpy the same loops spend most of their time on calls, with arrays of a few dozen numbers.
 Sorting is left to numpy, and arrays to fill in are passed, since both would take longer to compile than to run.
 
-Compiled on first use (about three seconds) and cached on disk beside this file or, where that is read-only, in the
-user's cache directory.
+A wheel brings them compiled, for any processor of its architecture (`hatch_build.py`). From sources numba compiles them
+on first use (about three seconds) and caches them on disk beside this file or, where that is read-only, in the user's
+cache directory. With neither they run as they stand, tens of times slower, which is said once.
 
 Shapes: K layer kinds, O options of a kind (padded), S strategies, C switch classes and one more row for "no layer
 before", T different switch tables, J levels of transient peak, Q prices, L layers of the model, n layers of a run.
 """
 
-# mypy: disable-error-code="untyped-decorator"
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeVar, cast
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+SIGNATURES: dict[str, str] = {}
+"""Of the kernels, by name: what the wheel's are compiled for."""
+_IN_WHEEL = f"{__package__}.compiled_kernels" if __package__ else ""
 
 
-@njit(cache=True, error_model="numpy")
+def compiled(signature: str) -> Callable[[Kernel], Kernel]:
+    """Compiles a kernel of this signature, in the words of numba; that of the wheel takes its place."""
+
+    def decorate(kernel: Kernel) -> Kernel:
+        SIGNATURES[kernel.__name__] = signature
+        if _IN_WHEEL and find_spec(_IN_WHEEL):
+            return cast("Kernel", getattr(import_module(_IN_WHEEL), kernel.__name__))
+        if find_spec("numba"):
+            from numba import njit
+
+            return cast("Kernel", njit(cache=True, error_model="numpy")(kernel))
+        if len(SIGNATURES) == 1:
+            logging.getLogger(__name__).warning("the search is not compiled here, and slow: pip install numba")
+        return kernel
+
+    return decorate
+
+
+@compiled(
+    "void(f8[:,:,:,::1], i8[:,::1], i8[::1], i8[::1], i8[:,:,::1], "
+    "f8[:,::1], i8[::1], f8[:,:,::1], f8[::1], i8[::1], f8[::1])"
+)
 def completions(
     rest: FloatArray,
     least: IntArray,
@@ -64,7 +94,10 @@ def completions(
                     rest[position, level, which, before] = best
 
 
-@njit(cache=True, error_model="numpy")
+@compiled(
+    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[::1], "
+    "i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], i8[::1], i8[:,::1], f8[:,::1])"
+)
 def candidates(
     states: IntArray,
     seconds: FloatArray,
@@ -133,7 +166,7 @@ def candidates(
     return found
 
 
-@njit(cache=True, error_model="numpy")
+@compiled("i8(i8[::1], i8[:,::1], f8[::1], f8[:,::1], f8[:,:,::1], f8[:,:,::1], i8[:,:,::1])")
 def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     order: IntArray,
     places: IntArray,
@@ -187,7 +220,7 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     return num_kept
 
 
-@njit(cache=True, error_model="numpy")
+@compiled("void(f8[:,:,::1], i8[:,::1], f8[::1], i8[::1], i8, i8, i8, f8[:,::1])")
 def run_bounds(
     prefix: FloatArray,
     missing: IntArray,

@@ -1,24 +1,23 @@
 """Keeps traces on disk, by everything that enters them, so that a model is traced once.
 
-The key is made without importing torch: a planner that finds its trace here needs no torch at all.
+Below the folder lie the traces of the package (`steelyard.tracer.packaged`). The key is made without importing torch: a
+planner that finds its trace in either place needs no torch at all.
 """
 
 import logging
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidProfileError
+from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
+from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_lengths, packaged_trace
 
 _logger = logging.getLogger(__name__)
-
-TRACER_VERSION = 9
-"""Raised whenever the tracer counts differently."""
 
 
 def cached_trace(
@@ -30,11 +29,12 @@ def cached_trace(
     folder: Path | None = None,
     own: Any = None,
 ) -> Profile:
-    """The traced profile from the cache folder, traced and stored there if it is new.
+    """The traced profile from the cache folder or the package, traced and stored in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, costs time and nothing else. ``own`` is a user's own module, where
-    the chain is of one (`steelyard.modules.own_pieces.OwnModel`).
+    the chain is of one (`steelyard.modules.own_pieces.OwnModel`). Raises `NotInstalledError` where the model has to be
+    traced and torch is not there.
     """
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
@@ -49,6 +49,12 @@ def cached_trace(
             expected="one that planning has left here, or the module itself",
             hint="plan again with the module; a prediction in the plan stands without",
         )
+    packaged = packaged_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
+    if packaged is not None:
+        return packaged
+    what = f"the trace of {chain.name} at {seq_len} tokens in {precision} for {max(degrees)} devices per node"
+    there = packaged_lengths(chain, precision)
+    require_training(f"{what} is neither packaged nor kept from before" + (f" (packaged: {there})" if there else ""))
     from steelyard.tracer.trace import trace
 
     profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
@@ -64,8 +70,7 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         "precision": precision,
         "degrees": sorted(degrees),
         "tracer": TRACER_VERSION,
-        "torch": metadata.version("torch"),
-        "transformers": metadata.version("transformers"),
-        "attention": "sdpa",
+        **{name: installed_version(name) for name in TRAINING},
+        "attention": ATTENTION,
     } | ({"own": chain.own.model_dump_json()} if chain.own else {})
     return digest(entries)

@@ -61,6 +61,8 @@ class OpCounts:
     """Keys and values that attention kernels read."""
     attention_bytes: float = 0.0
     """Queries, keys, values and results of attention kernels."""
+    square_flop: float = 0.0
+    """FLOP of attention if every query saw every key: of its kernels, or of its products where it runs step by step."""
     collectives: dict[CollectiveKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes of the whole tensor of each call."""
 
@@ -81,6 +83,7 @@ class OpCounts:
         self.num_kernels += effect.num_kernels
         self.key_value_bytes += effect.key_value_bytes
         self.attention_bytes += effect.attention_bytes
+        self.square_flop += effect.square_flop
         if effect.collective is not None:
             kind, num_bytes = effect.collective
             self.collectives[kind].append(num_bytes)
@@ -100,6 +103,7 @@ class OpCounts:
             num_kernels=self.num_kernels - other.num_kernels,
             key_value_bytes=self.key_value_bytes - other.key_value_bytes,
             attention_bytes=self.attention_bytes - other.attention_bytes,
+            square_flop=self.square_flop - other.square_flop,
             collectives=collectives,
         )
 
@@ -116,6 +120,7 @@ class _Effect:
     num_kernels: int = 0
     key_value_bytes: float = 0.0
     attention_bytes: float = 0.0
+    square_flop: float = 0.0
     collective: tuple[CollectiveKind, float] | None = None
 
 
@@ -238,10 +243,12 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     moved = sum(_touched_bytes(leaf) for leaf in tree_leaves(touched) if isinstance(leaf, Tensor))
     if packet in _ATTENTION_CAUSAL_ARGUMENT:
         query, key, value = args[:3]
+        square_flop = _square_flop(packet, args)
         return _Effect(
             num_kernels=1,
             matmul_bytes=moved,
-            attention_flop=_attention_flop(packet, args, kwargs, out),
+            attention_flop=square_flop * (0.5 if _is_causal(packet, args, kwargs) else 1.0),
+            square_flop=square_flop,
             key_value_bytes=key.nbytes + value.nbytes,
             attention_bytes=2 * query.nbytes + key.nbytes + value.nbytes,
         )
@@ -249,7 +256,13 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
         weights = sum(leaf.nbytes for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor) and leaf.dim() == 3)
         of_experts = weights if packet in _GROUPED_PRODUCTS else 0
-        return _Effect(num_kernels=1, matmul_bytes=moved, expert_weight_bytes=of_experts, matmul_flop=flop)
+        return _Effect(
+            num_kernels=1,
+            matmul_bytes=moved,
+            expert_weight_bytes=of_experts,
+            matmul_flop=flop,
+            square_flop=flop if packet in _BATCHED_PRODUCTS else 0,
+        )
     return _Effect(num_kernels=1, memory_bytes=moved)
 
 
@@ -269,6 +282,7 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> _Effect
     return _Effect(collective=(kind, whole.numel() * whole.element_size()))
 
 
+_BATCHED_PRODUCTS = {aten.bmm, aten.baddbmm}
 _GROUPED_PRODUCTS = {torch.ops.steelyard.grouped_mm, torch.ops.steelyard.grouped_mm_backward}
 """Rows times the weights of their experts: the operands of three dims."""
 _FREE_OPERATIONS = {
@@ -286,16 +300,19 @@ _FILLING_OPERATIONS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_
 """Operations that are given a tensor for its shape or type alone, and read nothing of it."""
 
 
-def _attention_flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """FLOP that the kernel executes: half of the full square where it is causal."""
+def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention kernel computes one half of the square alone."""
     position = _ATTENTION_CAUSAL_ARGUMENT[packet]
+    return bool(kwargs.get("is_causal", args[position] if len(args) > position else False))
+
+
+def _square_flop(packet: Any, args: tuple[Any, ...]) -> float:
+    """FLOP of an attention kernel if every query saw every key."""
     backward = "backward" in packet.__name__
-    causal = kwargs.get("is_causal", args[position] if len(args) > position else False)
     count: Callable[..., int] = sdpa_backward_flop_count if backward else sdpa_flop_count
     shapes = [tensor.shape for tensor in args[: 4 if backward else 3]]
     query_heads = shapes[1 if backward else 0][1]
-    shapes = [_with_heads(shape, query_heads) for shape in shapes]
-    return count(*shapes) * (0.5 if causal else 1.0)
+    return count(*(_with_heads(shape, query_heads) for shape in shapes))
 
 
 def _with_heads(shape: torch.Size, heads: int) -> tuple[int, ...]:

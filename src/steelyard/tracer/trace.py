@@ -21,10 +21,8 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, ModelChain
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
-from steelyard.plan.kinds.kind import Batch
-from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Precision
-from steelyard.plan.strategy import Remat, Strategy, shape_strategies
+from steelyard.plan.strategy import Remat
 from steelyard.profiles.profile import (
     Affine,
     CollectiveCount,
@@ -37,6 +35,7 @@ from steelyard.profiles.profile import (
 )
 from steelyard.tracer.counting import OpCounts, Operations
 from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observe
+from steelyard.tracer.packaged import legal_shapes
 
 SIZES = (2, 8)
 """Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
@@ -88,7 +87,7 @@ def _trace_layers(
     for degree in degrees:
         with fake_world(degree) as mesh:
             for number, kind in enumerate(chain.kinds):
-                for strategy in _legal_shapes(kind, degree, seq_len):
+                for strategy in legal_shapes(kind, degree, seq_len):
                     setting = LayerSetting(
                         chain=chain,
                         layer=_representative(chain, number),
@@ -121,14 +120,6 @@ def _representative(chain: ModelChain, kind: int) -> int:
     """The layer that is traced for a kind: its second one, since the first of a Swin stage has no shifted window."""
     places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == kind]
     return places[min(1, len(places) - 1)]
-
-
-def _legal_shapes(kind: LayerKind, degree: int, seq_len: int) -> Iterator[Strategy]:
-    """The strategies under which a kind has a shape of its own at a degree; none where the degree is illegal."""
-    batch = Batch(microbatch_samples=degree, seq_len=seq_len)
-    for strategy in shape_strategies(degree):
-        if illegal_reason(kind, strategy, batch) is None:
-            yield strategy
 
 
 def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileIdentity:
@@ -173,6 +164,7 @@ def layer_profile(
         input_bytes=line(lambda o: o.input_bytes),
         key_value_bytes=line(lambda o: o.forward.key_value_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
         attention_bytes=line(lambda o: o.forward.attention_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
+        square_flop=line(lambda o: o.forward.square_flop),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),

@@ -7,7 +7,8 @@ from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, section, tag
 
 WORDS = {
-    "MFU": "model FLOP utilisation: FLOP of forward and backward, recomputation not counted, over the devices' peak",
+    "MFU": "model FLOP utilisation: FLOP of forward and backward (attention as the model has it, recomputation not "
+    "counted) over the devices' peak",
     "stage": "a part of the layers on a group of devices of its own",
     "microbatch": "the samples that pass through the layers at once; a step adds up the gradients of all of them",
     "remat": "recomputing activations in the backward pass instead of keeping them (activation checkpointing)",

@@ -20,7 +20,10 @@ def summary(found: ReportContents) -> Html:
         tag("p", network, class_="hint") if (network := network_text(found)) else None,
         tag("p", decision(found), class_="decision", id="decision"),
         tag("div", [_tile(*each) for each in _tiles(found)], class_="tiles", id="figures"),
-        [tag("p", note, class_="note") for note in (*found.notes, *found.study.explanation.notes)],
+        [
+            tag("p", note, class_="note")
+            for note in (*found.prediction.warnings, *found.notes, *found.study.explanation.notes)
+        ],
     )
 
 
@@ -107,7 +110,8 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
         ),
     ]
     if prediction.mfu is not None:
-        tiles.append((term("MFU"), f"{prediction.mfu:.1%}", "model FLOP, remat not counted"))
+        attention = f"{prediction.mfu_attention} attention, " if prediction.mfu_attention else ""
+        tiles.append((term("MFU"), f"{prediction.mfu:.1%}", f"model FLOP, {attention}remat not counted"))
     tiles.append(
         (
             "memory of the fullest device",

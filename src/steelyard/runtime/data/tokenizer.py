@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from steelyard.errors import InvalidDataError
 from steelyard.files import read_json
@@ -49,6 +48,8 @@ class HubTokenizer(TextTokenizer):
     """A Hugging Face ``tokenizer.json``; raises `InvalidDataError` if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer  # which the options of a run, and so the command line, do without
+
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             content = file.read_text(encoding="utf-8")

@@ -1,0 +1,148 @@
+r"""Traces that come in the package: a read-only layer below the cache of traces, for planning without torch.
+
+A packaged trace holds the profile of a model at three lengths of each span of lengths, or at a length by itself.
+Whatever a layer does or holds is a sum over its operations of products of shapes, and in no operation does the length
+stand more than twice; so at another length $S$ of the span every quantity $q$ lies on the parabola through its values
+at the three,
+
+$$q(S) = \sum_i q(S_i) \prod_{j \ne i} \frac{S - S_j}{S_i - S_j}$$
+
+computed in whole numbers. That the largest of several bytes (a peak) is the same sum in a whole span is no law, so
+whoever makes a packaged trace compares it with traces at further lengths, the ends of the span among them, and packages
+single lengths where it misses (`steelyard.tracer.package`).
+
+What enters a trace is kept with it, as in the key of the cache; one made otherwise than the tracer of today would, or
+than the installed torch and transformers would, counts as missing.
+"""
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from importlib import resources
+from math import lcm, prod
+from typing import Any, NamedTuple
+
+from steelyard.installed import is_as_made
+from steelyard.model.chain import LayerKind, ModelChain
+from steelyard.plan.kinds.kind import Batch
+from steelyard.plan.legality import illegal_reason
+from steelyard.plan.plan import Precision
+from steelyard.plan.strategy import Strategy, shape_strategies
+from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
+
+TRACER_VERSION = 10
+"""Raised whenever the tracer counts differently."""
+ATTENTION = "sdpa"
+"""Which attention of transformers is traced."""
+
+
+def legal_shapes(kind: LayerKind, degree: int, seq_len: int) -> Iterator[Strategy]:
+    """The strategies under which a kind has a shape of its own at a degree; none where the degree is illegal."""
+    batch = Batch(microbatch_samples=degree, seq_len=seq_len)
+    for strategy in shape_strategies(degree):
+        if illegal_reason(kind, strategy, batch) is None:
+            yield strategy
+
+
+def trace_file(config_hash: str, precision: Precision) -> Any:
+    """Where the packaged trace of a config is, if there is one."""
+    return resources.files("steelyard.tracer") / "traces" / f"{config_hash}-{precision}.json.gz"
+
+
+def packaged_trace(chain: ModelChain, *, seq_len: int, precision: Precision, degrees: Iterable[int]) -> Profile | None:
+    """What `steelyard.tracer.trace.trace` would return, from the package; None where that does not hold it."""
+    content = _content(chain, precision)
+    if content is None:
+        return None
+    return profile_at(content, chain, seq_len=seq_len, degrees=sorted(set(degrees) | {1}))
+
+
+def _content(chain: ModelChain, precision: Precision) -> dict[str, Any] | None:
+    """What the packaged trace of a model holds; None where there is none, or it does not hold for what is installed."""
+    file = trace_file(chain.config_hash, precision)
+    if not file.is_file():
+        return None
+    content: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    is_current = content["key"] == {"tracer": TRACER_VERSION, "attention": ATTENTION}
+    return content if is_current and is_as_made(content["made_with"]) else None
+
+
+def packaged_lengths(chain: ModelChain, precision: Precision) -> str:
+    """What is packaged of a model in words, for messages; empty where nothing is, or what is there does not hold."""
+    content = _content(chain, precision)
+    if content is None:
+        return ""
+    spans = [
+        f"{each['first']}–{each['last']}" if len(each["lengths"]) > 1 else str(each["first"])
+        for each in content["spans"]
+    ]
+    return f"{', '.join(spans)} tokens on nodes of {', '.join(map(str, content['degrees']))} devices"
+
+
+def profile_at(content: dict[str, Any], chain: ModelChain, *, seq_len: int, degrees: Sequence[int]) -> Profile | None:
+    """The profile at a length, from what a packaged trace holds; None where length or degrees lie outside of it."""
+    wanted = {
+        (kind.name, frozenset(strategy.shape.items())): degree
+        for degree in degrees
+        for kind in chain.kinds
+        for strategy in legal_shapes(kind, degree, seq_len)
+    }
+    span = next((each for each in content["spans"] if each["first"] <= seq_len <= each["last"]), None)
+    if span is None or not set(wanted.values()) <= set(content["degrees"]):
+        return None
+    shares = _shares(span["lengths"], seq_len)
+    layers = [
+        LayerProfile.model_validate(_along(at_lengths, shares, content["sizes"]))
+        for at_lengths in zip(*span["layers"], strict=True)
+        if (at_lengths[0]["kind"], frozenset(at_lengths[0]["degrees"].items())) in wanted
+    ]
+    identity = span["identity"] | {"model_name": chain.name, "seq_len": seq_len}
+    return Profile(identity=ProfileIdentity.model_validate(identity), layers=tuple(layers))
+
+
+class _Shares(NamedTuple):
+    """What a value at each traced length counts: whole numbers over a common divisor."""
+
+    counts: tuple[int, ...]
+    divisor: int
+
+
+def _shares(lengths: Sequence[int], seq_len: int) -> _Shares:
+    parts = [prod(Fraction(seq_len - b, a - b) for b in lengths if b != a) for a in lengths]
+    divisor = lcm(*(Fraction(part).denominator for part in parts))
+    return _Shares(tuple(int(part * divisor) for part in parts), divisor)
+
+
+def _along(values: Sequence[Any], shares: _Shares, sizes: Sequence[int]) -> Any:
+    """What stands at one place of a layer's profile, from what stands there at each traced length."""
+    first = values[0]
+    if isinstance(first, dict):
+        if "at" in first:
+            low, high = (_along(each, shares, sizes) for each in zip(*(value["at"] for value in values), strict=True))
+            slope = (high - low) / (sizes[1] - sizes[0])
+            return {"constant": low - slope * sizes[0], "per_sample": slope}
+        return {key: _along([value[key] for value in values], shares, sizes) for key in first}
+    if isinstance(first, list):
+        return [_along(each, shares, sizes) for each in zip(*values, strict=True)]
+    if isinstance(first, str) or first is None or all(value == first for value in values):
+        return first
+    total = sum(int(2 * value) * count for value, count in zip(values, shares.counts, strict=True))
+    return total / (2 * shares.divisor) if total % (2 * shares.divisor) else total // (2 * shares.divisor)
+
+
+def counted_at(value: Any, sizes: Sequence[int]) -> Any:
+    """A part of a profile as packaged traces hold it: in the place of lines the counts that they were drawn through."""
+    if isinstance(value, dict):
+        if set(value) == {"constant", "per_sample"}:
+            return {"at": [_half(value["constant"] + value["per_sample"] * size) for size in sizes]}
+        return {key: counted_at(each, sizes) for key, each in value.items()}
+    if isinstance(value, list):
+        return [counted_at(each, sizes) for each in value]
+    return _half(value) if isinstance(value, float) else value
+
+
+def _half(value: float) -> int | float:
+    """A count as it was: whole, but for causal attention, of which half is done."""
+    twice = round(2 * value)
+    return twice / 2 if twice % 2 else twice // 2

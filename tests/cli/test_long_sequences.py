@@ -1,0 +1,60 @@
+"""Sequences longer than a rotary model was made for: a warning wherever the plan is shown, and in its file."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from steelyard.cli.app import app
+from steelyard.plan.choices import Explanation
+from steelyard.plan.file import read_plan
+from steelyard.report.explain_view import explain_view
+
+LONG = ["--cluster", "2x8xh100-80gb", "--seq-len", "16384", "--global-batch", "16", "--time-limit", "5"]
+WARNING = (
+    "sequences of 16,384 tokens are longer than the 8,192 positions that llama3-8b was made for "
+    "(max_position_embeddings)"
+)
+
+
+def output(*arguments: str) -> str:
+    """What a command prints, in one line."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a plan for long sequences, and what was printed of it."""
+    made = tmp_path_factory.mktemp("long")
+    (made / "printed.txt").write_text(output("plan", "llama3-8b", *LONG, "-o", str(made / "plan.json")))
+    return made
+
+
+def test_plan_warns(folder: Path) -> None:
+    assert f"Warning: {WARNING}" in (folder / "printed.txt").read_text()
+
+
+def test_the_plan_file_keeps_the_warning(folder: Path) -> None:
+    (warning,) = json.loads((folder / "plan.json").read_text())["prediction"]["warnings"]
+    assert warning.startswith(WARNING)
+
+
+def test_explain_warns(folder: Path) -> None:
+    console = Console(width=1000)
+    with console.capture() as printed:
+        console.print(explain_view(read_plan(folder / "plan.json"), Explanation(binds="")))
+    assert f"Warning: {WARNING}" in printed.get()
+
+
+def test_the_report_warns(folder: Path) -> None:
+    output("report", str(folder / "plan.json"), "-o", str(folder / "plan.html"), "--time-limit", "1")
+    assert WARNING in (folder / "plan.html").read_text()
+
+
+def test_mfu_says_how_it_counts_attention(folder: Path) -> None:
+    assert "(causal attention)" in (folder / "printed.txt").read_text()
+    assert json.loads((folder / "plan.json").read_text())["prediction"]["mfu_attention"] == "causal"

@@ -1,0 +1,31 @@
+"""Sequences longer than a model's positions: refused where these are a table, else allowed with a warning."""
+
+import pytest
+
+from steelyard.errors import InvalidModelError
+from steelyard.model.read import load_model
+
+
+@pytest.mark.parametrize(("name", "longest"), [("gpt2", 1024), ("bert-base", 512), ("gpt3-175b", 2048)])
+def test_more_tokens_than_a_table_has_positions_are_refused(name: str, longest: int) -> None:
+    chain = load_model(name)
+    chain.check_seq_len(longest)
+    with pytest.raises(InvalidModelError, match=rf"{longest + 1} for {name}\n.*{longest} or less, the positions"):
+        chain.check_seq_len(longest + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"), [("llama3-8b", 8192), ("llama3.1-8b", 131_072), ("phi-4", 16_384), ("deepseek-v2", 163_840)]
+)
+def test_more_tokens_than_a_rotary_model_was_made_for_are_a_warning_that_names_its_length(
+    name: str, longest: int
+) -> None:
+    chain = load_model(name)
+    chain.check_seq_len(2 * longest)
+    (warning,) = chain.warnings(2 * longest)
+    assert f"{2 * longest:,} tokens are longer than the {longest:,} positions that {name} was made for" in warning
+
+
+@pytest.mark.parametrize(("name", "seq_len"), [("llama3-8b", 8192), ("llama3-8b", 100), ("vit-base", 197)])
+def test_what_the_positions_hold_is_no_warning(name: str, seq_len: int) -> None:
+    assert load_model(name).warnings(seq_len) == ()
