@@ -25,7 +25,6 @@ the names in configs.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,32 +102,67 @@ def _leave(partial_sum: Tensor, mesh: DeviceMesh, sp: bool) -> DTensor:
 
 
 class ConvColumns(ParallelStyle):
-    """A Conv1D divided by its outputs; ``parts`` of them lie side by side, each of which is divided.
-
-    In one part, a rank stores its own columns. In several, a rank's columns are not neighbours: the matrix is stored
-    whole, and its gradient is gathered.
-    """
-
-    def __init__(self, parts: int = 1) -> None:
-        super().__init__()
-        self._parts = parts
+    """A Conv1D divided by its outputs, or by those of each of its parts where it keeps several apart."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placement = Shard(1) if self._parts == 1 else Replicate()
-        _store(module, device_mesh, {"weight": placement, "bias": Shard(0) if self._parts == 1 else Replicate()})
+        _store(module, device_mesh, {name: Shard(each.ndim - 1) for name, each in module.named_parameters()})
         module.nf = module.nf // device_mesh.size()
-        own = partial(_own_columns, parts=self._parts, mesh=device_mesh)
-        used = (
-            {"weight": own, "bias": own} if self._parts > 1 else {"weight": DTensor.to_local, "bias": DTensor.to_local}
-        )
+        used = {"weight": DTensor.to_local, "bias": DTensor.to_local}
         module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
         return module
 
 
-def _own_columns(parameter: DTensor, *, parts: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's share of each of the parts that lie side by side in the last dim."""
-    apart = parameter.unflatten(-1, (parts, -1))
-    return apart.redistribute(mesh, [Shard(apart.ndim - 1)]).to_local().flatten(-2)
+class SharedHeads(ParallelStyle):
+    """A projection to so many key or value heads, fewer than there are ranks: every rank has the one that it reads.
+
+    The matrix is stored whole; its gradient is summed over the ranks in every backward pass.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _store(module, device_mesh, {name: Replicate() for name, _ in module.named_parameters()})
+        mine = device_mesh.get_local_rank() * self._num_heads // device_mesh.size()
+
+        def own(parameter: Tensor) -> Tensor:
+            summed = _SumGradient.apply(parameter.to_local(), device_mesh)
+            return summed.unflatten(0, (self._num_heads, -1))[mine]
+
+        used = {name: own for name, _ in module.named_parameters()}
+        module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
+        return module
+
+
+class _SumGradient(torch.autograd.Function):
+    """A whole tensor on every rank of a mesh, whose gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local(), None
+
+
+def share_heads(layer: nn.Module, num_heads: int, ranks: int) -> dict[str, SharedHeads]:
+    """The styles of the projections to key and value heads of which there are fewer than ranks, by their path.
+
+    The attention that they belong to is told how many query heads of a rank a head serves then.
+    """
+    found: dict[str, SharedHeads] = {}
+    for path, attention in layer.named_modules():
+        served, head_dim = (getattr(attention, name, None) for name in ("num_key_value_groups", "head_dim"))
+        if isinstance(served, int) and isinstance(head_dim, int):
+            attention.num_key_value_groups = served * num_heads // ranks
+            for name, child in attention.named_children():
+                if isinstance(child, nn.Linear) and child.out_features == num_heads * head_dim:
+                    found[f"{path}.{name}"] = SharedHeads(num_heads)
+    return found
 
 
 class ConvRows(ParallelStyle):
@@ -158,7 +192,7 @@ class FusedAttention(ParallelStyle):
         self._name = name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ConvColumns(parts=3)._apply(module.get_submodule(self._name), device_mesh)
+        ConvColumns()._apply(module.get_submodule(self._name), device_mesh)
         module.split_size //= device_mesh.size()
         return _gather(self._sp)._apply(module, device_mesh)
 
