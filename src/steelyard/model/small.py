@@ -5,11 +5,13 @@ from typing import Any
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size")
+_PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
+"""Widths of embeddings that are projected to the hidden state where they differ from it."""
 _HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads")
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "linear_num_key_heads", "n_head_kv")
 _HEAD_DIM_KEYS = (
     *("head_dim", "kv_channels", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "rotary_dim"),
 )
 _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
@@ -45,6 +47,8 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
     found |= {key: value for key, value in sizes.items() if key in given}
+    hidden = given.get("hidden_size")
+    found |= {key: width // 2 for key in _PROJECTED_KEYS if key in given and hidden not in (None, given[key])}
     found |= {key: _heads_of(given, key, degree) for key in _KV_KEYS if key in given}
     found |= {key: None if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found

@@ -14,7 +14,7 @@ Legend of shapes: B samples, S tokens.
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -142,7 +142,7 @@ class Shell:
             self._device = ids.device
         for hole in self._holes:
             hole.dtype = dtype
-        with one_sequence_each():
+        with without_values():
             return self._model(input_ids=ids, **self._options)
 
     def _copy(self, module: nn.Module, path: str, config: PreTrainedConfig) -> nn.Module:
@@ -169,12 +169,19 @@ class Shell:
         return found
 
 
-def one_sequence_each() -> AbstractContextManager[Any]:
-    """Within it transformers does not search samples for several sequences packed together: here there is one in each.
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Within it a forward pass of transformers reads no values, which meta and fake tensors do not have.
 
-    That search reads values, which tensors on the meta device and fake tensors do not have.
+    It does not search samples for several sequences packed together, since here there is one in each, and does not draw
+    whether it leaves a block out, since all blocks of a plan run.
     """
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    draw = torch.rand
+    with (
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+        mock.patch.object(torch, "rand", lambda *size, **options: 1.0 if size == ([],) else draw(*size, **options)),
+    ):
+        yield
 
 
 class _Whole:

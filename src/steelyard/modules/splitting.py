@@ -25,7 +25,7 @@ from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import BlockCall, ModelSplit, SplitKind
 from steelyard.modules.build import build_from_config
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.holes import forward_options, holds_parameters, one_sequence_each
+from steelyard.modules.holes import forward_options, holds_parameters, without_values
 from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS = 2, 16
@@ -167,7 +167,7 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
     handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
         ids = torch.zeros((_SAMPLES, _TOKENS), dtype=torch.long, device="meta")
-        with one_sequence_each():
+        with without_values():
             outputs = model(input_ids=ids, **forward_options(model))
     except Exception as error:
         raise _refused(

@@ -19,6 +19,21 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
 | ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
+| ``enter:KEYWORD:NAMES``          | a region begins: its input, or the one of that name, is whole on every rank; the |
+|                                  | numbers that the module keeps under NAMES (by commas) are divided                |
+| ``region:KEYWORD:NAMES``         | the same, and what the module returns, a part of a sum on every rank, is summed  |
+| ``columns``, ``rows``            | in a region, matrices divided by outputs, or by inputs, which ends the region    |
+| ``columns_entering``             | divided by outputs, and a region begins                                          |
+| ``columns_gathered``             | divided by outputs, which every rank then has whole                              |
+| ``rows_of_whole``                | as ``rows``, for inputs that every rank has whole                                |
+| ``rows_partial``                 | as ``rows``, where the region goes on with a part of the sum                     |
+| ``whole``                        | in a region, what every rank computes alike                                      |
+| ``per_head``                     | in a region, parameters that are divided by their first dim                      |
+| ``own_experts``                  | in a region, experts, divided by experts                                         |
+| ``on_part``                      | under sp, a module outside of regions, on this rank's part of the sequence       |
+
+In a region all tensors are plain and every rank's gradients are parts of a sum, so that whatever a rank computes there
+with parts or wholes, sums of its gradients are right.
 
 Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2; transformers ``integrations/tensor_parallel.py`` for
 the names in configs.
@@ -39,6 +54,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.nn.utils.stateless import _reparametrize_module
+from transformers.pytorch_utils import Conv1D
 
 _HEAD_DIM_OF_LOCAL_HEADS = 2
 """Query and key norms see [B, S, heads, head_dim]: their samples differ per rank along the heads."""
@@ -73,11 +89,13 @@ class _Gather(PrepareModuleInput):
         return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
 
 
-def on_local_parameters(module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any) -> Any:
+def on_local_parameters(
+    module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any, **named: Any
+) -> Any:
     """What the module computes from plain tensors: its parameters as ``used`` makes them of the DTensors."""
     local = {name: make(module.get_parameter(name)) for name, make in used.items()}
     with _reparametrize_module(module, local):
-        return type(module).forward(module, *arguments)
+        return type(module).forward(module, *arguments, **named)
 
 
 def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
@@ -242,6 +260,108 @@ def _own_share(parameter: DTensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()])
 
 
+class InRegion(ParallelStyle):
+    """A module that computes on plain tensors with its own parameters, whole or a part of them.
+
+    ``dims`` says along which dim a parameter is divided, None for one that stays whole; its gradient is a part of a sum
+    either way. ``before`` is done with the arguments, ``after`` with the result.
+    """
+
+    def __init__(
+        self,
+        dims: Callable[[nn.Module, str], int | None] = lambda _module, _name: None,
+        *,
+        before: Callable[[tuple[Any, ...], dict[str, Any], DeviceMesh], tuple[tuple[Any, ...], dict[str, Any]]]
+        | None = None,
+        after: Callable[[Any, DeviceMesh], Any] | None = None,
+        numbers: str = "",
+        adds_up: bool = False,
+    ) -> None:
+        super().__init__()
+        self._dims, self._before, self._after = dims, before, after
+        self._numbers = [name for name in numbers.split(",") if name]
+        self._adds_up = adds_up
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = device_mesh.size()
+        dims = {name: self._dims(module, name) for name, _ in module.named_parameters(recurse=False)}
+        _store(module, device_mesh, {name: Replicate() if dim is None else Shard(dim) for name, dim in dims.items()})
+        used: dict[str, Callable[[Tensor], Tensor]] = {
+            name: _own_share if dim is None else DTensor.to_local for name, dim in dims.items()
+        }
+        if self._adds_up and "bias" in used:
+            used["bias"] = lambda bias: _own_share(bias) / ranks
+        for name in self._numbers:
+            setattr(module, name, getattr(module, name) // ranks)
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            if self._before is not None:
+                arguments, named = self._before(arguments, named, device_mesh)
+            outputs = on_local_parameters(module, used, *arguments, **named)
+            return outputs if self._after is None else self._after(outputs, device_mesh)
+
+        module.forward = forward
+        return module
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _begin(sp: bool, keyword: str = "") -> Callable[[tuple[Any, ...], dict[str, Any], DeviceMesh], _Arguments]:
+    """Makes the hidden state whole, of whose gradient each rank then makes a part."""
+
+    def whole(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _enter(DTensor.from_local(hidden, mesh, [between_blocks(sp)]).redistribute(placements=[Replicate()]))
+
+    def before(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
+        if keyword:
+            return arguments, named | {keyword: whole(named[keyword], mesh)}
+        return (whole(arguments[0], mesh), *arguments[1:]), named
+
+    return before
+
+
+def _end(sp: bool) -> Callable[[Any, DeviceMesh], Any]:
+    """Sums what the ranks return, or the first of several things that they do."""
+
+    def after(outputs: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(outputs, tuple):
+            return (_leave(outputs[0], mesh, sp).to_local(), *outputs[1:])
+        return _leave(outputs, mesh, sp).to_local()
+
+    return after
+
+
+def _outputs_dim(module: nn.Module, name: str) -> int:
+    return module.get_parameter(name).ndim - 1 if isinstance(module, Conv1D) else 0
+
+
+def _inputs_dim(module: nn.Module, name: str) -> int | None:
+    return None if name == "bias" else 0 if isinstance(module, Conv1D) else 1
+
+
+def _gather_columns(output: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _enter(DTensor.from_local(output, mesh, [Shard(output.ndim - 1)]).redistribute(placements=[Replicate()]))
+
+
+def _own_columns(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
+    """This rank's part of the last dim of what every rank has whole."""
+    return (arguments[0].chunk(mesh.size(), dim=-1)[mesh.get_local_rank()], *arguments[1:]), named
+
+
+class OwnExperts(InRegion):
+    """Experts of which each rank answers for some."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _module, _name: 0)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.num_all_experts = module.num_experts
+        module.num_experts //= device_mesh.size()
+        module.first_expert = module.num_experts * device_mesh.get_local_rank()
+        return super()._apply(module, device_mesh)
+
+
 STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "colwise": lambda sp: ColwiseParallel(),
     "rowwise": lambda sp: RowwiseParallel(output_layouts=between_blocks(sp)),
@@ -262,5 +382,19 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "gather_fused": FusedAttention,
     "gather_heads": LocalHeads,
     "experts": Experts,
+    "enter": lambda sp, keyword="", numbers="": InRegion(before=_begin(sp, keyword), numbers=numbers),
+    "region": lambda sp, keyword="", numbers="": InRegion(
+        before=_begin(sp, keyword), after=_end(sp), numbers=numbers
+    ),
+    "columns": lambda sp, numbers="": InRegion(_outputs_dim, numbers=numbers),
+    "columns_entering": lambda sp, numbers="": InRegion(_outputs_dim, before=_begin(sp), numbers=numbers),
+    "columns_gathered": lambda sp, numbers="": InRegion(_outputs_dim, after=_gather_columns, numbers=numbers),
+    "rows": lambda sp: InRegion(_inputs_dim, after=_end(sp), adds_up=True),
+    "rows_of_whole": lambda sp: InRegion(_inputs_dim, before=_own_columns, after=_end(sp), adds_up=True),
+    "rows_partial": lambda sp: InRegion(_inputs_dim, adds_up=True),
+    "whole": lambda sp, numbers="": InRegion(numbers=numbers),
+    "per_head": lambda sp, numbers="": InRegion(lambda _module, _name: 0, numbers=numbers),
+    "own_experts": lambda sp: OwnExperts(),
+    "on_part": lambda sp: InRegion() if sp else None,
 }
 """The styles by the first word of their name; what stands behind colons is passed on."""
