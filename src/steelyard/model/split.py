@@ -91,6 +91,8 @@ class ModelSplit(_Part):
     call: BlockCall
     head_sees_shape: bool = False
     """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
+    sides_by_sample: bool = False
+    """Whether what blocks are given beside the hidden state is wanted once for every sample of a microbatch."""
     hidden_size: Count
     vocab_size: Count
     max_seq_len: Count

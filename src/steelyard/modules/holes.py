@@ -15,6 +15,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -37,7 +38,7 @@ class EmbeddingPiece:
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         stubs = [_Stop(split.call) for _ in range(split.num_blocks)]
-        self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=False)
+        self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=not split.fused_attention)
 
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor:
         """The model's own forward pass, ended where the first block begins."""
@@ -55,7 +56,7 @@ class HeadPiece:
         self._last = _Give(split.call)
         self._sees_shape = split.head_sees_shape
         stubs: list[nn.Module] = [_Stub(split.call) for _ in range(split.num_blocks - 1)]
-        self._shell = Shell(model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=False)
+        self._shell = Shell(model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=not split.fused_attention)
 
     def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be."""
@@ -76,7 +77,9 @@ class BlockPiece:
 
     def __call__(self, layer: Layer, hidden: Tensor, context: Context) -> Tensor:
         """The next hidden state."""
-        places, names = self._call.with_hidden(context.side.arguments[layer.kind.name], hidden)
+        given = context.side.arguments[layer.kind.name]
+        repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), given)
+        places, names = self._call.with_hidden(repeated, hidden)
         return self._call.result_of(layer.block(*places, **names))
 
 
@@ -96,12 +99,41 @@ class BlockInputs:
             else:
                 stubs.append(_Stub(split.call))
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
+        self._by_sample = split.sides_by_sample
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
         """For every kind its arguments, for token ids [1, S] and a hidden state in ``dtype``."""
+        one = self._recorded(ids, dtype)
+        if not self._by_sample:
+            return one
+        two = self._recorded(ids.expand(2, -1), dtype)
+        return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
+
+    def _recorded(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
         self._shell(ids, dtype)
         return {name: record.take() for name, record in self._records.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """A tensor that blocks want once for every sample, one after another in a dim; held for one, since all are alike."""
+
+    held: Tensor
+    dim: int
+
+    def of(self, samples: int) -> Tensor:
+        """The tensor for so many samples."""
+        times = [samples if dim == self.dim else 1 for dim in range(self.held.ndim)]
+        return self.held.repeat(times)
+
+
+def _per_sample(one: Any, two: Any) -> Any:
+    """What a block is given, from what it is given for one sample and for two."""
+    if not isinstance(one, Tensor) or one.shape == two.shape:
+        return one
+    (dim,) = [dim for dim, (size, twice) in enumerate(zip(one.shape, two.shape, strict=True)) if size != twice]
+    return PerSample(one, dim)
 
 
 def split_run(model: PreTrainedModel, split: ModelSplit, role: LayerRole) -> Run:
@@ -173,11 +205,14 @@ class Shell:
 def without_values() -> Iterator[None]:
     """Within it a forward pass of transformers reads no values, which meta and fake tensors do not have.
 
-    It does not search samples for several sequences packed together, since here there is one in each, and does not draw
-    whether it leaves a block out, since all blocks of a plan run.
+    It does not search samples for several sequences packed together, since here there is one in each, nor for padding,
+    since there is none, and does not draw whether it leaves a block out, since all blocks of a plan run.
     """
-    draw = torch.rand
+    draw, nothing = torch.rand, dict.fromkeys((NO_MASK,), lambda *_, **__: None)
     with (
+        mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
+        mock.patch.object(masking_utils, "prepare_padding_mask", return_value=None),
+        mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, nothing),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
         mock.patch.object(torch, "rand", lambda *size, **options: 1.0 if size == ([],) else draw(*size, **options)),
     ):
@@ -212,8 +247,9 @@ class _Hole(nn.Module):
         given = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
         if self._width is None:
             return given
-        shape = given.shape if not given.is_floating_point() else given.shape[:-1]
-        return torch.zeros((), dtype=self.dtype, device=given.device).expand(*shape, self._width)
+        if not given.is_floating_point():  # a table, into whose result models write
+            return torch.zeros((*given.shape, self._width), dtype=self.dtype, device=given.device)
+        return torch.zeros((), dtype=self.dtype, device=given.device).expand(*given.shape[:-1], self._width)
 
 
 def holds_parameters(module: nn.Module) -> bool:
@@ -277,7 +313,8 @@ class _Record(_Stub):
 
 def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
     """The tensors among a block's arguments."""
-    return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+    leaves = pytree.tree_leaves(arguments)
+    return (leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves if isinstance(leaf, Tensor | PerSample))
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -311,7 +312,7 @@ def _begin(sp: bool, keyword: str = "") -> Callable[[tuple[Any, ...], dict[str, 
     """Makes the hidden state whole, of whose gradient each rank then makes a part."""
 
     def whole(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-        return _enter(DTensor.from_local(hidden, mesh, [between_blocks(sp)]).redistribute(placements=[Replicate()]))
+        return _Moved.apply(hidden, mesh, (between_blocks(sp), Replicate()), (Partial(), between_blocks(sp)))
 
     def before(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
         if keyword:
@@ -326,10 +327,35 @@ def _end(sp: bool) -> Callable[[Any, DeviceMesh], Any]:
 
     def after(outputs: Any, mesh: DeviceMesh) -> Any:
         if isinstance(outputs, tuple):
-            return (_leave(outputs[0], mesh, sp).to_local(), *outputs[1:])
-        return _leave(outputs, mesh, sp).to_local()
+            return (after(outputs[0], mesh), *outputs[1:])
+        return _Moved.apply(outputs, mesh, (Partial(), between_blocks(sp)), (between_blocks(sp), Replicate()))
 
     return after
+
+
+class _Moved(torch.autograd.Function):
+    """A plain tensor in another placement over the ranks, and its gradient likewise, from one placement to another.
+
+    Not made of DTensors' own operations, whose results are views that models may not write into.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, mesh: DeviceMesh, there: tuple[Placement, Placement], back: tuple[Placement, Placement]
+    ) -> Tensor:
+        ctx.mesh, ctx.back = mesh, back
+        return _moved(local, mesh, *there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _moved(gradient, ctx.mesh, *ctx.back), None, None, None
+
+
+def _moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    moved = DTensor.from_local(local, mesh, [source], run_check=False).redistribute(placements=[target]).to_local()
+    if isinstance(moved, AsyncCollectiveTensor):
+        return moved.wait()
+    return local.view_as(local) if moved is local else moved
 
 
 def _outputs_dim(module: nn.Module, name: str) -> int:
@@ -341,7 +367,8 @@ def _inputs_dim(module: nn.Module, name: str) -> int | None:
 
 
 def _gather_columns(output: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _enter(DTensor.from_local(output, mesh, [Shard(output.ndim - 1)]).redistribute(placements=[Replicate()]))
+    columns = Shard(output.ndim - 1)
+    return _Moved.apply(output, mesh, (columns, Replicate()), (Partial(), columns))
 
 
 def _own_columns(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
