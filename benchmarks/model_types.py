@@ -1,41 +1,71 @@
-"""Of every type of transformers with a class for causal or masked language modelling: what becomes of it, and why.
+"""Of every type of transformers with a class for a task: what becomes of it, and why.
 
-Split (the pieces give logits and gradients of the whole model, at small width), traced, and divided by tensor and
-sequence parallelism as proved on two ranks. Configs are those that transformers takes for a type where nothing is
-given, so a type whose own defaults do not build a model counts as one that does not split.
+Split (the pieces give logits and gradients of the whole model, at small width), traced at its own size, and divided by
+tensor and sequence parallelism as proved on two ranks: nearly all (`NEARLY` of the parameters of its blocks) or a part.
+Configs are those that transformers takes for a type where nothing is given, and what `CONFIGS` adds. Every type has a
+process and a time limit of its own.
 
-    python benchmarks/model_types.py                      # every type: about 40 minutes on 2 cores
-    python benchmarks/model_types.py --types phi3,opt     # some
+    python benchmarks/model_types.py                          # every type: about 40 minutes on one core
+    python benchmarks/model_types.py --task causal --types phi3,opt --json
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import resource
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from steelyard.errors import UserError
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.split_proof import split_model
+from steelyard.profiles.profile import Profile
 from steelyard.tracer.trace import trace
 
 TASKS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
+NEARLY = 0.9
+LIMIT_S = 120.0
+LIMIT_BYTES = 24 * 2**30
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: {"head_dim": 128} for name in ("ministral", "hunyuan_v1_dense")},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "nemotron": {"num_key_value_heads": 8},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "modernbert-decoder": {"pad_token_id": 0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "cohere2_moe": {"rms_norm_eps": 1e-5},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    **{name: {"is_decoder": True} for name in ("reformer", "bert-generation")},
+}
+"""What some types need, where their own defaults do not make a model."""
 
 
-def outcome(model_type: str) -> dict[str, Any]:
+def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     """What becomes of a type: ``reason`` is why it does not split or trace, ``tp`` and ``sp`` why blocks do not."""
-    started, found = time.process_time(), {"type": model_type, "split": False, "traced": False}
+    found: dict[str, Any] = {"split": False, "traced": False}
     try:
-        config = {"model_type": model_type}
+        config = {"model_type": model_type, "architectures": [architecture], **CONFIGS.get(model_type, {})}
         split = split_model(model_type, config)
         blocks = split.kinds[1:-1]
         found |= {
@@ -43,45 +73,95 @@ def outcome(model_type: str) -> dict[str, Any]:
             "tp": sorted({kind.no_tp for kind in blocks} - {""}),
             "sp": sorted({kind.no_tp or kind.no_sp for kind in blocks} - {""}),
         }
-        trace(chain_from_config(config, name=model_type, split=split), seq_len=128, precision="bf16", degrees=(1,))
-        found["traced"] = True
+        chain = chain_from_config(config, name=model_type, split=split)
+        profile = trace(chain, seq_len=128, precision="bf16", degrees=(1, 2))
+        found |= {"traced": True, "share": round(divided_share(profile, chain), 3)}
     except UserError as error:
         found["reason"] = error.found
     except Exception as error:  # what transformers raises for a type's own defaults is of every kind
         found["reason"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-    return found | {"cpu_s": round(time.process_time() - started, 1)}
+    return found
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Counts, then every miss with its reason."""
+def divided_share(profile: Profile, chain: ModelChain) -> float:
+    """The part of the parameters of a chain's blocks that two tensor-parallel ranks divide."""
+    sizes: dict[tuple[str, int], int] = {}
+    for layer in profile.layers:
+        sizes[layer.kind, layer.degrees.get("tp", 1)] = layer.num_params
+    names = [chain.kind_of(layer).name for layer in range(1, chain.num_layers - 1)]
+    whole = sum(sizes[name, 1] for name in names)
+    return 2 * (1 - sum(sizes.get((name, 2), sizes[name, 1]) for name in names) / whole)
+
+
+def _send(pipe: Connection, model_type: str, architecture: str) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    pipe.send(outcome(model_type, architecture))
+
+
+def watched(model_type: str, architecture: str) -> dict[str, Any]:
+    """The outcome in a process of its own, which ends at `LIMIT_S`."""
+    context, started = multiprocessing.get_context("fork"), time.monotonic()
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, model_type, architecture))
+    process.start()
+    theirs.close()
+    found: dict[str, Any] = {"split": False, "traced": False}
+    try:
+        found = mine.recv() if mine.poll(LIMIT_S) else found | {"reason": f"takes more than {LIMIT_S:.0f} s"}
+    except EOFError:
+        found |= {"reason": "its process ends"}
+    process.kill()
+    process.join()
+    return {"type": model_type, **found, "wall_s": round(time.monotonic() - started, 1)}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Counts and shares."""
     counts = Counter[str]()
     for row in rows:
+        share = row.get("share", 0.0)
         counts.update(key for key in ("split", "traced") if row[key])
-        counts.update(key for key in ("tp", "sp") if row["split"] and not row[key])
-    yield f"{len(rows)} types: " + ", ".join(
-        f"{key} {counts[key]} ({counts[key] / len(rows):.0%})" for key in ("split", "traced", "tp", "sp")
-    )
+        counts.update(["tp nearly all"] if share >= NEARLY else ["tp a part"] if share > 0.0 else [])
+        counts.update(["sp"] if row["split"] and not row["sp"] else [])
+    keys = ("split", "traced", "tp nearly all", "tp a part", "sp")
+    return f"{len(rows)} types: " + ", ".join(f"{key} {counts[key]} ({counts[key] / len(rows):.0%})" for key in keys)
+
+
+def misses(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Every miss with its reason."""
     for row in rows:
         if "reason" in row:
             yield f"  {row['type']}: {row['reason']}"
-        elif row["tp"]:
-            yield f"  {row['type']}: no tp: {row['tp'][0]}"
+        elif row["share"] < NEARLY:
+            yield f"  {row['type']}: tp divides {row['share']:.0%}" + "".join(f"; {why}" for why in row["tp"][:1])
+
+
+def _architecture(names: Mapping[str, Any], model_type: str) -> str:
+    named = names[model_type]
+    return named if isinstance(named, str) else named[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, help="one task; all where left out")
     parser.add_argument("--types", help="separated by commas; all where left out")
-    parser.add_argument("--json", dest="as_json", action="store_true")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="one line for each type, as it is found")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
     chosen = options.types.split(",") if options.types else None
-    for task, names in TASKS.items():
-        types = [name for name in names if name in CONFIG_MAPPING and (chosen is None or name in chosen)]
-        rows = [outcome(name) for name in types]
-        print(
-            json.dumps({task: rows}) if options.as_json else "\n".join([task, *table(rows)]) if rows else "", flush=True
-        )
+    for task in [options.task] if options.task else TASKS:
+        names = TASKS[task]
+        rows = []
+        for name in (name for name in names if name in CONFIG_MAPPING and (chosen is None or name in chosen)):
+            rows.append(watched(name, _architecture(names, name)))
+            if options.as_json:
+                print(json.dumps({"task": task, **rows[-1]}), flush=True)
+        if rows and not options.as_json:
+            print("\n".join([task, summary(rows), *misses(rows)]), flush=True)
 
 
 if __name__ == "__main__":

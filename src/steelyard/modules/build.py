@@ -76,7 +76,8 @@ def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: 
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
-    return any(getattr(config, key, None) is not None for key in _NUM_EXPERTS)
+    configs = {id(each): each for each in (config, config.get_text_config())}.values()
+    return any(getattr(each, key, None) is not None for each in configs for key in _NUM_EXPERTS)
 
 
 class ApartConv1D(Conv1D):

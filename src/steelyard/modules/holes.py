@@ -188,7 +188,7 @@ class Shell:
             for name, child in module._modules.items()
         }
         if holds_parameters(module):
-            hole = _Hole(found)
+            hole = _Hole(found, is_wide=module is self._whole.model.get_output_embeddings())
             self._holes.append(hole)
             found = hole
         else:
@@ -232,8 +232,9 @@ class _Whole:
 class _Hole(nn.Module):
     """Stands where a module with parameters was: the same attributes, and blanks instead of results."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, is_wide: bool) -> None:
         super().__init__()
+        self._is_wide = is_wide
         kept = {name: value for name, value in vars(module).items() if name not in vars(self)}
         self.__dict__.update(kept)
         self._modules = dict(module._modules)
@@ -247,9 +248,10 @@ class _Hole(nn.Module):
         given = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
         if self._width is None:
             return given
-        if not given.is_floating_point():  # a table, into whose result models write
-            return torch.zeros((*given.shape, self._width), dtype=self.dtype, device=given.device)
-        return torch.zeros((), dtype=self.dtype, device=given.device).expand(*given.shape[:-1], self._width)
+        shape = (*(given.shape[:-1] if given.is_floating_point() else given.shape), self._width)
+        if self._is_wide:  # of the vocabulary's width, which would fill the memory
+            return torch.zeros((), dtype=self.dtype, device=given.device).expand(shape)
+        return torch.zeros(shape, dtype=self.dtype, device=given.device)  # models write into some
 
 
 def holds_parameters(module: nn.Module) -> bool:
@@ -319,5 +321,7 @@ def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """What the model's forward pass is told beside the token ids: to keep nothing for generation."""
-    forward: Callable[..., Any] = type(model).forward
-    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    known = "use_cache" in parameters or (takes_any and hasattr(model.config, "use_cache"))
+    return {"use_cache": False} if known else {}

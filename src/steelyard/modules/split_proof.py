@@ -6,6 +6,7 @@ is proved likewise (`steelyard.modules.split_tp`).
 """
 
 import copy
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import product
@@ -73,7 +74,7 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
 def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
     """The proof of the split by one process, which is where those of tensor parallelism begin; else why it fails."""
     split = found.split
-    chain = chain_from_config(found.model.config.to_dict(), name=split.model_type, split=split)
+    chain = chain_from_config(json.loads(found.model.config.to_json_string(use_diff=False)), name=split.model_type, split=split)
     whole = build_from_config(found.model.config, split.task, fused_attention=split.fused_attention).eval()
     materialize_module(whole, whole, seed=1, device=torch.device("cpu"))
     whole.tie_weights()
