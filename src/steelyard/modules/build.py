@@ -203,6 +203,9 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
     """Fills a module with first weights that depend on the seed and the layer alone; parts before the whole."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _SEED_STRIDE + layer)
+        for buffer in module.buffers():
+            if buffer.is_floating_point():  # one that the model does not fill must not pass for numbers
+                buffer.fill_(torch.nan)
         for submodule in reversed(list(module.modules())):
             model._init_weights(submodule)
 

@@ -93,6 +93,10 @@ def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
     few = sorted({place for kind in range(len(chain.kinds)) for place in _first_two(chain, kind)})
     short = _results(parts, _run_pieces(parts, chain, ids, few), ids)
     parts.zero_grad()
+    blocks = parts.get_submodule(split.blocks)
+    for place in range(split.num_blocks):
+        if place + 1 not in few:
+            blocks[place] = nn.Module()  # ranks copy the model
     return ThreadedProof(model=parts, chain=chain, numbers=few, ids=ids, expected=short, tolerance=TOLERANCE), ""
 
 
