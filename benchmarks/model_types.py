@@ -2,7 +2,8 @@
 
 Split (the pieces give logits and gradients of the whole model, at small width), traced at its own size, and divided by
 tensor and sequence parallelism as proved on two ranks: nearly all (`NEARLY` of the parameters of its blocks) or a part.
-Configs are those that transformers takes for a type where nothing is given, and what `CONFIGS` adds. Every type has a
+Configs are those that transformers takes for a type where nothing is given, and what `CONFIGS` adds, with `NUM_BLOCKS`
+blocks. Every type has a
 process and limits of its own.
 
     python benchmarks/model_types.py                          # every type: about 40 minutes on one core
@@ -29,7 +30,7 @@ from transformers.models.auto import modeling_auto
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, named_layer_modules
+from steelyard.modules.build import build_meta_model, named_layer_modules, read_hub_config
 from steelyard.modules.split_proof import split_model
 from steelyard.tracer.trace import trace
 
@@ -40,6 +41,8 @@ TASKS = {
     "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
 NEARLY = 0.9
+NUM_BLOCKS = 6
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
 LIMIT_S = 60
 LIMIT_BYTES = 24 * 2**30
 DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")
@@ -67,7 +70,7 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     """What becomes of a type: ``reason`` is why it does not split or trace, ``tp`` and ``sp`` why blocks do not."""
     found: dict[str, Any] = {"split": False, "traced": False}
     try:
-        config = {"model_type": model_type, "architectures": [architecture], **CONFIGS.get(model_type, {})}
+        config = shallow_config(model_type, architecture, NUM_BLOCKS)
         split = split_model(model_type, config)
         blocks = split.kinds[1:-1]
         found |= {
@@ -84,6 +87,23 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     except Exception as error:  # what transformers raises for a type's own defaults is of every kind
         found["reason"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
     return found
+
+
+def shallow_config(model_type: str, architecture: str, num_blocks: int) -> dict[str, Any]:
+    """The config of a type with so many blocks, and lists with an entry for each as long."""
+    given = {"model_type": model_type, "architectures": [architecture], **CONFIGS.get(model_type, {})}
+    config = json.loads(read_hub_config(model_type, given).to_json_string(use_diff=False))
+    return _shallow(config, num_blocks)
+
+
+def _shallow(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
+    deep = {config[key] for key in COUNTS if isinstance(config.get(key), int)}
+    found = {
+        key: min(value, num_blocks) if key in COUNTS and isinstance(value, int) else value
+        for key, value in config.items()
+    }
+    found |= {k: v[:num_blocks] for k, v in config.items() if isinstance(v, list) and len(v) in deep}
+    return found | {k: _shallow(v, num_blocks) for k, v in config.items() if k.endswith("_config") and v}
 
 
 def divided_share(chain: ModelChain) -> float:
@@ -144,7 +164,8 @@ def misses(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"  {row['type']}: tp divides {row['share']:.0%}" + "".join(f"; {why}" for why in row["tp"][:1])
 
 
-def _architecture(names: Mapping[str, Any], model_type: str) -> str:
+def class_of(names: Mapping[str, Any], model_type: str) -> str:
+    """The first class that a task's table names for a type."""
     named = names[model_type]
     return named if isinstance(named, str) else named[0]
 
@@ -163,7 +184,7 @@ def main() -> None:
         names = TASKS[task]
         rows = []
         for name in (name for name in names if name in CONFIG_MAPPING and (chosen is None or name in chosen)):
-            rows.append(watched(name, _architecture(names, name)))
+            rows.append(watched(name, class_of(names, name)))
             if options.as_json:
                 print(json.dumps({"task": task, **rows[-1]}), flush=True)
         if rows and not options.as_json:

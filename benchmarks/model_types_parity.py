@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from benchmarks.model_types import CONFIGS, TASKS, _architecture
+from benchmarks.model_types import TASKS, class_of, shallow_config
 from steelyard.model.small import small_config
-from steelyard.modules.build import build_model, read_hub_config
+from steelyard.modules.build import build_model
 from steelyard.modules.split_proof import split_model
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.cases import Case
@@ -33,23 +33,12 @@ from tests.runtime.models import make_plan
 from tests.runtime.worker import fork, reference_file, run_rank, write_references
 
 NUM_BLOCKS, NUM_PROCESSES, LIMIT_S = 4, 4, 90.0
-_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
-
-
-def shallow(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of `NUM_BLOCKS` blocks, without dropout."""
-    deep = next((config[key] for key in _COUNTS if isinstance(config.get(key), int)), 0)
-    found = {key: NUM_BLOCKS if key in _COUNTS and value else value for key, value in config.items()}
-    found |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
-    found |= {key: value[:NUM_BLOCKS] for key, value in config.items() if isinstance(value, list) and len(value) == deep}
-    return found
 
 
 def make_case(model_type: str, architecture: str, strategy: str) -> Case:
     """Two steps of a small model of a type under a plan of two stages."""
-    given = {"model_type": model_type, "architectures": [architecture], **CONFIGS.get(model_type, {})}
-    full = json.loads(read_hub_config(model_type, given).to_json_string(use_diff=False))
-    config = shallow(small_config(full))
+    config = small_config(shallow_config(model_type, architecture, NUM_BLOCKS))
+    config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
     split = split_model(model_type, config)
     half = (len(split.layers) + 1) // 2
     stages = (", ".join([strategy] * count) for count in (half, len(split.layers) - half))
@@ -129,7 +118,7 @@ def main() -> None:
     names, chosen = TASKS[options.task], options.types.split(",") if options.types else None
     rows = []
     for name in (name for name in names if name in CONFIG_MAPPING and (chosen is None or name in chosen)):
-        rows.append(outcome(name, _architecture(names, name), options.strategy))
+        rows.append(outcome(name, class_of(names, name), options.strategy))
         print(json.dumps(rows[-1]), flush=True)
     split = [row for row in rows if row["split"]]
     exact = sum(row["exact"] for row in split)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, activations
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.errors import InvalidModelError
@@ -208,6 +208,8 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
                 buffer.fill_(torch.nan)
         for submodule in reversed(list(module.modules())):
             model._init_weights(submodule)
+            if type(submodule).__module__ == activations.__name__ and any(True for _ in submodule.buffers()):
+                submodule.load_state_dict(type(submodule)().state_dict())  # which the model makes in its constructor
 
 
 def _initialize_shared(

@@ -132,6 +132,7 @@ class _Regions:
 
     block: _Block
     matrices: Mapping[str, str]
+    heads: int
 
     def styles(self, numbers: Sequence[str]) -> dict[str, str]:
         """The style of every module that has one; modules in regions divide what they keep under ``numbers``."""
@@ -150,15 +151,21 @@ class _Regions:
             outer = next((each for each in [*begins, *routed] if _below(path, each)), None)
             module = block.at(path)
             counts = ",".join(name for name in numbers if _is_divisible(module, name)) if outer is not None else ""
+            heads = "" if _in(path, routed) else self._of_heads(module)
             if path in begins or path in routed:
                 word = "enter" if path in begins else "region"
-                found[path] = f"{word}:{block.called[path] or ''}:{counts}".rstrip(":")
+                found[path] = f"{word}:{block.called[path] or ''}:{counts}:{heads}".rstrip(":")
             elif path in found or not path:
                 continue
             elif _has_own(module) or counts:
                 is_inside = outer is not None and not self._is_behind(path, outer)
-                found[path] = (f"whole:{counts}".rstrip(":")) if is_inside else "on_part"
+                found[path] = f"whole:{counts}:{heads}".rstrip(":") if is_inside else "on_part"
         return {f"block.{path}": style for path, style in found.items()}
+
+    def _of_heads(self, module: nn.Module) -> str:
+        """The parameters of a module itself that have an entry for each head."""
+        own = module.named_parameters(recurse=False)
+        return ",".join(name for name, each in own if each.ndim and len(each) == self.heads)
 
     def num_divided(self) -> int:
         """Parameters of the matrices that are divided."""
@@ -192,15 +199,16 @@ def _regions(model: PreTrainedModel, split: ModelSplit, block: _Block) -> Iterat
     routed = block.routed()
     own = {path: style for path, style in own.items() if path in block.called and not _in(path, routed)}
     groups = _by_structure(block, routed)
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     if own and all(style in _OF_PLANS for style in own.values()):
         planned = {path: _OF_PLANS[style] for path, style in own.items() if _has_own(block.at(path))}
-        yield _Regions(block, planned)
+        yield _Regions(block, planned, heads)
         touched = {path.partition(".")[0] for path in planned}
         others = [group for group in groups if not touched & {path.partition(".")[0] for path in group}]
-        yield _Regions(block, planned | _merged(others))
-    yield _Regions(block, _merged(groups))
+        yield _Regions(block, planned | _merged(others), heads)
+    yield _Regions(block, _merged(groups), heads)
     if len(groups) > 1:
-        yield from (_Regions(block, _merged(each for each in groups if each is not left)) for left in groups)
+        yield from (_Regions(block, _merged(each for each in groups if each is not left), heads) for left in groups)
 
 
 def _merged(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -19,16 +19,16 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
 | ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
-| ``enter:KEYWORD:NAMES``          | a region begins: its input, or the one of that name, is whole on every rank; the |
-|                                  | numbers that the module keeps under NAMES (by commas) are divided                |
-| ``region:KEYWORD:NAMES``         | the same, and what the module returns, a part of a sum on every rank, is summed  |
+| ``enter:KEYWORD:NAMES:HEADS``    | a region begins: its input, or the one of that name, is whole on every rank; the |
+|                                  | numbers that the module keeps under NAMES (by commas) are divided, and by their  |
+|                                  | first dim its parameters HEADS                                                   |
+| ``region:KEYWORD:NAMES:HEADS``   | the same, and what the module returns, a part of a sum on every rank, is summed  |
 | ``columns``, ``rows``            | in a region, matrices divided by outputs, or by inputs, which ends the region    |
 | ``columns_entering``             | divided by outputs, and a region begins                                          |
 | ``columns_gathered``             | divided by outputs, which every rank then has whole                              |
 | ``rows_of_whole``                | as ``rows``, for inputs that every rank has whole                                |
 | ``rows_partial``                 | as ``rows``, where the region goes on with a part of the sum                     |
-| ``whole``                        | in a region, what every rank computes alike                                      |
-| ``per_head``                     | in a region, parameters that are divided by their first dim                      |
+| ``whole:NAMES:HEADS``            | in a region, what every rank computes alike; NAMES and HEADS as above            |
 | ``own_experts``                  | in a region, experts, divided by experts                                         |
 | ``on_part``                      | under sp, a module outside of regions, on this rank's part of the sequence       |
 
@@ -366,6 +366,10 @@ def _inputs_dim(module: nn.Module, name: str) -> int | None:
     return None if name == "bias" else 0 if isinstance(module, Conv1D) else 1
 
 
+def _heads_dim(heads: str) -> Callable[[nn.Module, str], int | None]:
+    return lambda _module, name: 0 if name in heads.split(",") else None
+
+
 def _gather_columns(output: Tensor, mesh: DeviceMesh) -> Tensor:
     columns = Shard(output.ndim - 1)
     return _Moved.apply(output, mesh, (columns, Replicate()), (Partial(), columns))
@@ -409,9 +413,11 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "gather_fused": FusedAttention,
     "gather_heads": LocalHeads,
     "experts": Experts,
-    "enter": lambda sp, keyword="", numbers="": InRegion(before=_begin(sp, keyword), numbers=numbers),
-    "region": lambda sp, keyword="", numbers="": InRegion(
-        before=_begin(sp, keyword), after=_end(sp), numbers=numbers
+    "enter": lambda sp, keyword="", numbers="", heads="": InRegion(
+        _heads_dim(heads), before=_begin(sp, keyword), numbers=numbers
+    ),
+    "region": lambda sp, keyword="", numbers="", heads="": InRegion(
+        _heads_dim(heads), before=_begin(sp, keyword), after=_end(sp), numbers=numbers
     ),
     "columns": lambda sp, numbers="": InRegion(_outputs_dim, numbers=numbers),
     "columns_entering": lambda sp, numbers="": InRegion(_outputs_dim, before=_begin(sp), numbers=numbers),
@@ -419,8 +425,7 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "rows": lambda sp: InRegion(_inputs_dim, after=_end(sp), adds_up=True),
     "rows_of_whole": lambda sp: InRegion(_inputs_dim, before=_own_columns, after=_end(sp), adds_up=True),
     "rows_partial": lambda sp: InRegion(_inputs_dim, adds_up=True),
-    "whole": lambda sp, numbers="": InRegion(numbers=numbers),
-    "per_head": lambda sp, numbers="": InRegion(lambda _module, _name: 0, numbers=numbers),
+    "whole": lambda sp, numbers="", heads="": InRegion(_heads_dim(heads), numbers=numbers),
     "own_experts": lambda sp: OwnExperts(),
     "on_part": lambda sp: InRegion() if sp else None,
 }
