@@ -43,7 +43,7 @@ TASKS = {
 NEARLY = 0.9
 NUM_BLOCKS = 6
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
-LIMIT_S = 60
+LIMIT_S = 25
 LIMIT_BYTES = 24 * 2**30
 DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")
 """The styles of matrices that ranks divide."""

@@ -19,7 +19,7 @@ from steelyard.plan.file import parse_file
 
 _logger = logging.getLogger(__name__)
 
-SPLIT_VERSION = 1
+SPLIT_VERSION = 2
 """Raised whenever models are split differently."""
 
 

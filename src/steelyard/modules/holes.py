@@ -13,6 +13,7 @@ Legend of shapes: B samples, S tokens.
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,17 +207,40 @@ def without_values() -> Iterator[None]:
     """Within it a forward pass of transformers reads no values, which meta and fake tensors do not have.
 
     It does not search samples for several sequences packed together, since here there is one in each, nor for padding,
-    since there is none, and does not draw whether it leaves a block out, since all blocks of a plan run.
+    since there is none, and does not draw whether it leaves a block out, since all blocks of a plan run. Threads may be
+    within it at the same time.
     """
-    draw, nothing = torch.rand, dict.fromkeys((NO_MASK,), lambda *_, **__: None)
-    with (
-        mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
-        mock.patch.object(masking_utils, "prepare_padding_mask", return_value=None),
-        mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, nothing),
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
-        mock.patch.object(torch, "rand", lambda *size, **options: 1.0 if size == ([],) else draw(*size, **options)),
-    ):
+    global _num_within  # noqa: PLW0603  what is replaced is global, too
+    with _within_lock:
+        if not _num_within:
+            for each in _REPLACED:
+                each.start()
+        _num_within += 1
+    try:
         yield
+    finally:
+        with _within_lock:
+            _num_within -= 1
+            if not _num_within:
+                for each in _REPLACED:
+                    each.stop()
+
+
+def _draw(*size: Any, **options: Any) -> Any:
+    return 1.0 if size == ([],) else _rand(*size, **options)
+
+
+_rand = torch.rand
+_num_within, _within_lock = 0, threading.Lock()
+_REPLACED = (
+    mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
+    mock.patch.object(masking_utils, "prepare_padding_mask", return_value=None),
+    mock.patch.dict(
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: lambda *_, **__: None}
+    ),
+    mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+    mock.patch.object(torch, "rand", _draw),
+)
 
 
 class _Whole:

@@ -352,10 +352,11 @@ class _Moved(torch.autograd.Function):
 
 
 def _moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
-    moved = DTensor.from_local(local, mesh, [source], run_check=False).redistribute(placements=[target]).to_local()
-    if isinstance(moved, AsyncCollectiveTensor):
-        return moved.wait()
-    return local.view_as(local) if moved is local else moved
+    if source == target:
+        return local.view_as(local)
+    given = DTensor.from_local(local.detach(), mesh, [source], run_check=False)
+    moved = given.redistribute(placements=[target]).to_local()
+    return moved.wait() if isinstance(moved, AsyncCollectiveTensor) else moved
 
 
 def _outputs_dim(module: nn.Module, name: str) -> int:
