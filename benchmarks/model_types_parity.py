@@ -30,7 +30,7 @@ from steelyard.modules.split_proof import split_model
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.cases import Case
 from tests.runtime.models import make_plan
-from tests.runtime.worker import fork, reference_file, run_rank, write_references
+from tests.runtime.worker import fork, run_rank, write_references
 
 NUM_BLOCKS, NUM_PROCESSES, LIMIT_S = 4, 4, 90.0
 
@@ -103,7 +103,13 @@ def _ended(folder: Path, works: list[Callable[[], None]]) -> str:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     reason = folder / "reason"
-    return f"takes more than {LIMIT_S:.0f} s" if late else reason.read_text() if failed and reason.exists() else "failed" * failed
+    return (
+        f"takes more than {LIMIT_S:.0f} s"
+        if late
+        else reason.read_text()
+        if failed and reason.exists()
+        else "failed" * failed
+    )
 
 
 def main() -> None:

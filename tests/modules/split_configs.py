@@ -36,7 +36,12 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
     "helium": {**_SMALL, "head_dim": 16},
     "seed_oss": {**_SMALL, "head_dim": 16},
     "electra": {**_SMALL, "embedding_size": 32, "architectures": ["ElectraForMaskedLM"]},
-    "rembert": {**_SMALL, "input_embedding_size": 32, "output_embedding_size": 96, "architectures": ["RemBertForMaskedLM"]},
+    "rembert": {
+        **_SMALL,
+        "input_embedding_size": 32,
+        "output_embedding_size": 96,
+        "architectures": ["RemBertForMaskedLM"],
+    },
     "roberta": {**_SMALL, "architectures": ["RobertaForMaskedLM"]},
 }
 """What is here beside the keys of a type is ignored by it."""

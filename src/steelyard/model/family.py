@@ -220,7 +220,7 @@ class Family:
     fused_attention: bool = True
     """Whether attention runs in one kernel; else step by step, with a mask and the square of the sequence in memory."""
     apart: Mapping[str, int] = field(default_factory=dict)
-    """Matrices of Conv1D that are several side by side: their path in a block, and how many. They are stored as [inputs,
+    """Matrices of Conv1D that are several side by side: their path in a block, and how many. They are stored [inputs,
     parts, outputs of a part], so that a tensor-parallel rank's part of each is a slice of the last dim."""
     prepare: Callable[[Any], None] = _nothing
     """Lets layers that read what another layer of the model makes of its own weights hold those weights themselves;

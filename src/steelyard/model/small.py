@@ -19,7 +19,15 @@ _HEAD_DIM_KEYS = (
 )
 _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
-    *("encoder_ffn_dim", "decoder_ffn_dim", "shared_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "mlp_hidden_size"),
+    *(
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "shared_intermediate_size",
+        "shared_expert_intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "mlp_hidden_size",
+    ),
 )
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
@@ -40,8 +48,8 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     """The config with small sizes in the place of those that it gives; all divisible by ``degree``.
 
     Scalings of rotary positions are left out, since they are made for one width; a special token that the small
-    vocabulary lacks becomes its first, but for the one of padding, which is left out. The configs of a model's parts are
-    made small likewise.
+    vocabulary lacks becomes its first, but for the one of padding, which is left out. Configs of a model's parts are
+    made small, too.
     """
     heads = _HEADS * degree
     width = heads * _HEAD_DIM

@@ -14,7 +14,7 @@ Legend of shapes: B samples, S tokens.
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +57,9 @@ class HeadPiece:
         self._last = _Give(split.call)
         self._sees_shape = split.head_sees_shape
         stubs: list[nn.Module] = [_Stub(split.call) for _ in range(split.num_blocks - 1)]
-        self._shell = Shell(model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=not split.fused_attention)
+        self._shell = Shell(
+            model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=not split.fused_attention
+        )
 
     def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be."""
@@ -118,7 +120,7 @@ class BlockInputs:
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """A tensor that blocks want once for every sample, one after another in a dim; held for one, since all are alike."""
+    """A tensor that blocks want for every sample, one after another in a dim; held for one, since all are alike."""
 
     held: Tensor
     dim: int
@@ -235,9 +237,7 @@ _num_within, _within_lock = 0, threading.Lock()
 _REPLACED = (
     mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
     mock.patch.object(masking_utils, "prepare_padding_mask", return_value=None),
-    mock.patch.dict(
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: lambda *_, **__: None}
-    ),
+    mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: lambda *_, **__: None}),
     mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
     mock.patch.object(torch, "rand", _draw),
 )
@@ -340,7 +340,9 @@ class _Record(_Stub):
 def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
     """The tensors among a block's arguments."""
     leaves = pytree.tree_leaves(arguments)
-    return (leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves if isinstance(leaf, Tensor | PerSample))
+    return (
+        leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves if isinstance(leaf, Tensor | PerSample)
+    )
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def split_model(model_type: str, config: Mapping[str, Any]) -> ModelSplit:
 
 
 def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
-    """The proof of the first way to run the pieces that is exact, and what it asks for; the cheapest ways come first."""
+    """The proof of the first way to run the pieces that is exact, and what it asks for; cheap ways come first."""
     wrong = ""
     for sides_by_sample, head_sees_shape in product((False, True), repeat=2):
         options = {"sides_by_sample": sides_by_sample, "head_sees_shape": head_sees_shape}
@@ -74,7 +74,9 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
 def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
     """The proof of the split by one process, which is where those of tensor parallelism begin; else why it fails."""
     split = found.split
-    chain = chain_from_config(json.loads(found.model.config.to_json_string(use_diff=False)), name=split.model_type, split=split)
+    chain = chain_from_config(
+        json.loads(found.model.config.to_json_string(use_diff=False)), name=split.model_type, split=split
+    )
     whole = build_from_config(found.model.config, split.task, fused_attention=split.fused_attention).eval()
     materialize_module(whole, whole, seed=1, device=torch.device("cpu"))
     whole.tie_weights()

@@ -4,8 +4,9 @@ For blocks two suppositions are tried: the model's own plan (``base_model_tp_pla
 matrices of one part, the one that is used last is divided by its inputs and the others by their outputs. Either way a
 region (`steelyard.modules.styles`) begins at the module that holds matrices divided by outputs and ends at one divided
 by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a part of the sequence under
-sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep. Embedding and head are supposed to be a table and a
-projection divided by tokens.
+sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep. Where the whole does not
+hold, a block is tried without one of its parts. Embedding and head are supposed to be a table and a projection divided
+by tokens.
 
 A supposition counts only if two ranks give the logits and the gradients of every parameter of one process, at small
 width in fp32. The ranks are threads of this process. Sequence parallelism is proved apart.

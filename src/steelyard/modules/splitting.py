@@ -123,7 +123,7 @@ def _split_of(
 def task_of(config: PreTrainedConfig) -> Task:
     """What the model is trained for: as its config's architecture says, else the first task that its type has."""
     named = (getattr(config, "architectures", None) or [""])[0]
-    tasks = [task for task in Task if type(config) in _mapping(task)]
+    tasks = sorted((task for task in Task if type(config) in _mapping(task)), key=_SPLIT_TASKS.__contains__)
     for task in tasks:
         if named in {each.__name__ for each in _classes(config, task)}:
             if task in _SPLIT_TASKS:
