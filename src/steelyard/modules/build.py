@@ -36,7 +36,7 @@ def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedCon
     """The `transformers` config object of a config.json; raises `InvalidModelError` where transformers refuses it."""
     entries = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}  # it adds keys
     with _as_the_configs(model_type):
-        return AutoConfig.for_model(model_type, **entries)
+        return AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(entries))
 
 
 @contextmanager

@@ -184,6 +184,8 @@ class Shell:
         if path in self._keep:
             return module
         if path == self._blocks:
+            for stub, block in zip(self._stubs, module.children(), strict=True):
+                stub.stands_for = _Whole(block)
             return self._stubs
         found = copy.copy(module)
         found._modules = {
@@ -244,9 +246,9 @@ _REPLACED = (
 
 
 class _Whole:
-    """The whole model, which a copy of what points to it does not copy."""
+    """A whole model or block, which a copy of what points to it does not copy."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "_Whole":
@@ -299,11 +301,21 @@ class _ReachedError(Exception):
 
 
 class _Stub(nn.Module):
-    """Stands where a block was, and passes the hidden state on."""
+    """Stands where a block was, and passes the hidden state on; what else a model asks of the block the block tells."""
+
+    stands_for: "_Whole | None" = None
 
     def __init__(self, call: BlockCall) -> None:
         super().__init__()
         self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self.stands_for is None:
+                raise
+            return getattr(self.stands_for.model, name)
 
     def forward(self, *places: Any, **names: Any) -> Any:
         """What the block would return, had it nothing to compute."""
