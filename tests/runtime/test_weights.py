@@ -80,7 +80,7 @@ def test_transformers_own_files_are_read_for_every_family(tmp_path: Path, name: 
     state = WholeState(chain)
     assert load_weights(tmp_path, state, chain) == []  # type: ignore[arg-type]
     expected = saved.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in state.weights().items())
+    assert all(torch.equal(value.view_as(expected[key]), expected[key]) for key, value in state.weights().items())
 
 
 def test_a_buffer_that_decides_which_experts_are_chosen_is_read(tmp_path: Path) -> None:
