@@ -1,41 +1,76 @@
-"""Of every type of transformers with a class for causal or masked language modelling: what becomes of it, and why.
+"""Of every type of transformers with a class for a task: what becomes of it, and why.
 
-Split (the pieces give logits and gradients of the whole model, at small width), traced, and divided by tensor and
-sequence parallelism as proved on two ranks. Configs are those that transformers takes for a type where nothing is
-given, so a type whose own defaults do not build a model counts as one that does not split.
+Split (the pieces give logits and gradients of the whole model, at small width), traced at its own size, and divided by
+tensor and sequence parallelism as proved on two ranks: nearly all (`NEARLY` of the parameters of its blocks) or a part.
+Configs are those that transformers takes for a type where nothing is given, and what `CONFIGS` adds, with `NUM_BLOCKS`
+blocks. Every type has a
+process and limits of its own.
 
-    python benchmarks/model_types.py                      # every type: about 40 minutes on 2 cores
-    python benchmarks/model_types.py --types phi3,opt     # some
+    python benchmarks/model_types.py                          # every type: about 40 minutes on one core
+    python benchmarks/model_types.py --task causal --types phi3,opt --json
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import resource
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from steelyard.errors import UserError
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.modules.build import build_meta_model, named_layer_modules, read_hub_config
 from steelyard.modules.split_proof import split_model
 from steelyard.tracer.trace import trace
 
 TASKS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
+NEARLY = 0.9
+NUM_BLOCKS = 6
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
+LIMIT_S = 25
+LIMIT_BYTES = 24 * 2**30
+DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")
+"""The styles of matrices that ranks divide."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: {"head_dim": 128} for name in ("ministral", "hunyuan_v1_dense")},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "nemotron": {"num_key_value_heads": 8},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "modernbert-decoder": {"pad_token_id": 0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "cohere2_moe": {"rms_norm_eps": 1e-5},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    **{name: {"is_decoder": True} for name in ("reformer", "bert-generation")},
+}
+"""What some types need, where their own defaults do not make a model."""
 
 
-def outcome(model_type: str) -> dict[str, Any]:
+def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     """What becomes of a type: ``reason`` is why it does not split or trace, ``tp`` and ``sp`` why blocks do not."""
-    started, found = time.process_time(), {"type": model_type, "split": False, "traced": False}
+    found: dict[str, Any] = {"split": False, "traced": False}
     try:
-        config = {"model_type": model_type}
+        config = shallow_config(model_type, architecture, NUM_BLOCKS)
         split = split_model(model_type, config)
         blocks = split.kinds[1:-1]
         found |= {
@@ -43,45 +78,117 @@ def outcome(model_type: str) -> dict[str, Any]:
             "tp": sorted({kind.no_tp for kind in blocks} - {""}),
             "sp": sorted({kind.no_tp or kind.no_sp for kind in blocks} - {""}),
         }
-        trace(chain_from_config(config, name=model_type, split=split), seq_len=128, precision="bf16", degrees=(1,))
+        chain = chain_from_config(config, name=model_type, split=split)
+        found["share"] = round(divided_share(chain), 3)
+        trace(chain, seq_len=128, precision="bf16", degrees=(1,))
         found["traced"] = True
     except UserError as error:
         found["reason"] = error.found
     except Exception as error:  # what transformers raises for a type's own defaults is of every kind
         found["reason"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-    return found | {"cpu_s": round(time.process_time() - started, 1)}
+    return found
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Counts, then every miss with its reason."""
+def shallow_config(model_type: str, architecture: str, num_blocks: int) -> dict[str, Any]:
+    """The config of a type with so many blocks, and lists with an entry for each as long."""
+    given = {"model_type": model_type, "architectures": [architecture], **CONFIGS.get(model_type, {})}
+    config = json.loads(read_hub_config(model_type, given).to_json_string(use_diff=False))
+    return _shallow(config, num_blocks)
+
+
+def _shallow(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
+    deep = {config[key] for key in COUNTS if isinstance(config.get(key), int)}
+    found = {
+        key: min(value, num_blocks) if key in COUNTS and isinstance(value, int) else value
+        for key, value in config.items()
+    }
+    found |= {k: v[:num_blocks] for k, v in config.items() if isinstance(v, list) and len(v) in deep}
+    return found | {k: _shallow(v, num_blocks) for k, v in config.items() if k.endswith("_config") and v}
+
+
+def divided_share(chain: ModelChain) -> float:
+    """The part of the parameters of a chain's blocks that tensor-parallel ranks divide."""
+    model, divided, whole = build_meta_model(chain), 0, 0
+    for layer in range(1, chain.num_layers - 1):
+        (block,) = named_layer_modules(model, chain, layer).values()
+        whole += sum(each.numel() for each in block.parameters())
+        for path, style in (chain.family.of_kind(chain.family.tp, chain.kind_of(layer)) or {}).items():
+            if style.split(":")[0] in DIVIDING:
+                module = block.get_submodule(path.removeprefix("block").removeprefix("."))
+                divided += sum(each.numel() for each in module.parameters(recurse=False))
+    return divided / whole
+
+
+def _send(pipe: Connection, model_type: str, architecture: str) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+    pipe.send(outcome(model_type, architecture))
+
+
+def watched(model_type: str, architecture: str) -> dict[str, Any]:
+    """The outcome in a process of its own, which ends at `LIMIT_S`."""
+    context, started = multiprocessing.get_context("fork"), time.monotonic()
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, model_type, architecture))
+    process.start()
+    theirs.close()
+    found: dict[str, Any] = {"split": False, "traced": False}
+    try:
+        found = mine.recv()
+    except EOFError:
+        found["reason"] = f"takes more than {LIMIT_S} s of CPU, or {LIMIT_BYTES >> 30} GiB"
+    process.join()
+    return {"type": model_type, **found, "wall_s": round(time.monotonic() - started, 1)}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Counts and shares."""
     counts = Counter[str]()
     for row in rows:
+        share = row.get("share", 0.0)
         counts.update(key for key in ("split", "traced") if row[key])
-        counts.update(key for key in ("tp", "sp") if row["split"] and not row[key])
-    yield f"{len(rows)} types: " + ", ".join(
-        f"{key} {counts[key]} ({counts[key] / len(rows):.0%})" for key in ("split", "traced", "tp", "sp")
-    )
+        counts.update(["tp nearly all"] if share >= NEARLY else ["tp a part"] if share > 0.0 else [])
+        counts.update(["sp"] if row["split"] and not row["sp"] else [])
+    keys = ("split", "traced", "tp nearly all", "tp a part", "sp")
+    return f"{len(rows)} types: " + ", ".join(f"{key} {counts[key]} ({counts[key] / len(rows):.0%})" for key in keys)
+
+
+def misses(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Every miss with its reason."""
     for row in rows:
         if "reason" in row:
             yield f"  {row['type']}: {row['reason']}"
-        elif row["tp"]:
-            yield f"  {row['type']}: no tp: {row['tp'][0]}"
+        elif row.get("share", 0.0) < NEARLY:
+            yield f"  {row['type']}: tp divides {row['share']:.0%}" + "".join(f"; {why}" for why in row["tp"][:1])
+
+
+def class_of(names: Mapping[str, Any], model_type: str) -> str:
+    """The first class that a task's table names for a type."""
+    named = names[model_type]
+    return named if isinstance(named, str) else named[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, help="one task; all where left out")
     parser.add_argument("--types", help="separated by commas; all where left out")
-    parser.add_argument("--json", dest="as_json", action="store_true")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="one line for each type, as it is found")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
     chosen = options.types.split(",") if options.types else None
-    for task, names in TASKS.items():
-        types = [name for name in names if name in CONFIG_MAPPING and (chosen is None or name in chosen)]
-        rows = [outcome(name) for name in types]
-        print(
-            json.dumps({task: rows}) if options.as_json else "\n".join([task, *table(rows)]) if rows else "", flush=True
-        )
+    for task in [options.task] if options.task else TASKS:
+        names = TASKS[task]
+        rows = []
+        for name in (name for name in names if name in CONFIG_MAPPING and (chosen is None or name in chosen)):
+            rows.append(watched(name, class_of(names, name)))
+            if options.as_json:
+                print(json.dumps({"task": task, **rows[-1]}), flush=True)
+        if rows and not options.as_json:
+            print("\n".join([task, summary(rows), *misses(rows)]), flush=True)
 
 
 if __name__ == "__main__":

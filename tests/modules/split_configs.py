@@ -20,6 +20,28 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_SMALL, **_EXPERTS, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "opt": {**_SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon": {**_SMALL},
+    "bloom": {**_SMALL, "n_layer": 2, "n_head": 4},
+    "xglm": {**_SMALL, "d_model": 64, "attention_heads": 4, "ffn_dim": 96, "num_layers": 2, "activation_dropout": 0.0},
+    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64, "vocab_size": 128},
+    "deepseek_v2": {
+        **{**_SMALL, **_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        "n_shared_experts": 1,
+    },
+    "hunyuan_v1_moe": {**_SMALL, **_EXPERTS, "head_dim": 16, "moe_topk": 2},
+    "apertus": {**_SMALL},
+    "biogpt": {**_SMALL},
+    "nemotron": {**_SMALL},
+    "stablelm": {**_SMALL},
+    "helium": {**_SMALL, "head_dim": 16},
+    "seed_oss": {**_SMALL, "head_dim": 16},
+    "electra": {**_SMALL, "embedding_size": 32, "architectures": ["ElectraForMaskedLM"]},
+    "rembert": {
+        **_SMALL,
+        "input_embedding_size": 32,
+        "output_embedding_size": 96,
+        "architectures": ["RemBertForMaskedLM"],
+    },
     "roberta": {**_SMALL, "architectures": ["RobertaForMaskedLM"]},
 }
 """What is here beside the keys of a type is ignored by it."""

@@ -46,14 +46,17 @@ def test_a_rotary_table_is_given_to_blocks_and_does_not_flow() -> None:
 def test_attention_and_mlp_of_plain_matrices_take_tensor_parallelism() -> None:
     for name in ("titan", "dit"):
         kind = split_of(name).kinds[1]
-        assert {"colwise", "rowwise"} <= set(kind.styles.values())
-        assert dict(kind.tp_divides)["attention heads"] == 4
-    assert dict(split_of("titan").kinds[1].tp_divides)["key-value heads"] == 2
+        assert {"columns", "rows"} <= set(kind.styles.values())
+        assert 4 in dict(kind.tp_divides).values()
+    assert dict(split_of("titan").kinds[1].tp_divides)["n_kv_heads of attention"] == 2
 
 
 def test_of_fused_attention_only_the_mlp_takes_tensor_parallelism() -> None:
-    assert not any(".attn" in path for path in split_of("nanogpt").kinds[1].styles)
-    assert "block.mlp.c_fc" in split_of("nanogpt").kinds[1].styles
+    styles = split_of("nanogpt").kinds[1].styles
+    assert {path for path, style in styles.items() if style in ("columns", "rows")} == {
+        "block.mlp.c_fc",
+        "block.mlp.c_proj",
+    }
 
 
 def test_of_a_sequence_the_like_items_are_blocks() -> None:

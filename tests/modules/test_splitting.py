@@ -11,7 +11,7 @@ from steelyard.model.family import LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
-from steelyard.modules import split_proof
+from steelyard.modules import split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
 from steelyard.modules.split_proof import split_model
 from steelyard.plan.kinds.kind import Batch
@@ -68,14 +68,44 @@ def test_sizes_that_a_degree_must_divide_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_why_a_kind_cannot_be_divided_is_kept() -> None:
-    assert "raises" in split_of("gpt_oss").kinds[1].no_tp
+def test_why_a_kind_cannot_be_divided_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_tp, "_by_structure", lambda *_: [{"self_attn.q_proj": "columns"}])
+    config = {**split_config("stablelm"), "num_hidden_layers": 1}
+    assert "raises" in split_model("stablelm", config).kinds[1].no_tp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "glm4"])
-def test_matrices_whose_results_are_gathered_are_divided(model_type: str) -> None:
-    assert split_of(model_type).kinds[1].no_tp == ""
+@pytest.mark.parametrize("model_type", SPLIT_CONFIGS)
+def test_every_kind_of_block_is_divided_between_two_ranks(model_type: str) -> None:
+    assert [kind.no_tp for kind in split_of(model_type).kinds[1:-1] if kind.no_tp] == []
+
+
+@pytest.mark.slow
+def test_parameters_with_an_entry_for_each_head_are_divided() -> None:
+    assert split_of("gpt_oss").kinds[1].styles["block.self_attn"].endswith(":sinks")
+
+
+@pytest.mark.slow
+def test_what_latent_attention_compresses_is_whole_on_every_rank() -> None:
+    styles = split_of("deepseek_v2").kinds[1].styles
+    assert styles["block.self_attn.kv_a_proj_with_mqa"].startswith("whole")
+    assert styles["block.self_attn.kv_b_proj"] == "columns"
+
+
+@pytest.mark.slow
+def test_experts_that_every_token_takes_are_divided() -> None:
+    styles = split_of("qwen2_moe").kinds[1].styles
+    assert styles["block.mlp.shared_expert.up_proj"] == "columns"
+    assert styles["block.mlp.shared_expert.down_proj"] == "rows_partial"
+
+
+@pytest.mark.slow
+def test_what_blocks_are_given_for_every_sample_is_found() -> None:
+    assert {name: split_of(name).sides_by_sample for name in ("bloom", "xglm", "phi3")} == {
+        "bloom": True,
+        "xglm": True,
+        "phi3": False,
+    }
 
 
 @pytest.mark.slow
@@ -123,8 +153,9 @@ def _costs(chain: ModelChain) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}, "not the whole"),
         ({"model_type": "mllama"}, "list of modules"),
+        ({"model_type": "cpmant"}, "blocks that are given 2, which depends on parameters"),
+        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, "BartForConditionalGeneration"),
     ],
 )
 def test_what_does_not_split_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
@@ -162,6 +193,19 @@ def test_a_damaged_split_is_found_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_small_config_keeps_what_is_grouped() -> None:
     small = small_config({"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, degree=2)
     assert small == {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+
+
+def test_a_small_config_keeps_how_wide_state_space_layers_are() -> None:
+    small = small_config({"expand": 2, "num_heads": 128, "head_dim": 64, "hidden_size": 4096})
+    assert small["num_heads"] * small["head_dim"] == small["expand"] * small["hidden_size"]
+
+
+def test_the_configs_of_parts_are_made_small_too() -> None:
+    assert small_config({"text_config": {"hidden_size": 4096}}) == {"text_config": {"hidden_size": 64}}
+
+
+def test_an_embedding_that_is_projected_stays_narrower() -> None:
+    assert small_config({"hidden_size": 256, "embedding_size": 128}) == {"hidden_size": 64, "embedding_size": 32}
 
 
 def test_a_small_config_drops_rotary_scalings_made_for_a_width() -> None:

@@ -1,5 +1,7 @@
 """Legality: each rule of what a strategy may do to a layer, with its reason in words."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,11 +38,18 @@ def test_a_strategy_that_divides_everything_is_legal(text):
         ("dp3", "data degree 3 (dp3) does not divide the 8 samples of a microbatch"),
         ("fsdp16", "data degree 16 (fsdp16) does not divide the 8 samples of a microbatch"),
         ("tp3", "tp 3 does not divide the 8 attention heads"),
-        ("tp8", "tp 8 does not divide the 4 key-value heads"),
     ],
 )
 def test_an_illegal_degree_is_named_with_what_it_should_divide(text, expected):
     assert reason(text) == expected
+
+
+def test_heads_that_ranks_may_share_divide_the_degree_or_are_divided():
+    text = "key-value heads"
+    shares = LayerKind(name="block", role=LayerRole.BLOCK, tp_divides=((text, 4),), tp_shares=(text,))
+    assert [reason(each, shares) for each in ("tp2", "tp8", "tp16")] == [None] * 3
+    assert reason("tp6", shares) == "tp 6 does not divide the 4 key-value heads"
+    assert reason("tp8", replace(shares, tp_shares=())) == "tp 8 does not divide the 4 key-value heads"
 
 
 def test_the_feed_forward_width_must_be_divided():

@@ -146,11 +146,10 @@ def test_wrong_ranks_and_unequal_stages_are_named(ranks, place):
     [
         ("tp16", {}, "found tp16 for the embedding layers|tp 16 does not divide the 8 attention heads"),
         ("tp3", {}, "tp 3 does not divide the 8 attention heads"),
-        ("tp8", {}, "tp 8 does not divide the 4 key-value heads"),
         ("tp4", {"intermediate_size": 98}, "tp 4 does not divide the 98 feed-forward width entries"),
         ("tp4", {"vocab_size": 98}, "tp 4 does not divide the 98 vocabulary entries"),
     ],
-    ids=["heads", "heads by three", "key-value heads", "width", "vocabulary"],
+    ids=["heads", "heads by three", "width", "vocabulary"],
 )
 def test_a_tensor_parallel_degree_that_does_not_divide_is_named(parallel, config, reason):
     content = one_stage(parallel, devices=int(parallel[2:]), model={"name": "tiny", "config": {**CONFIG, **config}})

@@ -48,7 +48,7 @@ def jobs() -> dict[str, Job]:
         ("llama, 28 tokens", "cp=4", "cp 4 cuts a sequence into 8 equal pieces, which 28 tokens do not give"),
         ("bert", "cp=2", "cp: only causal attention in one kernel can be divided by tokens"),
         ("mixtral", "cp=4, cp_method=ulysses", "ulysses over cp 4 does not divide the 2 key-value heads of a rank"),
-        ("mixtral", "blocks 0-1: tp=4", "tp 4 does not divide the 2 key-value heads"),
+        ("mixtral", "blocks 0-1: tp=8", "tp 8 does not divide the 4 attention heads"),
         ("llama", "fsdp=3", "data degree 3 (fsdp3) does not divide the 16 samples of a microbatch"),
         ("llama", "fsdp=16", "fsdp16 takes 16 ranks, which do not divide the 8 devices"),
         ("llama", "dp=2, fsdp=2, tp=4", "dp2-fsdp2-tp4 takes 16 ranks, which do not divide the 8 devices"),

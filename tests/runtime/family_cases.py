@@ -40,6 +40,11 @@ CASES: dict[str, Case] = {
     "qwen2, two stages": _case("qwen2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
     "qwen3, one stage": _case("qwen3", "tp4, fsdp2-tp2+sp remat=selective, tp2-dp2 remat=full, fsdp4"),
     "qwen3, two stages": _case("qwen3", "fsdp2, tp2+sp", "dp2, tp2"),
+    "shared key-value heads, one stage": _case(
+        "qwen3 with two key-value heads", "tp4, tp4, tp4+sp remat=full, tp2-dp2"
+    ),
+    "shared key-value heads, two stages": _case("mistral with one key-value head", "dp2, tp2", "tp2+sp, fsdp2"),
+    "shared key-value heads under fsdp": _case("mistral with one key-value head", "fsdp4, tp2-fsdp2, fsdp2-tp2, tp4"),
     "mistral with a sliding window, one stage": _case("mistral", "fsdp4, dp2-tp2, tp2-fsdp2+sp remat=selective, dp4"),
     "mistral with a sliding window, two stages": _case("mistral", "fsdp2, fsdp2 remat=full", "tp2+sp, dp2"),
     "gpt_neox, one stage": _case("gpt_neox", "tp2-fsdp2, fsdp2-tp2+sp remat=full, tp4 remat=selective, fsdp4"),

@@ -51,6 +51,13 @@ _NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 
 
 FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     **{name: {"model_type": name, **_TINY} for name in ("llama", "qwen2", "qwen3", "gemma")},
+    "qwen3 with two key-value heads": {"model_type": "qwen3", **_TINY, "num_key_value_heads": 2},
+    "mistral with one key-value head": {
+        "model_type": "mistral",
+        **_TINY,
+        "sliding_window": 8,
+        "num_key_value_heads": 1,
+    },
     "mistral": {"model_type": "mistral", **_TINY, "sliding_window": 8},
     "gpt_neox": {
         **{key: value for key, value in _TINY.items() if key not in ("num_key_value_heads", "head_dim")},

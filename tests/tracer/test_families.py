@@ -52,7 +52,7 @@ def matrix_entries(name: str, parameters: list[tuple[str, tuple[int, ...]]]) -> 
     total = 0.0
     config = FAMILY_CONFIGS[name]
     for path, shape in parameters:
-        if "relative" in path or len(shape) < 2:
+        if "relative" in path or path.endswith(".bias") or len(shape) < 2:
             continue
         taken = 1.0
         if ".experts." in path:
@@ -135,15 +135,25 @@ def test_experts_are_divided_in_memory_too() -> None:
     assert part.num_params == kept + (whole.num_params - kept) // 2
 
 
-def test_the_matrix_of_query_key_and_value_of_gpt2_stays_whole_on_every_rank() -> None:
+def test_the_matrix_of_query_key_and_value_of_gpt2_is_divided_by_heads() -> None:
     part = traced("gpt2").layer("block", tp_shape(2, False))
     assert part is not None
-    gathers = {each.kind: each.count for each in part.backward_collectives}
-    assert gathers["all_gather"] == 2  # the gradients of matrix and bias
-    fused = 3 * 32 * 32 + 3 * 32
+    assert {each.kind for each in part.backward_collectives} == {"all_reduce"}
     whole = sum(entries(shape) for _, shape in modules_of_kinds("gpt2")["block"])
-    divided = whole - fused - 4 * 32 - 2 * 32  # norms, and the biases of both row-divided matrices
+    divided = whole - 4 * 32 - 2 * 32  # norms, and the biases of both row-divided matrices
     assert part.num_params == whole - divided // 2
+
+
+def test_ranks_that_share_a_key_value_head_store_its_matrices_whole_and_sum_their_gradients() -> None:
+    profile = trace(chain_of("mistral with one key-value head"), seq_len=16, precision="bf16", degrees=(1, 2))
+    alone, shared = (profile.layer("block", tp_shape(degree, False)) for degree in (1, 2))
+    assert alone is not None
+    assert shared is not None
+    keys_and_values, norms = 2 * 32 * 8, 2 * 32
+    divided = alone.num_params - keys_and_values - norms
+    assert shared.num_params == alone.num_params - divided // 2
+    sums = sum(each.count for each in shared.backward_collectives if each.kind == "all_reduce")
+    assert sums == 2 + 2  # of the hidden state before attention and feed-forward part; of both matrices
 
 
 def test_work_of_a_token_does_not_grow_with_the_number_of_experts() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import (
+    KV_HEADS,
     Context,
     Family,
     Layer,
@@ -81,13 +82,14 @@ def decoder(
     kind_of_block: Callable[[Sizes, int], str] | None = None,
     fused_attention: bool = True,
     attention_dropout: Mapping[str, float] | None = None,
+    apart: Mapping[str, int] | None = None,
 ) -> Family:
     """A family of decoders; names of modules are below ``body``, but for ``output``, which is the model's own.
 
     ``block_tp`` holds the styles of a block's modules. ``attention`` and ``ffn`` are for families whose blocks differ
     in what they attend to or whose feed-forward part is of another shape; ``attention_dropout`` has the key and the
     default of dropout inside attention; ``kind_of_block`` names what else tells blocks apart (nothing: an empty text).
-    ``no_tp_block`` is why blocks cannot be tensor-parallel, where they cannot.
+    ``no_tp_block`` is why blocks cannot be tensor-parallel, where they cannot; ``apart`` as in `Family`.
     """
     keys = keys or Keys()
     attends = attention or uniform_attention
@@ -123,6 +125,7 @@ def decoder(
                     name=_block_name(attending, extra, distinct),
                     role=LayerRole.BLOCK,
                     tp_divides=divides,
+                    tp_shares=(KV_HEADS,),
                     no_cp=no_cp,
                     no_tp=no_tp_block,
                     num_experts=0 if extra == DENSE else dict(divides).get("experts", 0),
@@ -166,6 +169,7 @@ def decoder(
         rotary=f"{body}.{rotary}" if rotary else None,
         rotary_by_attention=rotary_by_attention,
         fused_attention=fused_attention,
+        apart={f"block.{path}": parts for path, parts in (apart or {}).items()},
     )
 
 
@@ -262,7 +266,7 @@ def _block_sizes(sizes: Sizes, keys: Keys) -> BlockSizes:
     if keys.kv_heads is not None:
         missing = keys.default_kv_heads if keys.kv_heads not in sizes.config else None
         kv_heads = sizes.size(keys.kv_heads, default=missing or heads)
-        divides.append(("key-value heads", sizes.divisor(keys.kv_heads, kv_heads, (keys.heads, heads))))
+        divides.append((KV_HEADS, sizes.divisor(keys.kv_heads, kv_heads, (keys.heads, heads))))
     return BlockSizes(hidden=hidden, heads=heads, head_dim=head_dim, divides=tuple(divides))
 
 

@@ -27,6 +27,10 @@ Run = Callable[[Layer, Any, Context], Any]
 """Maps what flows into a layer to what flows on: token ids or images, then hidden states, then logits."""
 
 
+KV_HEADS = "key-value heads"
+"""Their name among the sizes that a tensor-parallel degree divides, or that divide it (`LayerKind.tp_shares`)."""
+
+
 class Task(StrEnum):
     """What a model is trained for: which class of transformers it is, what a sample holds, and what the loss counts."""
 
@@ -73,6 +77,8 @@ class LayerKind:
     role: LayerRole
     tp_divides: tuple[tuple[str, int], ...] = ()
     """Sizes that a tensor-parallel degree must divide, each with its name for messages."""
+    tp_shares: tuple[str, ...] = ()
+    """Names among ``tp_divides`` of what several ranks hold alike where the degree is a multiple of the size."""
     no_tp: str = ""
     """Why the kind cannot be tensor-parallel; empty where it can."""
     no_sp: str = ""
@@ -219,6 +225,9 @@ class Family:
     """Whether the rotary embedding differs between kinds of attention."""
     fused_attention: bool = True
     """Whether attention runs in one kernel; else step by step, with a mask and the square of the sequence in memory."""
+    apart: Mapping[str, int] = field(default_factory=dict)
+    """Matrices of Conv1D that are several side by side: their path in a block, and how many. They are stored [inputs,
+    parts, outputs of a part], so that a tensor-parallel rank's part of each is a slice of the last dim."""
     prepare: Callable[[Any], None] = _nothing
     """Lets layers that read what another layer of the model makes of its own weights hold those weights themselves;
     called on every model before it is taken apart, and twice does no harm."""

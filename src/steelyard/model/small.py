@@ -5,20 +5,41 @@ from typing import Any
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size")
-_HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads")
+_PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
+"""Widths of embeddings that are projected to the hidden state where they differ from it."""
+_HEAD_KEYS = (
+    *("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+    *("num_encoder_attention_heads", "num_decoder_attention_heads"),
+)
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "linear_num_key_heads", "n_head_kv")
 _HEAD_DIM_KEYS = (
     *("head_dim", "kv_channels", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "rotary_dim"),
 )
 _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
-    *("shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "mlp_hidden_size"),
+    *(
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "shared_intermediate_size",
+        "shared_expert_intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "mlp_hidden_size",
+    ),
 )
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
 _TOKEN_KEYS = ("vocab_size", "max_position_embeddings", "n_positions")
 _WINDOW_KEYS = ("sliding_window", "attention_window")
+_EXPANSIONS = (
+    ("expand", "num_heads", "head_dim"),
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("mamba_expand", "mamba_num_heads", "mamba_head_dim"),
+    ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
+)
+"""Of state-space layers: how many times the width their heads take, the number of heads, and the width of one."""
 TOKENS = 256
 """Tokens of the vocabulary, and positions."""
 
@@ -27,7 +48,8 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     """The config with small sizes in the place of those that it gives; all divisible by ``degree``.
 
     Scalings of rotary positions are left out, since they are made for one width; a special token that the small
-    vocabulary lacks becomes its first, but for the one of padding, which is left out.
+    vocabulary lacks becomes its first, but for the one of padding, which is left out. Configs of a model's parts are
+    made small, too.
     """
     heads = _HEADS * degree
     width = heads * _HEAD_DIM
@@ -38,14 +60,24 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
         **dict.fromkeys(_FFN_KEYS, 2 * width),
         **dict.fromkeys(_EXPERT_KEYS, _EXPERTS * degree),
         **dict.fromkeys(_CHOSEN_KEYS, _CHOSEN),
-        **dict.fromkeys(("n_group", "topk_group", "moe_num_shared_experts", "n_shared_experts"), 1),
+        **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_num_shared_experts", "n_shared_experts"), 1),
         **dict.fromkeys(_TOKEN_KEYS, TOKENS * degree),
         **dict.fromkeys(_WINDOW_KEYS, _HEAD_DIM),
     }
     given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
     found |= {key: value for key, value in sizes.items() if key in given}
+    hidden = given.get("hidden_size")
+    found |= {key: width // 2 for key in _PROJECTED_KEYS if key in given and hidden not in (None, given[key])}
     found |= {key: _heads_of(given, key, degree) for key in _KV_KEYS if key in given}
+    for times, count, size in _EXPANSIONS:
+        if times in given and count in given and size in config:
+            found |= {count: heads * given[times], size: _HEAD_DIM}
+    found |= {
+        key: small_config(value, degree=degree)
+        for key, value in config.items()
+        if key.endswith("_config") and isinstance(value, Mapping)
+    }
     found |= {key: None if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found
 

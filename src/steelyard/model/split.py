@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import WIDTH_KEYS
 
-SPLIT_VERSION = 1
+SPLIT_VERSION = 2
 """Raised whenever models are split differently."""
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
@@ -93,6 +93,8 @@ class ModelSplit(_Part):
     call: BlockCall
     head_sees_shape: bool = False
     """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
+    sides_by_sample: bool = False
+    """Whether what blocks are given beside the hidden state is wanted once for every sample of a microbatch."""
     hidden_size: Count
     vocab_size: Count
     max_seq_len: Count

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, activations
+from transformers.pytorch_utils import Conv1D
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
@@ -35,7 +36,7 @@ def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedCon
     """The `transformers` config object of a config.json; raises `InvalidModelError` where transformers refuses it."""
     entries = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}  # it adds keys
     with _as_the_configs(model_type):
-        return AutoConfig.for_model(model_type, **entries)
+        return AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(entries))
 
 
 @contextmanager
@@ -67,6 +68,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
         )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
     chain.family.prepare(model)
+    store_apart(model, chain)
     return model
 
 
@@ -84,7 +86,41 @@ def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: 
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
-    return any(getattr(config, key, None) is not None for key in _NUM_EXPERTS)
+    configs = {id(each): each for each in (config, config.get_text_config())}.values()
+    return any(getattr(each, key, None) is not None for each in configs for key in _NUM_EXPERTS)
+
+
+class ApartConv1D(Conv1D):
+    """A Conv1D of several matrices, stored apart: weight [inputs, parts, outputs of a part], bias [parts, outputs]."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the matrices give, side by side."""
+        product = torch.addmm(self.bias.flatten(), inputs.flatten(0, -2), self.weight.flatten(1))
+        return product.view(*inputs.shape[:-1], -1)
+
+
+@torch.no_grad()
+def store_apart(model: PreTrainedModel, chain: ModelChain) -> None:
+    """Stores the matrices apart that the family says, in place; twice does no harm."""
+    for path, parts in modules_apart(chain).items():
+        module = model.get_submodule(path)
+        if not isinstance(module, ApartConv1D):
+            module.__class__ = ApartConv1D
+            for name, parameter in list(module.named_parameters()):
+                apart = nn.Parameter(parameter.unflatten(-1, (parts, -1)), requires_grad=parameter.requires_grad)
+                module.register_parameter(name, apart)
+
+
+def modules_apart(chain: ModelChain) -> dict[str, int]:
+    """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
+    found: dict[str, int] = {}
+    for layer in range(chain.num_layers if chain.family.apart else 0):
+        modules = chain.family.modules(chain.layout, layer)
+        for path, parts in chain.family.apart.items():
+            name, _, rest = path.partition(".")
+            if name in modules:
+                found[f"{modules[name]}.{rest}"] = parts
+    return found
 
 
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
@@ -92,6 +128,7 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     if chain.own:
         return
     chain.family.prepare(model)
+    store_apart(model, chain)
     if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)
     if model.config._attn_implementation == "sdpa":
@@ -185,8 +222,13 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
     """Fills a module with first weights that depend on the seed and the layer alone; parts before the whole."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _SEED_STRIDE + layer)
+        for buffer in module.buffers():
+            if buffer.is_floating_point():  # one that the model does not fill must not pass for numbers
+                buffer.fill_(torch.nan)
         for submodule in reversed(list(module.modules())):
             model._init_weights(submodule)
+            if type(submodule).__module__ == activations.__name__ and any(True for _ in submodule.buffers()):
+                submodule.load_state_dict(type(submodule)().state_dict())  # which the model makes in its constructor
 
 
 def _initialize_shared(

@@ -13,8 +13,10 @@ Legend of shapes: B samples, S tokens.
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -37,7 +39,7 @@ class EmbeddingPiece:
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         stubs = [_Stop(split.call) for _ in range(split.num_blocks)]
-        self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=False)
+        self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=not split.fused_attention)
 
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor:
         """The model's own forward pass, ended where the first block begins."""
@@ -55,7 +57,9 @@ class HeadPiece:
         self._last = _Give(split.call)
         self._sees_shape = split.head_sees_shape
         stubs: list[nn.Module] = [_Stub(split.call) for _ in range(split.num_blocks - 1)]
-        self._shell = Shell(model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=False)
+        self._shell = Shell(
+            model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=not split.fused_attention
+        )
 
     def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be."""
@@ -76,7 +80,9 @@ class BlockPiece:
 
     def __call__(self, layer: Layer, hidden: Tensor, context: Context) -> Tensor:
         """The next hidden state."""
-        places, names = self._call.with_hidden(context.side.arguments[layer.kind.name], hidden)
+        given = context.side.arguments[layer.kind.name]
+        repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), given)
+        places, names = self._call.with_hidden(repeated, hidden)
         return self._call.result_of(layer.block(*places, **names))
 
 
@@ -96,12 +102,41 @@ class BlockInputs:
             else:
                 stubs.append(_Stub(split.call))
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
+        self._by_sample = split.sides_by_sample
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
         """For every kind its arguments, for token ids [1, S] and a hidden state in ``dtype``."""
+        one = self._recorded(ids, dtype)
+        if not self._by_sample:
+            return one
+        two = self._recorded(ids.expand(2, -1), dtype)
+        return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
+
+    def _recorded(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
         self._shell(ids, dtype)
         return {name: record.take() for name, record in self._records.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """A tensor that blocks want for every sample, one after another in a dim; held for one, since all are alike."""
+
+    held: Tensor
+    dim: int
+
+    def of(self, samples: int) -> Tensor:
+        """The tensor for so many samples."""
+        times = [samples if dim == self.dim else 1 for dim in range(self.held.ndim)]
+        return self.held.repeat(times)
+
+
+def _per_sample(one: Any, two: Any) -> Any:
+    """What a block is given, from what it is given for one sample and for two."""
+    if not isinstance(one, Tensor) or one.shape == two.shape:
+        return one
+    (dim,) = [dim for dim, (size, twice) in enumerate(zip(one.shape, two.shape, strict=True)) if size != twice]
+    return PerSample(one, dim)
 
 
 def split_run(model: PreTrainedModel, split: ModelSplit, role: LayerRole) -> Run:
@@ -142,13 +177,15 @@ class Shell:
             self._device = ids.device
         for hole in self._holes:
             hole.dtype = dtype
-        with one_sequence_each():
+        with without_values():
             return self._model(input_ids=ids, **self._options)
 
     def _copy(self, module: nn.Module, path: str, config: PreTrainedConfig) -> nn.Module:
         if path in self._keep:
             return module
         if path == self._blocks:
+            for stub, block in zip(self._stubs, module.children(), strict=True):
+                stub.stands_for = _Whole(block)
             return self._stubs
         found = copy.copy(module)
         found._modules = {
@@ -156,7 +193,7 @@ class Shell:
             for name, child in module._modules.items()
         }
         if holds_parameters(module):
-            hole = _Hole(found)
+            hole = _Hole(found, is_wide=module is self._whole.model.get_output_embeddings())
             self._holes.append(hole)
             found = hole
         else:
@@ -169,18 +206,49 @@ class Shell:
         return found
 
 
-def one_sequence_each() -> AbstractContextManager[Any]:
-    """Within it transformers does not search samples for several sequences packed together: here there is one in each.
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Within it a forward pass of transformers reads no values, which meta and fake tensors do not have.
 
-    That search reads values, which tensors on the meta device and fake tensors do not have.
+    It does not search samples for several sequences packed together, since here there is one in each, nor for padding,
+    since there is none, and does not draw whether it leaves a block out, since all blocks of a plan run. Threads may be
+    within it at the same time.
     """
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    global _num_within  # noqa: PLW0603  what is replaced is global, too
+    with _within_lock:
+        if not _num_within:
+            for each in _REPLACED:
+                each.start()
+        _num_within += 1
+    try:
+        yield
+    finally:
+        with _within_lock:
+            _num_within -= 1
+            if not _num_within:
+                for each in _REPLACED:
+                    each.stop()
+
+
+def _draw(*size: Any, **options: Any) -> Any:
+    return 1.0 if size == ([],) else _rand(*size, **options)
+
+
+_rand = torch.rand
+_num_within, _within_lock = 0, threading.Lock()
+_REPLACED = (
+    mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
+    mock.patch.object(masking_utils, "prepare_padding_mask", return_value=None),
+    mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: lambda *_, **__: None}),
+    mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+    mock.patch.object(torch, "rand", _draw),
+)
 
 
 class _Whole:
-    """The whole model, which a copy of what points to it does not copy."""
+    """A whole model or block, which a copy of what points to it does not copy."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "_Whole":
@@ -190,8 +258,9 @@ class _Whole:
 class _Hole(nn.Module):
     """Stands where a module with parameters was: the same attributes, and blanks instead of results."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, is_wide: bool) -> None:
         super().__init__()
+        self._is_wide = is_wide
         kept = {name: value for name, value in vars(module).items() if name not in vars(self)}
         self.__dict__.update(kept)
         self._modules = dict(module._modules)
@@ -205,8 +274,10 @@ class _Hole(nn.Module):
         given = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
         if self._width is None:
             return given
-        shape = given.shape if not given.is_floating_point() else given.shape[:-1]
-        return torch.zeros((), dtype=self.dtype, device=given.device).expand(*shape, self._width)
+        shape = (*(given.shape[:-1] if given.is_floating_point() else given.shape), self._width)
+        if self._is_wide:  # of the vocabulary's width, which would fill the memory
+            return torch.zeros((), dtype=self.dtype, device=given.device).expand(shape)
+        return torch.zeros(shape, dtype=self.dtype, device=given.device)  # models write into some
 
 
 def holds_parameters(module: nn.Module) -> bool:
@@ -230,11 +301,21 @@ class _ReachedError(Exception):
 
 
 class _Stub(nn.Module):
-    """Stands where a block was, and passes the hidden state on."""
+    """Stands where a block was, and passes the hidden state on; what else a model asks of the block the block tells."""
+
+    stands_for: "_Whole | None" = None
 
     def __init__(self, call: BlockCall) -> None:
         super().__init__()
         self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self.stands_for is None:
+                raise
+            return getattr(self.stands_for.model, name)
 
     def forward(self, *places: Any, **names: Any) -> Any:
         """What the block would return, had it nothing to compute."""
@@ -270,10 +351,15 @@ class _Record(_Stub):
 
 def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
     """The tensors among a block's arguments."""
-    return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+    leaves = pytree.tree_leaves(arguments)
+    return (
+        leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves if isinstance(leaf, Tensor | PerSample)
+    )
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """What the model's forward pass is told beside the token ids: to keep nothing for generation."""
-    forward: Callable[..., Any] = type(model).forward
-    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    known = "use_cache" in parameters or (takes_any and hasattr(model.config, "use_cache"))
+    return {"use_cache": False} if known else {}

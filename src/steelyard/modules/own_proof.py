@@ -8,7 +8,7 @@ threads, give what one gives: all that flows out, and the gradients of what flow
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,14 @@ from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build
 from steelyard.modules.own_pieces import HINT, OwnBatch, OwnModel, call_arguments, loss_of
 from steelyard.modules.own_read import parts_of
 from steelyard.modules.own_split import FoundSplit, check_sample
-from steelyard.modules.split_tp import Styles, difference, divided_rows, on_two_ranks, styles_by_structure, with_entries
+from steelyard.modules.split_tp import Styles, block_suppositions, difference, divided_rows, on_two_ranks
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 from steelyard.plan.strategy import Remat
 
 _logger = logging.getLogger(__name__)
 
-OWN_VERSION = 3
+OWN_VERSION = 4
 """Raised whenever modules are split or proved differently."""
 MOST_PARAMS = 2**28
 """Of a module, or for tensor parallelism of a block, that is proved in numbers."""
@@ -43,7 +43,6 @@ TOLERANCE = 1e-4
 TP_TOLERANCE = 1e-3
 """The same between two ranks and one. Rounding shows in gradients that are all but zero (of a key's bias); what is
 divided wrongly is wrong by a factor."""
-_KEY_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 _CPU = torch.device("cpu")
 
 
@@ -226,7 +225,7 @@ def _divided(found: FoundSplit, number: int) -> OwnKind:
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
     reasons: list[str] = []
     proof = None
-    for styles in _suppositions(block, called):
+    for styles in block_suppositions(block, called):
         proof = proof or _BlockProof(_with_values(model), number, layer)
         reason = on_two_ranks(lambda mesh, styles=styles, proof=proof: proof(mesh, styles))
         if not reason:
@@ -238,30 +237,14 @@ def _divided(found: FoundSplit, number: int) -> OwnKind:
     return kind.model_copy(update={"no_tp": why})
 
 
-def _suppositions(block: nn.Module, called: Mapping[str, str | None]) -> Iterator[Styles]:
-    """All groups of matrices together, then each group alone, the largest first."""
-    every = styles_by_structure(block, list(called))
-    groups: dict[str, dict[str, str]] = {}
-    for path, style in every.items():
-        groups.setdefault(path.rpartition(".")[0], {})[path] = style
-    if groups:
-        yield with_entries(block, every, list(called), called)
-    if len(groups) > 1:
-        size = {p: sum(block.get_submodule(path).weight.numel() for path in group) for p, group in groups.items()}
-        for parent in sorted(groups, key=lambda each: -size[each]):
-            yield with_entries(block, groups[parent], list(called), called)
-
-
 def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
     """The sizes that a degree must divide, with their names for messages."""
     for path, style in styles.items():
         word, *arguments = style.split(":")
-        if word == "gather_heads":
-            module = block.get_submodule(path.removeprefix("block."))
-            yield "attention heads", getattr(module, arguments[0])
-            keys = next((value for name in _KEY_HEADS if isinstance(value := getattr(module, name, None), int)), None)
-            if keys is not None:
-                yield "key-value heads", keys
+        place = {"enter": 1, "region": 1, "whole": 0}.get(word, len(arguments))
+        names = [name for words in arguments[place : place + 1] for name in words.split(",") if name]
+        part = path.removeprefix("block.")
+        yield from ((f"{name} of {part}", getattr(block.get_submodule(part), name)) for name in names)
     yield from divided_rows(block, styles)
 
 

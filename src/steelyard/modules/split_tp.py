@@ -1,10 +1,12 @@
 """How the layers of a split model divide under tensor parallelism: supposed, then proved on two ranks.
 
 For blocks two suppositions are tried: the model's own plan (``base_model_tp_plan``), then the structure: of the
-matrices of one module, the one that is used last is divided by its inputs and the others by their outputs. Either way a
-module that holds divided matrices gathers what enters it, a norm runs on a part of the sequence under sequence
-parallelism, and what nothing is known of stays whole on every rank. Embedding and head are supposed to be a table and a
-projection divided by tokens.
+matrices of one part, the one that is used last is divided by its inputs and the others by their outputs. Either way a
+region (`steelyard.modules.styles`) begins at the module that holds matrices divided by outputs and ends at one divided
+by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a part of the sequence under
+sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep. Where the whole does not
+hold, a block is tried without one of its parts. Embedding and head are supposed to be a table and a projection divided
+by tokens.
 
 A supposition counts only if two ranks give the logits and the gradients of every parameter of one process, at small
 width in fp32. The ranks are threads of this process. Sequence parallelism is proved apart.
@@ -16,6 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
@@ -37,7 +41,6 @@ from steelyard.model.split import ModelSplit, SplitKind
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, side_inputs_of
-from steelyard.modules.styles import STYLES
 from steelyard.plan.strategy import Remat
 
 RANKS = 2
@@ -45,7 +48,12 @@ _SMALL = 1e-3
 """Of the largest gradient: what a gradient of less is compared with."""
 _PATIENCE_S = 120.0
 """After which a rank is taken to stand still, as one whose partner has failed does."""
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+_HEAD_COUNTS = (
+    *("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    *("kv_heads", "num_query_heads"),
+)
+_WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size", "d_model")
+"""Attributes that count heads, and those that hold the width of all heads: what modules reshape by."""
 
 Styles = Mapping[str, str]
 
@@ -90,62 +98,206 @@ def _suppositions(
     if kind.role is not LayerRole.BLOCK:
         yield from _ends(model, split, kind, layer)
         return
-    block_path = split.modules(layer)["block"]
-    block = model.get_submodule(block_path)
-    called = [path.removeprefix(f"{block_path}.") for path in keywords if path.startswith(f"{block_path}.")]
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    path = split.modules(layer)["block"]
+    inside = f"{path}."
+    named = {each.removeprefix(inside): keyword for each, keyword in keywords.items() if each.startswith(inside)}
     prefix = f"{split.blocks.removeprefix(f'{model.base_model_prefix}.')}.*."
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
     own = {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
-    own = {path: style for path, style in own.items() if path in called and "experts" not in path.split(".")}
-    if own and all(style in STYLES for style in own.values()):
-        yield with_entries(block, own, called, {p: keywords[f"{block_path}.{p}"] for p in called})
-    yield with_entries(
-        block, styles_by_structure(block, called), called, {p: keywords[f"{block_path}.{p}"] for p in called}
-    )
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    yield from block_suppositions(model.get_submodule(path), named, plan=own, heads=heads)
 
 
-def styles_by_structure(block: nn.Module, called: Sequence[str]) -> dict[str, str]:
-    """Of the matrices of one module the last one called is divided by its inputs, the others by their outputs."""
-    matrices = [path for path in called if isinstance(block.get_submodule(path), nn.Linear)]
-    of: dict[str, list[str]] = {}
-    for path in matrices:
-        of.setdefault(path.rpartition(".")[0], []).append(path)
-    experts = {path.rpartition(".")[0] for path, each in block.named_modules() if each in routed_experts(block)}
-    return {
-        path: "rowwise" if path == group[-1] else "colwise"
-        for parent, group in of.items()
-        if len(group) > 1 and parent and not any(parent == each or parent.startswith(f"{each}.") for each in experts)
-        for path in group
-    }
+def block_suppositions(
+    block: nn.Module,
+    called: Mapping[str, str | None],
+    *,
+    plan: Mapping[str, str] = MappingProxyType({}),
+    heads: int = 0,
+) -> Iterator[Styles]:
+    """The styles of a block's modules, those that divide most first.
+
+    ``called`` has the modules that are called in it, in order, with the name by which each is given its tensor;
+    ``plan`` the styles that the block's makers give; ``heads`` is how many entries a parameter has for each head.
+    """
+    seen: list[Styles] = []
+    found = list(_regions(_Block(block, called), plan, heads))
+    for regions in sorted(found, key=_Regions.num_divided, reverse=True):
+        for numbers in (_HEAD_COUNTS + _WIDTHS, _HEAD_COUNTS, ()):
+            styles = regions.styles(numbers)
+            if styles and styles not in seen:
+                seen.append(styles)
+                yield styles
 
 
-def with_entries(
-    block: nn.Module, matrices: Mapping[str, str], called: Sequence[str], keywords: Mapping[str, str | None]
-) -> dict[str, str]:
-    """The styles of a block: of its matrices, of the modules that hold some, of experts and of its norms."""
-    styles = {f"block.{path}": style for path, style in matrices.items()}
-    experts = {id(each) for each in routed_experts(block)}
-    for name, child in block.named_children():
-        divided = any(path == name or path.startswith(f"{name}.") for path in matrices)
-        if name not in called:
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block, and the modules that are called in it, in order, with the name by which each is given its tensor."""
+
+    module: nn.Module
+    called: Mapping[str, str | None]
+
+    def at(self, path: str) -> nn.Module:
+        return self.module.get_submodule(path)
+
+    def routed(self) -> list[str]:
+        """The modules that hold experts and what routes to them."""
+        experts = {id(each) for each in routed_experts(self.module)}
+        paths = [path for path, each in self.module.named_modules() if id(each) in experts]
+        return [path.rpartition(".")[0] for path in paths]
+
+
+@dataclass(frozen=True, slots=True)
+class _Regions:
+    """The matrices of a block and their styles, from which those of all other modules follow."""
+
+    block: _Block
+    matrices: Mapping[str, str]
+    heads: int
+
+    def styles(self, numbers: Sequence[str]) -> dict[str, str]:
+        """The style of every module that has one; modules in regions divide what they keep under ``numbers``."""
+        block, routed = self.block, self.block.routed()
+        if "" in routed:
+            return {}
+        found = dict(self.matrices)
+        begins = {path.rpartition(".")[0] for path, style in found.items() if style.startswith("columns")} - {""}
+        begins = {path for path in begins if not any(_below(path, outer) for outer in [*(begins - {path}), *routed])}
+        for path, style in found.items():
+            if style == "columns" and "." not in path:
+                found[path] = "columns_entering"
+        for path in routed:
+            found |= _of_experts(block, path)
+        for path in block.called:
+            outer = next((each for each in [*begins, *routed] if _below(path, each)), None)
+            module = block.at(path)
+            counts = ",".join(name for name in numbers if _is_divisible(module, name)) if outer is not None else ""
+            heads = "" if _in(path, routed) else self._of_heads(module)
+            if path in begins or path in routed:
+                word = "enter" if path in begins else "region"
+                found[path] = f"{word}:{block.called[path] or ''}:{counts}:{heads}".rstrip(":")
+            elif path in found or not path:
+                continue
+            elif _has_own(module) or counts:
+                is_inside = outer is not None and not self._is_behind(path, outer)
+                found[path] = f"whole:{counts}:{heads}".rstrip(":") if is_inside else "on_part"
+        return {f"block.{path}": style for path, style in found.items()}
+
+    def _of_heads(self, module: nn.Module) -> str:
+        """The parameters of a module itself that have an entry for each head."""
+        own = module.named_parameters(recurse=False)
+        return ",".join(name for name, each in own if each.ndim and len(each) == self.heads)
+
+    def num_divided(self) -> int:
+        """Parameters of the matrices that are divided."""
+        divided = [self.block.at(path) for path, style in self.matrices.items() if style != "whole"]
+        return sum(parameter.numel() for module in divided for parameter in module.parameters())
+
+    def _is_behind(self, path: str, region: str) -> bool:
+        """Whether a module is called behind the end of the region in which it lies."""
+        order = list(self.block.called)
+        ends = [order.index(each) for each, style in self.matrices.items() if _below(each, region) and style in _ENDS]
+        return bool(ends) and order.index(path) > max(ends)
+
+
+_ENDS = ("rows", "rows_of_whole")
+_OF_PLANS = {
+    "colwise": "columns",
+    "rowwise": "rows",
+    "colwise_gather_output": "columns_gathered",
+    "rowwise_split_input": "rows_of_whole",
+    "mla_kv_a_proj": "whole",
+    "replicated_with_grad_allreduce": "whole",
+}
+"""What the styles of transformers' own plans are here; those of experts follow from the experts."""
+
+
+def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Regions]:
+    """The model's own plan; the structure; both, where the plan leaves a part out; and the structure without a part."""
+    routed = block.routed()
+    own = {path: style for path, style in plan.items() if path in block.called and not _in(path, routed)}
+    groups = _by_structure(block, routed)
+    if own and all(style in _OF_PLANS for style in own.values()):
+        planned = {path: _OF_PLANS[style] for path, style in own.items() if _has_own(block.at(path))}
+        yield _Regions(block, planned, heads)
+        touched = {path.partition(".")[0] for path in planned}
+        others = [group for group in groups if not touched & {path.partition(".")[0] for path in group}]
+        yield _Regions(block, planned | _merged(others), heads)
+    yield _Regions(block, _merged(groups), heads)
+    if len(groups) > 1:
+        yield from (_Regions(block, _merged(each for each in groups if each is not left), heads) for left in groups)
+
+
+def _merged(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    return {path: style for group in groups for path, style in group.items()}
+
+
+def _by_structure(block: _Block, routed: Sequence[str]) -> list[dict[str, str]]:
+    """The styles of the matrices of each part of a block.
+
+    Of the matrices of one part of a block the last one called is divided by its inputs, the others by their outputs.
+
+    One of a part of its own goes with that of the next part. One whose result another of the part reads is whole.
+    """
+    parts: dict[str, list[str]] = {}
+    for path in block.called:
+        if isinstance(block.at(path), nn.Linear | Conv1D) and not _in(path, routed):
+            parts.setdefault(path.partition(".")[0] if "." in path else "", []).append(path)
+    groups: list[list[str]] = []
+    for paths in parts.values():
+        if groups and len(paths) == len(groups[-1]) == 1:
+            groups[-1] += paths
+        else:
+            groups.append(list(paths))
+    parted: list[dict[str, str]] = []
+    for group in (group for group in groups if len(group) > 1):
+        parted.append(found := {})
+        width = _inputs_of(block.at(group[0]))
+        found[group[-1]] = "rows"
+        for place, path in enumerate(group[:-1]):
+            found[path] = "columns"
+            if place and _inputs_of(block.at(path)) != width:
+                found[group[place - 1]] = "whole"
+    return parted
+
+
+def _of_experts(block: _Block, routed: str) -> dict[str, str]:
+    """The styles in a mixture of experts: those that every token takes are divided as any feed-forward part."""
+    below = f"{routed}." if routed else ""
+    found: dict[str, str] = {}
+    groups: dict[str, list[str]] = {}
+    for path, module in block.module.named_modules():
+        if not path.startswith(below):
             continue
-        if any(id(each) in experts for each in child.children()):
-            styles[f"block.{name}"] = "experts"
-        elif divided and f"block.{name}" not in styles:
-            styles[f"block.{name}"] = _gathering(child, keywords[name])
-        elif not divided and all(parameter.dim() == 1 for parameter in child.parameters()) and _has_any(child):
-            styles[f"block.{name}"] = "sequence"
-    return styles
+        if any(module is each for each in routed_experts(block.module)):
+            found[path] = "own_experts"
+        elif isinstance(module, nn.Linear) and path in block.called and "." in path.removeprefix(below):
+            groups.setdefault(path.rpartition(".")[0], []).append(path)
+    for group in groups.values():
+        if len(group) > 1:
+            found |= dict.fromkeys(group[:-1], "columns") | {group[-1]: "rows_partial"}
+    return found
 
 
-def _gathering(module: nn.Module, keyword: str | None) -> str:
-    heads = next((name for name in _HEAD_COUNTS if isinstance(getattr(module, name, None), int)), None)
-    of = f":{keyword}" if keyword else ""
-    return f"gather_heads:{heads}{of}" if heads else f"gather{of}"
+def _inputs_of(matrix: nn.Module) -> int:
+    return matrix.weight.shape[0] if isinstance(matrix, Conv1D) else matrix.weight.shape[1]
 
 
-def _has_any(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def _is_divisible(module: nn.Module, name: str) -> bool:
+    value = vars(module).get(name)
+    return isinstance(value, int) and not isinstance(value, bool) and value % RANKS == 0
+
+
+def _below(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def _in(path: str, outers: Sequence[str]) -> bool:
+    return any(_below(path, outer) for outer in outers)
+
+
+def _has_own(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int) -> Iterator[Styles]:
@@ -157,8 +309,9 @@ def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int
             styles[name] = "vocabulary"
         elif isinstance(module, nn.Linear) and module.out_features == split.vocab_size:
             styles[name] = "logits"
-        elif kind.role is LayerRole.HEAD and all(parameter.dim() == 1 for parameter in module.parameters()):
-            styles[name] = "sequence"
+        elif kind.role is LayerRole.HEAD:
+            owners = [path for path, each in module.named_modules() if _has_own(each)]
+            styles |= {f"{name}.{path}".removesuffix("."): "on_part" for path in owners}
     if {"vocabulary", "logits"} & set(styles.values()):
         yield styles
 
@@ -180,7 +333,7 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
         yield "key-value heads", keys if isinstance(keys, int) else queries
     block = model.get_submodule(split.modules(layer)["block"])
     experts = [each.num_experts for each in routed_experts(block)]
-    if "experts" in styles.values() and experts:
+    if "own_experts" in styles.values() and experts:
         yield "experts", max(experts)
     yield from divided_rows(block, styles)
 
@@ -188,9 +341,9 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
 def divided_rows(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
     """The inputs of the matrices of a block that are divided by them."""
     for path, style in styles.items():
-        if style == "rowwise":
+        if style in ("rows", "rows_of_whole", "rows_partial"):
             name = path.removeprefix("block.")
-            yield f"inputs of {name}", block.get_submodule(name).in_features
+            yield f"inputs of {name}", _inputs_of(block.get_submodule(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

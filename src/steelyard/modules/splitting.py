@@ -25,11 +25,12 @@ from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import BlockCall, ModelSplit, SplitKind
 from steelyard.modules.build import build_from_config
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.holes import forward_options, holds_parameters, one_sequence_each
+from steelyard.modules.holes import forward_options, holds_parameters, without_values
 from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS = 2, 16
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
+_SPLIT_TASKS = (Task.CAUSAL_LM, Task.MASKED_LM)
 NO_TP = "how its modules divide is not known"
 
 
@@ -122,11 +123,14 @@ def _split_of(
 def task_of(config: PreTrainedConfig) -> Task:
     """What the model is trained for: as its config's architecture says, else the first task that its type has."""
     named = (getattr(config, "architectures", None) or [""])[0]
-    tasks = [task for task in (Task.CAUSAL_LM, Task.MASKED_LM) if type(config) in _mapping(task)]
+    of_transformers = [task for task in Task if task is not Task.OWN]
+    tasks = sorted((task for task in of_transformers if type(config) in _mapping(task)), key=_SPLIT_TASKS.__contains__)
     for task in tasks:
-        classes = _mapping(task)[type(config)]
-        if named in {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))}:
-            return task
+        if named in {each.__name__ for each in _classes(config, task)}:
+            if task in _SPLIT_TASKS:
+                return task
+            raise _refused(config, f"{named}, of a task whose models do not split by their structure")
+    tasks = [task for task in tasks if task in _SPLIT_TASKS]
     if not tasks:
         raise _refused(config, "no class of transformers for causal or masked language modelling")
     return tasks[0]
@@ -134,9 +138,14 @@ def task_of(config: PreTrainedConfig) -> Task:
 
 def _has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
     """Whether attention may run in one kernel, through the registry of transformers."""
-    classes = _mapping(task)[type(config)]
-    model = classes[0] if isinstance(classes, tuple) else classes
+    model = _classes(config, task)[0]
     return bool(model._supports_sdpa and model._supports_attention_backend)
+
+
+def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
+    """The classes of transformers for a config and a task."""
+    classes = _mapping(task)[type(config)]
+    return classes if isinstance(classes, tuple) else (classes,)
 
 
 def _mapping(task: Task) -> Any:
@@ -167,7 +176,7 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
     handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
         ids = torch.zeros((_SAMPLES, _TOKENS), dtype=torch.long, device="meta")
-        with one_sequence_each():
+        with without_values():
             outputs = model(input_ids=ids, **forward_options(model))
     except Exception as error:
         raise _refused(

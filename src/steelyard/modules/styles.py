@@ -19,17 +19,32 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
 | ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
+| ``enter:KEYWORD:NAMES:HEADS``    | a region begins: its input, or the one of that name, is whole on every rank; the |
+|                                  | numbers that the module keeps under NAMES (by commas) are divided, and by their  |
+|                                  | first dim its parameters HEADS                                                   |
+| ``region:KEYWORD:NAMES:HEADS``   | the same, and what the module returns, a part of a sum on every rank, is summed  |
+| ``columns``, ``rows``            | in a region, matrices divided by outputs, or by inputs, which ends the region    |
+| ``columns_entering``             | divided by outputs, and a region begins                                          |
+| ``columns_gathered``             | divided by outputs, which every rank then has whole                              |
+| ``rows_of_whole``                | as ``rows``, for inputs that every rank has whole                                |
+| ``rows_partial``                 | as ``rows``, where the region goes on with a part of the sum                     |
+| ``whole:NAMES:HEADS``            | in a region, what every rank computes alike; NAMES and HEADS as above            |
+| ``own_experts``                  | in a region, experts, divided by experts                                         |
+| ``on_part``                      | under sp, a module outside of regions, on this rank's part of the sequence       |
+
+In a region all tensors are plain and every rank's gradients are parts of a sum, so that whatever a rank computes there
+with parts or wholes, sums of its gradients are right.
 
 Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2; transformers ``integrations/tensor_parallel.py`` for
 the names in configs.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -40,6 +55,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.nn.utils.stateless import _reparametrize_module
+from transformers.pytorch_utils import Conv1D
 
 _HEAD_DIM_OF_LOCAL_HEADS = 2
 """Query and key norms see [B, S, heads, head_dim]: their samples differ per rank along the heads."""
@@ -74,11 +90,13 @@ class _Gather(PrepareModuleInput):
         return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
 
 
-def on_local_parameters(module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any) -> Any:
+def on_local_parameters(
+    module: nn.Module, used: Mapping[str, Callable[[Tensor], Tensor]], *arguments: Any, **named: Any
+) -> Any:
     """What the module computes from plain tensors: its parameters as ``used`` makes them of the DTensors."""
     local = {name: make(module.get_parameter(name)) for name, make in used.items()}
     with _reparametrize_module(module, local):
-        return type(module).forward(module, *arguments)
+        return type(module).forward(module, *arguments, **named)
 
 
 def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
@@ -103,32 +121,67 @@ def _leave(partial_sum: Tensor, mesh: DeviceMesh, sp: bool) -> DTensor:
 
 
 class ConvColumns(ParallelStyle):
-    """A Conv1D divided by its outputs; ``parts`` of them lie side by side, each of which is divided.
-
-    In one part, a rank stores its own columns. In several, a rank's columns are not neighbours: the matrix is stored
-    whole, and its gradient is gathered.
-    """
-
-    def __init__(self, parts: int = 1) -> None:
-        super().__init__()
-        self._parts = parts
+    """A Conv1D divided by its outputs, or by those of each of its parts where it keeps several apart."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placement = Shard(1) if self._parts == 1 else Replicate()
-        _store(module, device_mesh, {"weight": placement, "bias": Shard(0) if self._parts == 1 else Replicate()})
+        _store(module, device_mesh, {name: Shard(each.ndim - 1) for name, each in module.named_parameters()})
         module.nf = module.nf // device_mesh.size()
-        own = partial(_own_columns, parts=self._parts, mesh=device_mesh)
-        used = (
-            {"weight": own, "bias": own} if self._parts > 1 else {"weight": DTensor.to_local, "bias": DTensor.to_local}
-        )
+        used = {"weight": DTensor.to_local, "bias": DTensor.to_local}
         module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
         return module
 
 
-def _own_columns(parameter: DTensor, *, parts: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's share of each of the parts that lie side by side in the last dim."""
-    apart = parameter.unflatten(-1, (parts, -1))
-    return apart.redistribute(mesh, [Shard(apart.ndim - 1)]).to_local().flatten(-2)
+class SharedHeads(ParallelStyle):
+    """A projection to so many key or value heads, fewer than there are ranks: every rank has the one that it reads.
+
+    The matrix is stored whole; its gradient is summed over the ranks in every backward pass.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _store(module, device_mesh, {name: Replicate() for name, _ in module.named_parameters()})
+        mine = device_mesh.get_local_rank() * self._num_heads // device_mesh.size()
+
+        def own(parameter: Tensor) -> Tensor:
+            summed = _SumGradient.apply(parameter.to_local(), device_mesh)
+            return summed.unflatten(0, (self._num_heads, -1))[mine]
+
+        used = {name: own for name, _ in module.named_parameters()}
+        module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
+        return module
+
+
+class _SumGradient(torch.autograd.Function):
+    """A whole tensor on every rank of a mesh, whose gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local(), None
+
+
+def share_heads(layer: nn.Module, num_heads: int, ranks: int) -> dict[str, SharedHeads]:
+    """The styles of the projections to key and value heads of which there are fewer than ranks, by their path.
+
+    The attention that they belong to is told how many query heads of a rank a head serves then.
+    """
+    found: dict[str, SharedHeads] = {}
+    for path, attention in layer.named_modules():
+        served, head_dim = (getattr(attention, name, None) for name in ("num_key_value_groups", "head_dim"))
+        if isinstance(served, int) and isinstance(head_dim, int):
+            attention.num_key_value_groups = served * num_heads // ranks
+            for name, child in attention.named_children():
+                if isinstance(child, nn.Linear) and child.out_features == num_heads * head_dim:
+                    found[f"{path}.{name}"] = SharedHeads(num_heads)
+    return found
 
 
 class ConvRows(ParallelStyle):
@@ -158,7 +211,7 @@ class FusedAttention(ParallelStyle):
         self._name = name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ConvColumns(parts=3)._apply(module.get_submodule(self._name), device_mesh)
+        ConvColumns()._apply(module.get_submodule(self._name), device_mesh)
         module.split_size //= device_mesh.size()
         return _gather(self._sp)._apply(module, device_mesh)
 
@@ -208,6 +261,139 @@ def _own_share(parameter: DTensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()])
 
 
+class InRegion(ParallelStyle):
+    """A module that computes on plain tensors with its own parameters, whole or a part of them.
+
+    ``dims`` says along which dim a parameter is divided, None for one that stays whole; its gradient is a part of a sum
+    either way. ``before`` is done with the arguments, ``after`` with the result.
+    """
+
+    def __init__(
+        self,
+        dims: Callable[[nn.Module, str], int | None] = lambda _module, _name: None,
+        *,
+        before: Callable[[tuple[Any, ...], dict[str, Any], DeviceMesh], tuple[tuple[Any, ...], dict[str, Any]]]
+        | None = None,
+        after: Callable[[Any, DeviceMesh], Any] | None = None,
+        numbers: str = "",
+        adds_up: bool = False,
+    ) -> None:
+        super().__init__()
+        self._dims, self._before, self._after = dims, before, after
+        self._numbers = [name for name in numbers.split(",") if name]
+        self._adds_up = adds_up
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = device_mesh.size()
+        dims = {name: self._dims(module, name) for name, _ in module.named_parameters(recurse=False)}
+        _store(module, device_mesh, {name: Replicate() if dim is None else Shard(dim) for name, dim in dims.items()})
+        used: dict[str, Callable[[Tensor], Tensor]] = {
+            name: _own_share if dim is None else DTensor.to_local for name, dim in dims.items()
+        }
+        if self._adds_up and "bias" in used:
+            used["bias"] = lambda bias: _own_share(bias) / ranks
+        for name in self._numbers:
+            setattr(module, name, getattr(module, name) // ranks)
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            if self._before is not None:
+                arguments, named = self._before(arguments, named, device_mesh)
+            outputs = on_local_parameters(module, used, *arguments, **named)
+            return outputs if self._after is None else self._after(outputs, device_mesh)
+
+        module.forward = forward
+        return module
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _begin(sp: bool, keyword: str = "") -> Callable[[tuple[Any, ...], dict[str, Any], DeviceMesh], _Arguments]:
+    """Makes the hidden state whole, of whose gradient each rank then makes a part."""
+
+    def whole(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _Moved.apply(hidden, mesh, (between_blocks(sp), Replicate()), (Partial(), between_blocks(sp)))
+
+    def before(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
+        if keyword:
+            return arguments, named | {keyword: whole(named[keyword], mesh)}
+        return (whole(arguments[0], mesh), *arguments[1:]), named
+
+    return before
+
+
+def _end(sp: bool) -> Callable[[Any, DeviceMesh], Any]:
+    """Sums what the ranks return, or the first of several things that they do."""
+
+    def after(outputs: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(outputs, tuple):
+            return (after(outputs[0], mesh), *outputs[1:])
+        return _Moved.apply(outputs, mesh, (Partial(), between_blocks(sp)), (between_blocks(sp), Replicate()))
+
+    return after
+
+
+class _Moved(torch.autograd.Function):
+    """A plain tensor in another placement over the ranks, and its gradient likewise, from one placement to another.
+
+    Not made of DTensors' own operations, whose results are views that models may not write into.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, mesh: DeviceMesh, there: tuple[Placement, Placement], back: tuple[Placement, Placement]
+    ) -> Tensor:
+        ctx.mesh, ctx.back = mesh, back
+        return _moved(local, mesh, *there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _moved(gradient, ctx.mesh, *ctx.back), None, None, None
+
+
+def _moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    if source == target:
+        return local.view_as(local)
+    given = DTensor.from_local(local.detach(), mesh, [source], run_check=False)
+    moved = given.redistribute(placements=[target]).to_local()
+    return moved.wait() if isinstance(moved, AsyncCollectiveTensor) else moved
+
+
+def _outputs_dim(module: nn.Module, name: str) -> int:
+    return module.get_parameter(name).ndim - 1 if isinstance(module, Conv1D) else 0
+
+
+def _inputs_dim(module: nn.Module, name: str) -> int | None:
+    return None if name == "bias" else 0 if isinstance(module, Conv1D) else 1
+
+
+def _heads_dim(heads: str) -> Callable[[nn.Module, str], int | None]:
+    return lambda _module, name: 0 if name in heads.split(",") else None
+
+
+def _gather_columns(output: Tensor, mesh: DeviceMesh) -> Tensor:
+    columns = Shard(output.ndim - 1)
+    return _Moved.apply(output, mesh, (columns, Replicate()), (Partial(), columns))
+
+
+def _own_columns(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
+    """This rank's part of the last dim of what every rank has whole."""
+    return (arguments[0].chunk(mesh.size(), dim=-1)[mesh.get_local_rank()], *arguments[1:]), named
+
+
+class OwnExperts(InRegion):
+    """Experts of which each rank answers for some."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _module, _name: 0)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.num_all_experts = module.num_experts
+        module.num_experts //= device_mesh.size()
+        module.first_expert = module.num_experts * device_mesh.get_local_rank()
+        return super()._apply(module, device_mesh)
+
+
 STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "colwise": lambda sp: ColwiseParallel(),
     "rowwise": lambda sp: RowwiseParallel(output_layouts=between_blocks(sp)),
@@ -228,5 +414,20 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "gather_fused": FusedAttention,
     "gather_heads": LocalHeads,
     "experts": Experts,
+    "enter": lambda sp, keyword="", numbers="", heads="": InRegion(
+        _heads_dim(heads), before=_begin(sp, keyword), numbers=numbers
+    ),
+    "region": lambda sp, keyword="", numbers="", heads="": InRegion(
+        _heads_dim(heads), before=_begin(sp, keyword), after=_end(sp), numbers=numbers
+    ),
+    "columns": lambda sp, numbers="": InRegion(_outputs_dim, numbers=numbers),
+    "columns_entering": lambda sp, numbers="": InRegion(_outputs_dim, before=_begin(sp), numbers=numbers),
+    "columns_gathered": lambda sp, numbers="": InRegion(_outputs_dim, after=_gather_columns, numbers=numbers),
+    "rows": lambda sp: InRegion(_inputs_dim, after=_end(sp), adds_up=True),
+    "rows_of_whole": lambda sp: InRegion(_inputs_dim, before=_own_columns, after=_end(sp), adds_up=True),
+    "rows_partial": lambda sp: InRegion(_inputs_dim, adds_up=True),
+    "whole": lambda sp, numbers="", heads="": InRegion(_heads_dim(heads), numbers=numbers),
+    "own_experts": lambda sp: OwnExperts(),
+    "on_part": lambda sp: InRegion() if sp else None,
 }
 """The styles by the first word of their name; what stands behind colons is passed on."""

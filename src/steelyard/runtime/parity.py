@@ -165,6 +165,8 @@ def _largest_difference(
     """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name."""
     worst, where = 0.0, ""
     for path, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         name = names.by_path[path]
         scale = expected[_name_of_scale(name)].abs().max().item()
         mine = local_part(value(parameter))

@@ -9,7 +9,7 @@ Not modelled: changes other than renaming, stacking and concatenating along the 
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.core_model_loading import rename_source_key as renamed_key
 
 from steelyard.errors import InvalidModelError
+from steelyard.modules.build import ApartConv1D
 
 OpenTensor = Callable[[str], Any]
 """A stored tensor by its name, as safetensors' ``get_slice`` gives it."""
@@ -32,15 +33,25 @@ class StoredParameter:
     entries: tuple[tuple[str, ...], ...]
     is_stacked: bool
     """The parameter has a dim more than its tensors: its first counts the entries."""
+    apart: int = 1
+    """So many matrices lie side by side in the last dim of a tensor; more than one lie in a dim of their own here."""
 
     def shape(self, open_tensor: OpenTensor) -> tuple[int, ...]:
         """Shape of the whole parameter."""
         pieces = [tuple(open_tensor(name).get_shape()) for name in self.entries[0]]
         joined = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if len(pieces) > 1 else pieces[0]
+        if self.apart > 1:
+            return (*joined[:-1], self.apart, joined[-1] // self.apart)
         return (len(self.entries), *joined) if self.is_stacked else joined
 
     def read(self, open_tensor: OpenTensor, slices: tuple[slice, ...]) -> Tensor:
         """A part of the parameter; of the files nothing else is read."""
+        if self.apart > 1:
+            *others, parts, columns = slices
+            width = self.shape(open_tensor)[-1]
+            beside = [slice(part * width + columns.start, part * width + columns.stop) for part in range(self.apart)]
+            read = [_read_entry(self.entries[0], open_tensor, (*others, each)) for each in beside[parts]]
+            return torch.stack(read, dim=-2)
         if not self.is_stacked:
             return _read_entry(self.entries[0], open_tensor, slices)
         chosen = self.entries[slices[0]]
@@ -82,7 +93,11 @@ def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str
             )
         )
         found.setdefault(target, []).append((name, pattern))
-    return {target: _joined(target, pieces, converters) for target, pieces in found.items()}
+    apart = {path: module.weight.shape[-2] for path, module in model.named_modules() if isinstance(module, ApartConv1D)}
+    return {
+        target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
+        for target, pieces in found.items()
+    }
 
 
 def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[WeightConverter]) -> StoredParameter:

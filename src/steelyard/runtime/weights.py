@@ -7,7 +7,7 @@ one parameter at a time on its first rank, which writes files of about `FILE_BYT
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from steelyard.errors import InvalidCheckpointError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, hub_config
+from steelyard.modules.build import build_meta_model, hub_config, modules_apart
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
@@ -239,7 +239,8 @@ def _write_stage(
     stage = next(stage for stage in plan.stages if stage.ranks[0] <= dist.get_rank() <= stage.ranks[1])
     is_writer = dist.get_rank() == stage.ranks[0]
     files: list[tuple[str, dict[str, int]]] = []
-    for tensors in _gathered(state, dtype, file_bytes, keep=is_writer):
+    apart = frozenset(modules_apart(plan.chain()))
+    for tensors in _gathered(state, dtype, file_bytes, apart, keep=is_writer):
         if is_writer:
             name = f"stage-{stage.ranks[0]:05d}-{len(files):05d}"
             save_file(tensors, part / name, metadata={"format": "pt"})
@@ -247,8 +248,10 @@ def _write_stage(
     return files
 
 
-def _gathered(state: RunState, dtype: torch.dtype, file_bytes: int, *, keep: bool) -> Iterator[dict[str, Tensor]]:
-    """The whole parameters of this rank's stage, some at a time."""
+def _gathered(
+    state: RunState, dtype: torch.dtype, file_bytes: int, apart: Collection[str], *, keep: bool
+) -> Iterator[dict[str, Tensor]]:
+    """The whole parameters of this rank's stage, some at a time; matrices of the modules ``apart`` are side by side."""
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     for name, parameter in state.weights().items():
@@ -256,6 +259,8 @@ def _gathered(state: RunState, dtype: torch.dtype, file_bytes: int, *, keep: boo
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         kept_dtype = dtype if isinstance(parameter, nn.Parameter) else whole.dtype
         num_bytes += whole.numel() * kept_dtype.itemsize
+        if name.rpartition(".")[0] in apart:
+            whole = whole.flatten(-2)
         if keep:
             tensors[name] = whole.to(device="cpu", dtype=kept_dtype, copy=True).contiguous()
         if num_bytes >= file_bytes:

@@ -19,6 +19,7 @@ import transformers
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, ModelChain
+from steelyard.model.family import KV_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.plan import Precision
@@ -104,7 +105,7 @@ def _trace_layers(
 
 def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
     """What is seen of a layer; of one with experts also where ranks divide them."""
-    shape, served = setting.strategy.shape, _queries_of_a_key(kind)
+    shape, served = setting.strategy.shape, _queries_of_a_key(kind, setting.strategy.tensor_degree)
 
     def seen(of: LayerSetting) -> LayerProfile:
         return layer_profile(kind.name, shape, observe(of, SIZES), queries_of_a_key=served)
@@ -171,11 +172,11 @@ def layer_profile(
     )
 
 
-def _queries_of_a_key(kind: LayerKind) -> float:
-    """How many query heads each key-value head serves."""
+def _queries_of_a_key(kind: LayerKind, degree: int) -> float:
+    """How many query heads of a rank each key-value head serves, of ``degree`` ranks that divide them."""
     heads = dict(kind.tp_divides)
     queries = heads.get("attention heads", 1)
-    return queries / heads.get("key-value heads", queries)
+    return queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
 
 
 def _repeated_bytes(counts: OpCounts, queries_of_a_key: float) -> float:

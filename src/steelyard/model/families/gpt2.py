@@ -1,7 +1,6 @@
 """GPT-2: learned positions, and matrices that are stored transposed (Conv1D), query, key and value in one.
 
-Under tensor parallelism the matrix of query, key and value stays whole on every rank, since a rank's heads are not
-neighbours in it; each rank multiplies by the columns of its own heads, and the matrix's gradient is gathered.
+The matrices of query, key and value are stored apart, so that each rank keeps the columns of its own heads.
 
 Source: ``models/gpt2`` of transformers 5.
 """
@@ -41,6 +40,7 @@ FAMILY = decoder(
         "ln_1": "sequence",
         "ln_2": "sequence",
     },
+    apart={"attn.c_attn": 3},
     run={"embedding": _embed, "block": _block},
     rotary=None,
     ffn=_ffn,

@@ -18,7 +18,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
-from steelyard.modules.styles import STYLES, style
+from steelyard.modules.styles import STYLES, share_heads, style
 
 _FROM_CONFIG = "*"
 _HANDLED_BY_EXPERTS = "mlp.experts"
@@ -42,6 +42,9 @@ def apply_tensor_parallel(
         chosen = _style(path, name, sp=sp)
         if chosen is not None:
             styles[path] = chosen
+    for name, size in layer.kind.tp_divides:
+        if name in layer.kind.tp_shares and size < mesh.size():
+            styles |= share_heads(layer, size, mesh.size())
     parallelize_module(layer, mesh, styles)
 
 

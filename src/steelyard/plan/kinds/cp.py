@@ -76,7 +76,7 @@ def _undivided_heads(kind: LayerKind, strategy: "Strategy") -> str | None:
     if strategy.variant("cp_method") == "ulysses" and kind.role is LayerRole.BLOCK:
         for name, size in kind.tp_divides:
             if "heads" in name and size % strategy.head_degree:
-                each = f"{size // strategy.tensor_degree} {name} of a rank"
+                each = f"{max(size // strategy.tensor_degree, 1)} {name} of a rank"
                 return f"ulysses over cp {strategy.degree(CP)} does not divide the {each}"
     return None
 

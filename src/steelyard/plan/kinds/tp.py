@@ -2,7 +2,8 @@
 
 Its collectives stand in the trace of the layer: without sequence parallelism an all-reduce behind attention and behind
 the feed-forward part, with it an all-gather before and a reduce-scatter behind. Sequence parallelism divides the hidden
-state between the matrices, too.
+state between the matrices, too. Key-value heads fewer than the degree: several ranks compute with the same head, and
+sum its gradient once a step.
 
 Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022, section 4.2, for sequence parallelism.
 """
@@ -27,7 +28,7 @@ def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
     if sp and kind.no_sp:
         return f"sp is not for the {kind.name} layers: {kind.no_sp}"
     for name, size in kind.tp_divides:
-        if size % degree:
+        if size % degree and not (name in kind.tp_shares and degree % size == 0):
             return f"tp {degree} does not divide the {size} {name}" + ("" if name[-1] == "s" else " entries")
     if sp and batch.seq_len % strategy.sequence_degree:
         return f"sp over {strategy.sequence_degree} ranks does not divide the sequence length {batch.seq_len}"
