@@ -86,7 +86,7 @@ def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: 
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
-    configs = {id(each): each for each in (config, config.get_text_config())}.values()
+    configs = {id(each): each for each in (config, config.get_text_config(decoder=True))}.values()
     return any(getattr(each, key, None) is not None for each in configs for key in _NUM_EXPERTS)
 
 
