@@ -1,52 +1,51 @@
-r"""Fits the efficiencies of `steelyard/cost/efficiency.yaml` to the open rows of the table of published runs.
+r"""Fits the efficiencies of `steelyard/cost/efficiency.yaml` to published runs, and leaves every source out in turn.
 
-    python benchmarks/calibrate.py [PATH] [--sources NAME ...] [--write] [--leave-out]
+    python benchmarks/calibrate.py [PATH ...] [--sources NAME ...] [--most N] [--write]
 
-PATH is as in `published_runs.py`.
+PATH is as in `published_runs.py`. Fitted are a few numbers that mean something (see `steelyard.cost.efficiency`), the
+same for every source: the least
 
-Fitted are a few numbers that mean something (see `steelyard.cost.efficiency`), the same for every source: the least
-
-$$\sum_s \frac{1}{n_s} \sum_{i \in s} \log\big(1 + (r_i / 0.07)^2\big)
+$$\sum_s \frac{w_s}{n_s} \sum_{i \in s} \log\big(1 + (r_i / 0.07)^2\big)
 + 0.02 \sum_k \big(\ln(\theta_k / \theta_k^0) / \sigma_k\big)^2$$
 
-with $r_i$ the logarithm of predicted over measured time, sources $s$ weighing the same, and a weak pull of each
-parameter towards its usual value $\theta^0$. The loss forgives outliers: some sources hold runs that were slow for
-reasons of their own. Only recommended rows of dense bf16 and fp16 models are used; sealed rows have no measurement.
+with $r_i$ the logarithm of predicted over measured time, sources $s$ of 20 rows or more weighing the same and smaller
+ones in proportion, and a weak pull of each parameter towards its usual value $\theta^0$. The loss forgives outliers:
+some sources hold runs that were slow for reasons of their own. Only recommended rows of dense bf16 and fp16 models are
+used; sealed rows have no measurement.
 
-The step is put together from unit costs: the cost model's own functions, each called with one rate set to 1 and all
-others without cost, give coefficients that are combined in arrays. The pipeline is the closed form, which differs from
-the simulator by little; `published_runs.py` then scores the result with the simulator. Needs scipy.
+Predictions are the cost model's own (`predict`, simulator included), whatever its forms. Their logarithms are taken as
+linear in the logarithms of the parameters around the last fit, whose derivatives are by forward differences; the fit is
+repeated there once. What is printed of a source that was left out are real predictions by the parameters that the other
+sources give, of all its rows.
 """
 
 import argparse
+import os
 import random
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import yaml
+from least_squares import least
 from numpy.typing import NDArray
+from published_runs.forecast import Forecast
 from published_runs.jobs import Case, case_of
-from published_runs.rows import OPEN_RUNS, PublishedRun, of_sources, read_runs
-from published_runs.targets import is_recommended_dense
-from scipy.optimize import least_squares
+from published_runs.rows import PublishedRun, of_sources, read_runs
+from published_runs.score import ErrorSummary, LeftOut, regret, scaled_errors, time_errors
+from published_runs.table import left_out_table
+from published_runs.targets import MIN_JUDGED, is_recommended_dense
+from rich.console import Console
 
-from steelyard.cost.build import transfer_s
-from steelyard.cost.communication import collective_s
-from steelyard.cost.compute import ACCUMULATION_BYTES, OPTIMIZER_BYTES, launch_s, work_s
-from steelyard.cost.efficiency import Efficiency, LinkEfficiency
-from steelyard.cost.layer import held_up_s, levels_group, num_calls, tied_s
-from steelyard.cost.setting import Job, Setting
-from steelyard.plan.kinds import DP, TP
-from steelyard.plan.kinds.data import data_levels
-from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
+from steelyard.cost.efficiency import Efficiency, LinkEfficiency, catalogue_rates
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
 
 EFFICIENCY_FILE = Path(__file__).parents[1] / "src/steelyard/cost/efficiency.yaml"
-FREE = 1e15
-"""A rate so high that what it serves costs nothing."""
 SCALE = 0.07
 PULL = 0.02
 USUAL = {
@@ -72,326 +71,202 @@ USUAL = {
 """Usual value of every parameter, and the spread of its logarithm that is nothing remarkable."""
 FRACTIONS = ("matmul ampere", "matmul hopper", "memory", "intra", "inter", "efa")
 MOST = 0.95
-KAPPA = 1.3
+FAR = 3.0
+"""How far a parameter's logarithm may go from that of its usual value."""
+WIDTH = 120
+MOST_ROWS = 60
+STEP = 0.02
+ROUNDS = 2
 Array = NDArray[np.float64]
-UNIT_LINKS = {
-    "intra": LinkEfficiency(intra=1.0, inter=FREE, intra_latency=0.0, inter_latency=0.0),
-    "inter": LinkEfficiency(intra=FREE, inter=1.0, intra_latency=0.0, inter_latency=0.0),
-    "intra_latency": LinkEfficiency(intra=FREE, inter=FREE, intra_latency=1.0, inter_latency=0.0),
-    "inter_latency": LinkEfficiency(intra=FREE, inter=FREE, intra_latency=0.0, inter_latency=1.0),
-}
-NOTHING = Efficiency(
-    matmul=FREE,
-    operands=0.0,
-    attention=FREE,
-    memory=FREE,
-    ramp_s=0.0,
-    launch_s=0.0,
-    collective_launch_s=0.0,
-    jitter_s=0.0,
-    links=UNIT_LINKS["intra_latency"],
-    straggling=0.0,
-    step_s=0.0,
-    step_per_node_s=0.0,
-)
-UNIT_WORK = (
-    replace(NOTHING, matmul=1.0),
-    replace(NOTHING, operands=1.0),
-    replace(NOTHING, attention=1.0),
-    replace(NOTHING, memory=1.0),
-    replace(NOTHING, ramp_s=1e-6),
-)
-UNIT_LAUNCH = (replace(NOTHING, launch_s=1e-6), replace(NOTHING, collective_launch_s=1e-6))
+
+
+def with_parameters(job: Job, parameters: Mapping[str, float]) -> Job:
+    """The job at these rates; what none of them names stays as the catalogue has it."""
+    rates = replace(job, rates=None).efficiency
+    found: dict[str, object] = {}
+    generation = catalogue_rates(job.cluster.device.name).generation
+    for name, value in parameters.items():
+        kind, _, of = name.partition(" ")
+        if of in ("", generation) and kind not in _LINKS:
+            found[_FIELDS.get(kind, kind)] = value * _UNITS.get(kind, 1.0)
+    network = job.cluster.inter_link.name if job.cluster.inter_link else ""
+    links = LinkEfficiency(
+        intra=parameters["intra"],
+        inter=parameters["efa" if "efa" in network else "inter"],
+        intra_latency=parameters["intra_latency"],
+        inter_latency=parameters["inter_latency"],
+    )
+    return replace(job, rates=_replaced(rates, found | {"links": links}))
+
+
+_LINKS = ("intra", "inter", "efa", "intra_latency", "inter_latency")
+_MICRO, _MILLI = ("ramp_us", "launch_us", "collective_launch_us", "jitter_us"), ("step_ms", "step_per_node_ms")
+_UNITS = dict.fromkeys(_MICRO, 1e-6) | dict.fromkeys(_MILLI, 1e-3)
+_FIELDS = {name: name.rpartition("_")[0] + "_s" for name in _UNITS}
+
+
+def _replaced(rates: Efficiency, found: Mapping[str, object]) -> Efficiency:
+    return replace(rates, **found)  # type: ignore[arg-type]
+
+
+def predicted_s(parameters: Mapping[str, float], runs: Sequence[PublishedRun]) -> list[float]:
+    """[N] seconds of a step of every run at these parameters."""
+    return [predict(case.plan, with_parameters(case.job, parameters)).step_time_s for case in map(_case, runs)]
+
+
+@cache
+def _cases() -> dict[str, Case]:
+    return {}
+
+
+def _case(run: PublishedRun) -> Case:
+    if run.id not in _cases():
+        found = case_of(run)
+        assert isinstance(found, Case), "only rows that can be priced are fitted"
+        _cases()[run.id] = found
+    return _cases()[run.id]
+
+
+class Rows:
+    """Rows with their measured times, and the processes that predict them."""
+
+    def __init__(self, runs: Sequence[PublishedRun], pool: ProcessPoolExecutor) -> None:
+        self.runs, self._pool = list(runs), pool
+        self.source = np.array([run.source for run in runs])
+        self.measured_s = np.array([run.step_time_s for run in runs], dtype=float)
+        self._pieces = [self.runs[first::PIECES] for first in range(PIECES)]
+
+    def log_ratios(self, points: Sequence[Mapping[str, float]]) -> Array:
+        """[points, N] logarithms of predicted over measured."""
+        asked = [(point, piece) for point in points for piece in self._pieces]
+        found = list(self._pool.map(_predict_piece, asked))
+        seconds = np.empty((len(points), len(self.runs)))
+        for index, values in enumerate(found):
+            point, piece = divmod(index, PIECES)
+            seconds[point, piece::PIECES] = values
+        return np.log(seconds / self.measured_s)
+
+    def weights(self, without: str | None = None) -> Array:
+        """[N] of each row; none for the source that is left out."""
+        found = np.zeros(len(self.runs))
+        for source in np.unique(self.source):
+            chosen = self.source == source
+            if source != without:
+                found[chosen] = min(1.0, chosen.sum() / MIN_JUDGED) / chosen.sum()
+        return found
+
+
+PIECES = 8
+"""Parts in which rows are handed to processes, always the same ones to keep what they have traced."""
+
+
+def _predict_piece(asked: tuple[Mapping[str, float], Sequence[PublishedRun]]) -> list[float]:
+    return predicted_s(*asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Coefficients of all rows: leading dims rows [N] and layer kinds [K]; seconds at unit rates."""
+class Linear:
+    """Logarithms of predicted over measured around a point: ``x`` are logarithms of parameters over the usual ones."""
 
-    source: NDArray[np.str_]
-    measured_s: Array
-    hopper: NDArray[np.bool_]
-    efa: NDArray[np.bool_]
-    nodes: Array
-    work: Array
-    """[N, K, 3 (forward, backward, remat), 5 (matmul, operands, attention, memory, ramp)]"""
-    launch: Array
-    """[N, K, 3, 3 (kernels, collectives, collectives held up by the pipeline)]"""
-    tp: Array
-    """[N, K, 3, 4 (intra, inter, intra latency, inter latency)]"""
-    jitter: Array
-    """[N, K, 3] collectives times the square of the ranks that may be late, in millionths."""
-    gather: Array
-    """[N, K, 4] parameters: of fsdp per microbatch, of ZeRO-1 once."""
-    reduce: Array
-    """[N, K, 4] gradients."""
-    tied: Array
-    """[N, K, 4] exchange of a tied matrix's gradient, once a step."""
-    moved: Array
-    """[N, K, 2 (accumulation per microbatch, optimizer once)] seconds at the memory's full rate."""
-    is_fsdp: NDArray[np.bool_]
-    gathers_again: NDArray[np.bool_]
-    overlaps: NDArray[np.bool_]
-    gathers_once: NDArray[np.bool_]
-    stages: Array
-    """[N, 4, K] layers of each kind in the stages that differ; unused ones hold none."""
-    totals: Array
-    """[N, K] layers of each kind in all."""
-    counts: Array
-    """[N, 3] stages, microbatches, chunks."""
-    transfer: Array
-    """[N, 4] both ways, one microbatch."""
-    waits: NDArray[np.bool_]
-    """Whether a stage computes nothing while it sends."""
+    x: Array
+    at: Array
+    slope: Array
+
+    @staticmethod
+    def around(x: Array, rows: Rows) -> "Linear":
+        """The same by forward differences."""
+        points = [x] + [x + STEP * (np.arange(len(x)) == index) for index in range(len(x))]
+        found = rows.log_ratios([parameters_at(point) for point in points])
+        return Linear(x=x, at=found[0], slope=(found[1:] - found[0]).T / STEP)
+
+    def fit(self, weights: Array) -> Array:
+        """The point of least loss."""
+        names = list(USUAL)
+        spread = np.array([USUAL[name][1] for name in names])
+        most = np.array([np.log(MOST / USUAL[name][0]) if name in FRACTIONS else FAR for name in names])
+        pull = np.sqrt(PULL) * SCALE / spread
+
+        def residuals(x: Array) -> Array:
+            return np.concatenate([self.at + self.slope @ (x - self.x), pull * x])
+
+        slope = np.concatenate([self.slope, np.diag(pull)])
+        return least(
+            residuals,
+            self.x,
+            np.full(len(names), -FAR),
+            most,
+            scale=SCALE,
+            weights=np.concatenate([weights, np.ones(len(names))]),
+            derivatives=lambda _x: slope,
+        )
 
 
-def collect(cases: list[Case]) -> Rows:
-    """The coefficients of all rows."""
-    columns: dict[str, list[object]] = defaultdict(list)
-    for case in cases:
-        for name, value in _row(case).items():
-            columns[name].append(value)
-    return Rows(**{name: np.array(values) for name, values in columns.items()})
+def parameters_at(x: Array) -> dict[str, float]:
+    """The parameters by name."""
+    return {name: float(USUAL[name][0] * np.exp(value)) for name, value in zip(USUAL, x, strict=True)}
 
 
-def _row(case: Case) -> dict[str, object]:
-    job, plan = case.job, case.plan
-    setting = Setting(job=job, pipeline=plan.pipeline)
-    strategies = [plan.strategies[0], plan.strategies[1], plan.strategies[-1]]
-    share = sum(strategy.remat is not Remat.NONE for strategy in plan.strategies) / job.chain.layers.count(1)
-    kinds = [
-        _kind(kind.name, strategy, setting, share) for kind, strategy in zip(job.chain.kinds, strategies, strict=True)
+def parameters_of_file() -> Array:
+    """Where the cost model's own file stands."""
+    import yaml
+
+    file = yaml.safe_load(EFFICIENCY_FILE.read_text(encoding="utf-8"))
+    values = []
+    for name, (usual, _) in USUAL.items():
+        kind, _, generation = name.partition(" ")
+        if generation:
+            value = file["generations"][generation][kind]
+        elif name in ("inter", "efa"):
+            value = file["networks"]["efa" if name == "efa" else "other"]["rate"]
+        else:
+            value = file[name]
+        values.append(np.log(max(float(value), 1e-9) / usual))
+    return np.clip(np.array(values), -FAR, FAR)
+
+
+def fit_with_left_out(
+    runs: Iterable[PublishedRun], *, most: int = MOST_ROWS, processes: int = 0, rounds: int = ROUNDS
+) -> tuple[dict[str, float], tuple[LeftOut, ...], str]:
+    """The parameters that fit the runs, every source as a fit without it predicts it, and how well they fit."""
+    by_source: dict[str, list[PublishedRun]] = defaultdict(list)
+    for run in runs:
+        if run.is_open and run.step_time_s and is_recommended_dense(run) and isinstance(case_of(run), Case):
+            by_source[run.source].append(run)
+    chooser = random.Random(0)
+    chosen = [run for source in by_source.values() for run in chooser.sample(source, min(most, len(source)))]
+    with ProcessPoolExecutor(processes or os.cpu_count()) as pool:
+        rows = Rows(chosen, pool)
+        x = parameters_of_file()
+        for _ in range(rounds):
+            linear = Linear.around(x, rows)
+            x = linear.fit(rows.weights())
+        judged = [source for source, found in by_source.items() if len(found) >= MIN_JUDGED]
+        left_out = []
+        for source in sorted(judged):
+            without = parameters_at(linear.fit(rows.weights(without=source)))
+            left_out.append(_left_out(source, by_source[source], without, pool))
+        fitted = rows.log_ratios([parameters_at(x)])[0]
+    return parameters_at(x), tuple(left_out), _reached(rows, fitted)
+
+
+def _left_out(
+    source: str, runs: list[PublishedRun], parameters: Mapping[str, float], pool: ProcessPoolExecutor
+) -> LeftOut:
+    ratios = Rows(runs, pool).log_ratios([parameters])[0]
+    forecasts = [
+        Forecast(run=run, step_time_s=float(np.exp(ratio)) * (run.step_time_s or 0.0), peak_bytes=0, fits=True)
+        for run, ratio in zip(runs, ratios, strict=True)
     ]
-    block = strategies[1]
-    stages = sorted({_composition(plan, stage, job) for stage in range(plan.num_stages)}, reverse=True)[:4]
-    stages += [(0, 0, 0)] * (4 - len(stages))
-    whole = block.head_degree if job.execution.transfer == "whole" and not block.variant("sp") else 1
-    network = job.cluster.inter_link.name if job.cluster.inter_link else ""
-    assert case.run.step_time_s is not None, "only measured runs are fitted"
-    return {
-        "source": case.run.source,
-        "measured_s": case.run.step_time_s,
-        "hopper": job.cluster.device.name.startswith("h"),
-        "efa": "efa" in network,
-        "nodes": float(job.cluster.num_nodes),
-        **{
-            name: np.stack([kind[name] for kind in kinds])
-            for name in ("work", "launch", "tp", "jitter", "gather", "reduce", "tied", "moved")
-        },
-        "is_fsdp": block.state_shards > 1,
-        "gathers_again": not block.keeps_gathered,
-        "overlaps": job.overlaps,
-        "gathers_once": job.execution.optimizer_shards(block.degree(DP)) > 1,
-        "stages": np.array(stages, dtype=float),
-        "totals": np.bincount(job.chain.layers, minlength=3).astype(float),
-        "counts": np.array([plan.num_stages, plan.num_microbatches, plan.num_chunks], dtype=float),
-        "waits": plan.num_stages > 1 and not job.execution.overlaps_transfers,
-        "transfer": np.array(
-            [
-                whole * transfer_s(replace(setting, job=replace(job, rates=replace(NOTHING, links=links))), 1)
-                for links in UNIT_LINKS.values()
-            ]
-        ),
-    }
+    seconds = {each.run.id: each.step_time_s for each in forecasts}
+    zero_shot, scaled = ErrorSummary.of(time_errors(forecasts)), ErrorSummary.of(scaled_errors(forecasts))
+    assert zero_shot is not None, "a source that is left out has rows"
+    assert scaled is not None, "and a factor"
+    return LeftOut(source=source, zero_shot=zero_shot, scaled=scaled, regret=regret(forecasts, seconds))
 
 
-def _composition(plan: object, stage: int, job: Job) -> tuple[int, ...]:
-    counts = [0, 0, 0]
-    for part in plan.chunks(stage):  # type: ignore[attr-defined]
-        for layer in part.layers:
-            counts[job.chain.layers[layer]] += 1
-    return tuple(counts)
-
-
-def _kind(name: str, strategy: Strategy, setting: Setting, share: float) -> dict[str, Array]:
-    """Coefficients of a layer kind, ``share`` of whose layers recompute what their strategy says."""
-    job = setting.job
-    layer = job.profile.layer(name, strategy.shape)
-    assert layer is not None, "the profile was made for this degree"
-    samples = setting.microbatch_samples // strategy.sample_degree
-    passes = _passes(layer, strategy, job, share)
-    group = levels_group(strategy, data_levels(strategy.levels), setting.devices_per_stage)
-    shards = job.execution.optimizer_shards(strategy.replicas)
-    sharded = strategy.state_shards > 1 or shards > 1
-    bandwidth = job.cluster.device.known_memory_bytes_per_s()
-    accumulated = layer.num_params * ACCUMULATION_BYTES if job.execution.accumulates_apart else 0
-    owned = layer.num_params / (strategy.state_shards * shards)
-
-    pieces = job.execution.shard_pieces if shards > 1 else 1
-
-    def links(kind: str, num_bytes: float) -> Array:
-        size = num_bytes / pieces
-        return pieces * np.array(
-            [collective_s(kind, size, group, job.cluster, job.profile, each) for each in UNIT_LINKS.values()]
-        )
-
-    return {
-        "work": np.array([[part * _unit(work, samples, job, each) for each in UNIT_WORK] for work, _, part in passes]),
-        "launch": np.array(
-            [
-                [part * launch_s(work, calls, replace(job, rates=each)) for each in UNIT_LAUNCH]
-                + [0.0 if index == 2 else held_up_s(strategy, setting) * num_calls(calls)]
-                for index, (work, calls, part) in enumerate(passes)
-            ]
-        ),
-        "tp": np.array([part * _tensor(calls, strategy, setting, samples) for _, calls, part in passes]),
-        "jitter": np.array(
-            [part * 1e-6 * num_calls(calls) * (strategy.tensor_degree - 1) ** 2 for _, calls, part in passes]
-        ),
-        "gather": links("all_gather", layer.num_params * job.compute_bytes if sharded else 0),
-        "reduce": links("reduce_scatter" if sharded else "all_reduce", layer.num_params * job.execution.reduce_bytes),
-        "tied": _tied(name, strategy, setting),
-        "moved": np.array([accumulated, owned * OPTIMIZER_BYTES]) / bandwidth,
-    }
-
-
-def _tied(name: str, strategy: Strategy, setting: Setting) -> Array:
-    kind = next(kind for kind in setting.job.chain.kinds if kind.name == name)
-    return np.array(
-        [
-            tied_s(kind, strategy, replace(setting, job=replace(setting.job, rates=replace(NOTHING, links=links))))
-            for links in UNIT_LINKS.values()
-        ]
-    )
-
-
-def _passes(
-    layer: LayerProfile, strategy: Strategy, job: Job, share: float
-) -> list[tuple[Work, tuple[CollectiveCount, ...], float]]:
-    """Work, collectives and weight of the forward pass, the backward pass and what remat repeats."""
-    again = (layer.forward, (), 0.0)
-    if strategy.remat is not Remat.NONE:
-        entry = layer.recomputation(strategy.remat)
-        again = (entry.work, entry.collectives, share * job.execution.remat_fraction)
-    return [
-        (layer.forward, layer.forward_collectives, 1.0),
-        (layer.backward, layer.backward_collectives, 1.0),
-        again,
-    ]
-
-
-def _unit(work: Work, samples: int, job: Job, rates: Efficiency) -> float:
-    return work_s(work, samples, replace(job, rates=rates))
-
-
-def _tensor(calls: tuple[CollectiveCount, ...], strategy: Strategy, setting: Setting, samples: int) -> Array:
-    job = setting.job
-    group = levels_group(strategy, [level for level in strategy.levels if level.kind is TP], setting.devices_per_stage)
-    total = np.zeros(len(UNIT_LINKS))
-    for each in calls if strategy.tensor_degree > 1 else ():
-        size = each.tensor_bytes.at(samples) / each.count
-        total += each.count * np.array(
-            [collective_s(each.kind, size, group, job.cluster, job.profile, links) for links in UNIT_LINKS.values()]
-        )
-    return (1 - job.execution.hidden_tp) * total
-
-
-def step_s(rows: Rows, parameters: dict[str, float]) -> Array:
-    """[N] predicted seconds of a step at these parameters."""
-    p = parameters
-    matmul = np.where(rows.hopper, p["matmul hopper"], p["matmul ampere"])
-    attention = np.where(rows.hopper, p["attention hopper"], p["attention ampere"])
-    ones = np.ones_like(matmul)
-    rates = np.stack(
-        [1 / matmul, p["operands"] * ones, 1 / attention, ones / p["memory"], p["ramp_us"] * ones], axis=-1
-    )
-    straggling = 1 + p["straggling"] * np.log2(rows.nodes)
-    compute = np.einsum("nkpf,nf->nkp", rows.work, rates) * straggling[:, None, None]
-    compute[:, :, 1] += rows.moved[:, :, 0] / p["memory"]
-    launched = rows.launch @ np.array([p["launch_us"], p["collective_launch_us"], 1.0])
-    busy = compute + _links_s(rows.tp, rows, p) + p["jitter_us"] * rows.jitter
-    passes = np.maximum(busy, launched)
-    forward, backward = passes[:, :, 0], passes[:, :, 1] + passes[:, :, 2]
-    gather, reduce = _links_s(rows.gather, rows, p), _links_s(rows.reduce, rows, p)
-    once = rows.moved[:, :, 1] / p["memory"] + _links_s(rows.tied, rows, p)
-    fsdp = rows.is_fsdp[:, None]
-    again = np.where(rows.gathers_again[:, None], gather, 0.0)
-    gathered_once = np.where(rows.gathers_once[:, None], _beside(forward, gather, rows), 0.0)
-    once = once + np.where(fsdp, 0.0, _beside(backward, reduce, rows) + gathered_once)
-    microbatch = forward + backward
-    microbatch = microbatch + np.where(
-        fsdp, _beside(forward, gather, rows) + _beside(backward, again + reduce, rows), 0.0
-    )
-    return _pipeline(rows, microbatch, once, p)
-
-
-def _links_s(unit: Array, rows: Rows, p: dict[str, float]) -> Array:
-    inter = np.where(rows.efa, p["efa"], p["inter"]).reshape(-1, *([1] * (unit.ndim - 2)))
-    carried = np.maximum(unit[..., 0] / p["intra"], unit[..., 1] / inter)
-    return carried + unit[..., 2] * p["intra_latency"] + unit[..., 3] * p["inter_latency"]
-
-
-def _beside(compute: Array, communication: Array, rows: Rows) -> Array:
-    shorter, longer = np.minimum(compute, communication), np.maximum(compute, communication)
-    exposed = KAPPA * shorter + longer - shorter - compute
-    return np.where(rows.overlaps[:, None], exposed, communication)
-
-
-def _pipeline(rows: Rows, microbatch: Array, once: Array, p: dict[str, float]) -> Array:
-    stages = np.einsum("nsk,nk->ns", rows.stages, microbatch).max(axis=1)
-    last = np.einsum("nsk,nk->ns", rows.stages, once).max(axis=1)
-    num_stages, num_microbatches, num_chunks = rows.counts.T
-    transfers = _links_s(rows.transfer, rows, p)
-    transfers = transfers * (np.maximum(num_stages - 1, 0) + np.where(rows.waits, num_microbatches * num_chunks, 0))
-    others = (rows.totals * microbatch).sum(axis=1) - stages
-    step = num_microbatches * stages + others / num_chunks + transfers + last
-    return step + 1e-3 * (p["step_ms"] + p["step_per_node_ms"] * rows.nodes)
-
-
-def fit(rows: Rows, keep: NDArray[np.bool_]) -> dict[str, float]:
-    """The parameters that fit the rows that ``keep`` admits."""
-    names = list(USUAL)
-    usual, spread = (np.array([USUAL[name][index] for name in names]) for index in (0, 1))
-    weights = np.zeros(len(rows.source))
-    for source in np.unique(rows.source[keep]):
-        chosen = keep & (rows.source == source)
-        weights[chosen] = 1 / chosen.sum()
-
-    def residuals(x: Array) -> Array:
-        error = np.log(step_s(rows, dict(zip(names, usual * np.exp(x), strict=True))) / rows.measured_s)
-        robust = np.sqrt(weights * np.log1p((error / SCALE) ** 2))
-        return np.concatenate([robust[keep], np.sqrt(PULL) * x / spread])
-
-    most = np.array([np.log(MOST / USUAL[name][0]) if name in FRACTIONS else 3.0 for name in names])
-    best = least_squares(residuals, np.zeros(len(names)), bounds=(-3.0, most), max_nfev=200)
-    return dict(zip(names, usual * np.exp(best.x), strict=True))
-
-
-def scores(rows: Rows, parameters: dict[str, float], keep: NDArray[np.bool_]) -> list[str]:
-    """A line per source: runs, median |error|, bias, 90th percentile, and the first and last after scaling."""
-    lines = []
-    ratio = step_s(rows, parameters) / rows.measured_s
-    for source in np.unique(rows.source[keep]):
-        found = ratio[keep & (rows.source == source)]
-        scaled = np.abs(found / np.median(found) - 1)
-        error = np.abs(found - 1)
-        lines.append(
-            f"  {source:28s} {len(found):5d} {np.median(error):7.1%} {np.median(found) - 1:+7.1%} "
-            f"{np.quantile(error, 0.9):7.1%}   {np.median(scaled):7.1%} {np.quantile(scaled, 0.9):7.1%}"
-        )
-    return lines
-
-
-def rewritten(text: str, parameters: dict[str, float], reached: str) -> str:
-    """The text of ``efficiency.yaml`` with these parameters in the place of its own, and how well they fit."""
-    places = {
-        "matmul ampere": r"(ampere: .*matmul: )[0-9.]+",
-        "matmul hopper": r"(hopper: .*matmul: )[0-9.]+",
-        "attention ampere": r"(ampere: .*attention: )[0-9.]+",
-        "attention hopper": r"(hopper: .*attention: )[0-9.]+",
-        "efa": r"(efa: .*rate: )[0-9.]+",
-        "inter": r"(other: \{links.*rate: )[0-9.]+",
-    }
-    for name, value in parameters.items():
-        pattern = places.get(name, rf"(?m)^({name}: )[0-9.]+")
-        text, count = re.subn(pattern, rf"\g<1>{value:.3g}", text)
-        assert count == 1, f"{name} stands {count} times in the file"
-    return re.sub(r'(reached: ").*(")', rf"\g<1>{reached}\g<2>", text)
-
-
-def reached(rows: Rows, parameters: dict[str, float]) -> str:
+def _reached(rows: Rows, log_ratios: Array) -> str:
     """One sentence on how well the parameters fit: medians over the runs of a source, sources weighing the same."""
-    ratio = step_s(rows, parameters) / rows.measured_s - 1
+    ratio = np.exp(log_ratios) - 1
     sources = [ratio[rows.source == source] for source in np.unique(rows.source)]
     errors, biases = ([float(np.median(f(each))) for each in sources] for f in (np.abs, lambda each: each))
     return (
@@ -400,47 +275,45 @@ def reached(rows: Rows, parameters: dict[str, float]) -> str:
     )
 
 
+def rewritten(text: str, parameters: Mapping[str, float], reached: str) -> str:
+    """The text of ``efficiency.yaml`` with these parameters in the place of its own, and how well they fit."""
+    for name, value in parameters.items():
+        kind, _, generation = name.partition(" ")
+        pattern = rf"({generation}: .*{kind}: )[0-9.]+" if generation else _PLACES.get(name, rf"(?m)^({name}: )[0-9.]+")
+        text, count = re.subn(pattern, rf"\g<1>{value:.3g}", text)
+        assert count == 1, f"{name} stands {count} times in the file"
+    return re.sub(r'(reached: ").*(")', partial(_quoted, reached), text)
+
+
+def _quoted(reached: str, match: re.Match[str]) -> str:
+    return match.group(1) + reached + match.group(2)
+
+
+_PLACES = {"efa": r"(efa: .*rate: )[0-9.]+", "inter": r"(other: \{links.*rate: )[0-9.]+"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, nargs="?", default=OPEN_RUNS, metavar="PATH")
+    parser.add_argument("path", type=Path, nargs="*", metavar="PATH")
     parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these, as column source_file has them")
     parser.add_argument("--write", action="store_true", help="put the parameters into the cost model's file")
-    parser.add_argument("--leave-out", action="store_true", help="fit without each source in turn and score it")
-    parser.add_argument("--most", type=int, default=400, help="rows of a source to use, chosen at random (seed 0)")
-    options = parser.parse_args()
-    runs = read_runs(options.path)
-    runs = runs if options.sources is None else of_sources(runs, options.sources)
-    rows = collect(_cases(runs, options.most))
-    everything = np.ones(len(rows.source), dtype=bool)
-    parameters = fit(rows, everything)
-    print(yaml.safe_dump({name: float(f"{value:.4g}") for name, value in parameters.items()}, sort_keys=False))
-    print(
-        "source, runs, median |error|, bias, 90 %, scaled median, scaled 90 %",
-        *scores(rows, parameters, everything),
-        sep="\n",
+    parser.add_argument(
+        "--most", type=int, default=MOST_ROWS, help="rows of a source to fit, chosen at random (seed 0)"
     )
-    print(reached(rows, parameters))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="fits in turn, each around the one before")
+    parser.add_argument("--processes", type=int, default=0, help="0: one a core")
+    options = parser.parse_args()
+    runs = read_runs(*options.path)
+    runs = runs if options.sources is None else of_sources(runs, options.sources)
+    parameters, left_out, reached = fit_with_left_out(
+        runs, most=options.most, processes=options.processes, rounds=options.rounds
+    )
+    print("\n".join(f"{name}: {value:.4g}" for name, value in parameters.items()))
+    print(reached)
+    Console(width=WIDTH).print(left_out_table(left_out))
     if options.write:
-        EFFICIENCY_FILE.write_text(
-            rewritten(EFFICIENCY_FILE.read_text(encoding="utf-8"), parameters, reached(rows, parameters)),
-            encoding="utf-8",
-        )
-    if options.leave_out:
-        print("each source predicted by a fit without it")
-        for source in np.unique(rows.source):
-            kept = rows.source != source
-            print(*scores(rows, fit(rows, kept), ~kept), sep="\n")
-
-
-def _cases(runs: tuple[PublishedRun, ...], most: int) -> list[Case]:
-    by_source: dict[str, list[Case]] = defaultdict(list)
-    chooser = random.Random(0)
-    for run in runs:
-        if run.is_open and run.step_time_s and is_recommended_dense(run):
-            case = case_of(run)
-            if isinstance(case, Case):
-                by_source[run.source].append(case)
-    return [case for cases in by_source.values() for case in chooser.sample(cases, min(most, len(cases)))]
+        text = rewritten(EFFICIENCY_FILE.read_text(encoding="utf-8"), parameters, reached)
+        EFFICIENCY_FILE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Predicts training runs that others measured and published, and says how far off it is. No GPU needed.
 
 PATH is a folder with a table of runs (``runs.csv`` or ``runs.csv.gz``), or the table; without it those in
-``published_runs/data`` are predicted: the rows whose measurements are shown, with their sources in its README.
+``published_runs/data`` are predicted: the rows whose measurements are shown, with their sources in its READMEs.
 
-Run: python benchmarks/published_runs.py [PATH] [--sources NAME ...] [--predictions out.csv] [--json]
+Run: python benchmarks/published_runs.py [PATH ...] [--sources NAME ...] [--left-out] [--predictions out.csv] [--json]
 """
 
 import argparse
@@ -11,11 +11,12 @@ import json
 import sys
 from pathlib import Path
 
+from calibrate import fit_with_left_out
 from published_runs.forecast import Outcome, forecast_all, write_predictions
-from published_runs.rows import OPEN_RUNS, PublishedRun, of_sources, read_runs
+from published_runs.rows import PublishedRun, of_sources, read_runs
 from published_runs.score import score_sources
 from published_runs.table import comparison_json, comparison_view, counted
-from published_runs.targets import is_dense, is_recommended_dense, summarise
+from published_runs.targets import counts_for_memory, is_recommended_dense, summarise
 from rich.console import Console
 from rich.progress import Progress
 
@@ -27,27 +28,32 @@ FILE_WIDTH = 120
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, nargs="?", default=OPEN_RUNS, metavar="PATH")
+    parser.add_argument("path", type=Path, nargs="*", metavar="PATH")
     parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these, as column source_file has them")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="where to write one line per run, as CSV")
+    parser.add_argument(
+        "--left-out", action="store_true", help="fit without each source in turn and predict it: minutes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
     try:
-        runs = read_runs(options.path)
+        runs = read_runs(*options.path)
         outcomes = forecast(runs if options.sources is None else of_sources(runs, options.sources))
     except UserError as error:
         parser.error(str(error))
     if options.predictions is not None:
         write_predictions(outcomes, options.predictions)
-    timed, held = (score_sources(outcomes, keep) for keep in (is_recommended_dense, is_dense))
-    targets = summarise(timed, held, outcomes)
+    timed = score_sources(outcomes, is_recommended_dense)
+    held = score_sources(outcomes, counts_for_memory)
+    left_out = fit_with_left_out([each.run for each in outcomes])[1] if options.left_out else ()
+    targets = summarise(timed, held, outcomes, left_out)
     if options.json:
-        print(json.dumps(comparison_json(timed, held, targets, outcomes), indent=2, ensure_ascii=False))
+        print(json.dumps(comparison_json(timed, held, targets, outcomes, left_out), indent=2, ensure_ascii=False))
         return
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-    console.print(comparison_view(timed, held, targets, outcomes))
+    console.print(comparison_view(timed, held, targets, outcomes, left_out))
     console.print(counted(outcomes) + ("" if options.predictions is None else f"; written to {options.predictions}"))
 
 

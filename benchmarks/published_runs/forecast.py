@@ -54,8 +54,8 @@ def forecast_case(case: Case) -> Forecast:
     for index, stage in enumerate(cost.stages):
         data_degree = case.plan.stages[index].runs[0].strategy.data_degree
         step_bytes = execution.step_bytes(stage.memory_bytes["parameters"], data_degree)
-        peaks.append(counted_bytes(stage.memory_bytes, kind, step_bytes))
-    peak = peaks[0] if case.reports_first_rank else max(peaks)
+        peaks.append(counted_bytes(stage.memory_bytes, kind, step_bytes) + case.workspace_bytes)
+    peak = {"first": peaks[0], "last": peaks[-1], "fullest": max(peaks)}[case.reports]
     return Forecast(run=case.run, step_time_s=cost.step_time_s, peak_bytes=peak, fits=cost.fits)
 
 

@@ -1,8 +1,9 @@
 """Turns a published run into a job and a plan that the cost model can price, or into the reason why not.
 
-Nothing is guessed: a row that lacks a size or a degree, or uses a kind of parallelism that is not modelled, is skipped
-with its reason. What a row leaves open and hardly matters is taken from the device's reference system: the number of
-devices in a node, the links, and the memory variant of a device that comes in several (the larger).
+Nothing is guessed: a row that lacks a size or a degree, or uses what is not modelled, is skipped with its reason. A
+ring of context parallelism is priced as a gather of keys and values. What a row leaves open and hardly matters is taken
+from the device's reference system: the number of devices in a node, the links, and the memory variant of a device that
+comes in several (the larger).
 """
 
 import re
@@ -10,9 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
-from published_runs.frameworks import Framework, framework_of
+from published_runs.experts import Dispatcher, Experts
+from published_runs.frameworks import Framework, Reports, framework_of, workspace_bytes
 from published_runs.rows import PublishedRun
-from published_runs.shapes import Kernels, ModelShape, layer_profiles
+from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, find_device, find_link
@@ -20,7 +22,7 @@ from steelyard.hardware.catalogue import default_links
 from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.kinds import CP, DP, FSDP, TP
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
@@ -49,8 +51,10 @@ class Case:
     run: PublishedRun
     job: Job
     plan: Plan
-    reports_first_rank: bool
-    """Whether the row's memory is that of the first rank instead of the fullest one."""
+    reports: Reports
+    """The rank that the row's memory is of."""
+    workspace_bytes: int
+    """What kernels keep in torch's memory beside tensors."""
 
 
 class _SkipError(Exception):
@@ -73,38 +77,45 @@ def _case(run: PublishedRun) -> Case:
     if framework is None:
         raise _SkipError(f"framework not known: {run.text('framework') or 'none given'}")
     degrees = _degrees(run)
-    shape = _shape(run, degrees)
+    shape = _shape(run, degrees, framework.dispatcher)
     cluster = _cluster(run)
-    chain = _chain(shape)
-    strategy, framework = _strategy(run, framework, degrees)
+    chain = _chain(shape, degrees.etp)
+    strategy, framework = _strategy(run, framework, degrees, shape)
     job = Job(
         chain=chain,
-        profile=_profile(shape, framework.kernels, degrees.tp, bool(strategy.variant("sp"))),
+        profile=_profile(
+            shape,
+            framework.kernels,
+            degrees.tp,
+            bool(strategy.variant("sp")),
+            degrees.ep,
+            degrees.etp,
+            cluster.devices_per_node,
+            _imbalance(run, framework),
+        ),
         cluster=cluster,
         seq_len=shape.seq_len,
         global_batch=degrees.global_batch,
         precision="bf16",
         budget_bytes=cluster.device.known_memory_bytes(),
         execution=framework.execution,
+        imbalance=_imbalance(run, framework),
     )
     plan = _plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run))
-    return Case(run=run, job=job, plan=plan, reports_first_rank=framework.reports_first_rank)
+    return Case(run=run, job=job, plan=plan, reports=framework.reports, workspace_bytes=workspace_bytes(run, framework))
 
 
 def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
-    if run.text("moe_experts"):
-        raise _SkipError("mixture of experts")
-    if (run.count("cp") or 1) > 1:
-        raise _SkipError("context parallel")
-    if (run.count("ep") or 1) > 1:
-        raise _SkipError("expert parallel")
+    if run.text("decoder_layers"):
+        raise _SkipError("encoder-decoder")
     if run.text("offload"):
         raise _SkipError("offload")
     if run.text("schedule").upper().startswith("ZB"):
         raise _SkipError("zero-bubble schedule")
-    precision = run.text("precision").lower()
-    if "fp4" in precision or "mxfp8" in precision:
-        raise _SkipError("mxfp8 or nvfp4")
+    if not run.text("precision") and "MLPerf" in run.text("framework"):
+        raise _SkipError("precision not stated, fp8 or fp4")
+    if run.text("precision") == "fp32":
+        raise _SkipError("fp32 or TF32, which of them is not stated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +123,9 @@ class _Degrees:
     devices: int
     tp: int
     pp: int
+    cp: int
+    ep: int
+    etp: int
     chunks: int
     dp: int
     microbatches: int
@@ -127,16 +141,19 @@ def _needed(run: PublishedRun, column: str) -> int:
 
 def _degrees(run: PublishedRun) -> _Degrees:
     devices, tp, pp = (_needed(run, column) for column in ("gpus", "tp", "pp"))
-    samples, batch = _needed(run, "mbs"), _needed(run, "gbs")
-    if devices % (tp * pp):
-        raise _SkipError("tp × pp does not divide the devices")
-    dp = devices // (tp * pp)
+    samples, batch, cp = _needed(run, "mbs"), _needed(run, "gbs"), run.count("cp") or 1
+    if devices % (tp * pp * cp):
+        raise _SkipError("tp × pp × cp does not divide the devices")
+    dp = devices // (tp * pp * cp)
     if batch % (samples * dp):
         raise _SkipError("microbatch × dp does not divide the global batch")
     return _Degrees(
         devices=devices,
         tp=tp,
         pp=pp,
+        cp=cp,
+        ep=run.count("ep") or 1,
+        etp=run.count("etp") or (tp if (run.count("ep") or 1) == 1 else 1),
         chunks=(run.count("vpp") or 1) if pp > 1 else 1,
         dp=dp,
         microbatches=batch // (samples * dp),
@@ -144,48 +161,107 @@ def _degrees(run: PublishedRun) -> _Degrees:
     )
 
 
-def _shape(run: PublishedRun, degrees: _Degrees) -> ModelShape:
+def _shape(run: PublishedRun, degrees: _Degrees, dispatcher: Dispatcher) -> ModelShape:
     if run.text("mlp_type") not in _GATED:
         raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
     hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
     multiple = _VOCAB_MULTIPLE * degrees.tp
+    experts = _experts(run, dispatcher) if run.text("moe_experts") else None
+    dense_blocks = _needed(run, "moe_dense_layers") if experts else 0
     return ModelShape(
-        num_layers=_needed(run, "layers"),
+        num_layers=_needed(run, "layers") + (run.count("mtp_layers") or 0),
         hidden=hidden,
         heads=heads,
         kv_heads=run.count("kv_heads") or heads,
         head_dim=run.count("head_dim") or hidden // heads,
-        ffn=_needed(run, "ffn"),
+        ffn=_needed(run, "ffn") if dense_blocks or not experts else 0,
         gated=_GATED[run.text("mlp_type")],
-        vocab=-(-vocab // multiple) * multiple,
+        vocab=run.count("vocab_padded") or -(-vocab // multiple) * multiple,
         seq_len=_needed(run, "seq_len"),
         tied="no" if run.text("tied_emb") != "True" else "on one rank" if degrees.pp == 1 else "across stages",
         rotary=run.text("pos_emb") in {"rope", ""} and _GATED[run.text("mlp_type")],
+        latent=_latent(run),
+        experts=experts,
+        shared_ffn=(run.count("moe_shared_ffn") or _shared_ffn(run)) if experts else 0,
+        dense_blocks=dense_blocks,
     )
 
 
+def _experts(run: PublishedRun, default: Dispatcher) -> Experts:
+    text = run.text("moe_dispatcher")
+    deep = any(word in text.lower() for word in ("deepep", "hybridep"))
+    stated: Dispatcher = "deep" if deep else "all-gather" if text.startswith("allgather") else "all-to-all"
+    dispatcher = stated if text else default
+    return Experts(
+        count=_needed(run, "moe_experts"),
+        top_k=_needed(run, "moe_topk"),
+        ffn=_needed(run, "moe_ffn"),
+        dispatcher=dispatcher,
+        in_turn="sequential" in text,
+    )
+
+
+def _shared_ffn(run: PublishedRun) -> int:
+    """The width of all experts together that every token takes, where the row counts experts of one width."""
+    return _needed(run, "moe_shared_experts") * _needed(run, "moe_ffn")
+
+
+def _latent(run: PublishedRun) -> Latent | None:
+    keys = run.count("mla_kv_lora")
+    if not keys:
+        if run.text("model").lower().startswith(("deepseek-v", "deepseek_v", "kimi")):
+            raise _SkipError("widths of latent attention missing")
+        return None
+    return Latent(
+        queries=run.count("mla_q_lora") or 0,
+        keys=keys,
+        plain=_needed(run, "mla_qk_nope"),
+        rotary=_needed(run, "mla_qk_rope"),
+        values=_needed(run, "mla_v_head"),
+    )
+
+
+def _imbalance(run: PublishedRun, framework: Framework) -> float:
+    """How many times the mean of tokens the fullest rank computes: even where routing is forced or padded to be."""
+    is_even = any(word in f"{run.text('moe_balance')} {run.text('overlap')}" for word in ("forced", "padded"))
+    return 1.0 if is_even and "not forced" not in run.text("moe_balance") else framework.imbalance
+
+
 @cache
-def _chain(shape: ModelShape) -> ModelChain:
-    config = {
+def _chain(shape: ModelShape, etp: int) -> ModelChain:
+    """The model as a config that divides alike; a part of an expert's width counts as an expert of its own."""
+    config: dict[str, object] = {
         "model_type": "llama" if shape.gated else "gpt_neox",
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.heads,
         "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
+        "intermediate_size": shape.ffn or shape.hidden,
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.seq_len,
         "tie_word_embeddings": shape.tied == "across stages",
     }
+    if shape.experts is not None:
+        config |= {
+            "model_type": "qwen3_moe",
+            "num_key_value_heads": shape.heads,
+            "num_experts": shape.experts.count * etp,
+            "num_experts_per_tok": shape.experts.top_k,
+            "moe_intermediate_size": shape.experts.ffn,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(shape.dense_blocks)),
+        }
     return chain_from_config(config, name="published")
 
 
 @cache
-def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool) -> Profile:
+def _profile(
+    shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, etp: int, node_ranks: int, imbalance: float
+) -> Profile:
     identity = ProfileIdentity(
         method="traced",
         model_name="published",
-        config_hash=_chain(shape).config_hash,
+        config_hash=_chain(shape, etp).config_hash,
         seq_len=shape.seq_len,
         precision="bf16",
         device="any",
@@ -194,25 +270,33 @@ def _profile(shape: ModelShape, kernels: Kernels, tp: int, sp: bool) -> Profile:
         transformers="none: closed form",
         created="",
     )
-    return Profile(identity=identity, layers=layer_profiles(shape, kernels, tp=tp, sp=sp))
+    return Profile(
+        identity=identity,
+        layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp, node_ranks=node_ranks, imbalance=imbalance),
+    )
 
 
-def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tuple[Strategy, Framework]:
+def _strategy(
+    run: PublishedRun, framework: Framework, degrees: _Degrees, shape: ModelShape
+) -> tuple[Strategy, Framework]:
     zero = framework.zero_stage(run)
     shards = run.count("dp_shard")
     execution = framework.execution
     levels = []
     if degrees.dp > 1:
         sharded = not execution.keeps_own_buffers and zero >= 2
-        group = shards if sharded and shards not in (None, 1) else degrees.dp
+        stated = None if shards is None else max(1, shards // degrees.cp)
+        group = stated if sharded and stated is not None and stated > 1 else degrees.dp
         if degrees.dp % group:
             raise _SkipError(f"shard groups of {group} of {degrees.dp} data ranks")
         if group < degrees.dp:
             levels.append(Level(kind=DP, degree=degrees.dp // group))
         levels.append(Level(kind=FSDP if sharded else DP, degree=group))
+    if degrees.cp > 1:
+        levels.append(Level(kind=CP, degree=degrees.cp))
     if degrees.tp > 1:
         levels.append(Level(kind=TP, degree=degrees.tp))
-    if execution.keeps_own_buffers and shards not in (None, degrees.dp) and zero == 1:
+    if execution.keeps_own_buffers and shards not in (None, degrees.dp * degrees.cp) and zero == 1:
         execution = replace(execution, shard_degree=shards)
     fsdp = any(level.kind is FSDP for level in levels)
     has_sp = run.text("sp") == "True" if run.text("sp") else framework.default_sp
@@ -221,8 +305,19 @@ def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees) -> tup
         remat=_remat(run, framework),
         sp=degrees.tp > 1 and has_sp,
         zero=2 if zero == 2 and fsdp else 3,
+        cp_method="ulysses" if run.text("cp_method") == "a2a" else "gather",
+        ep=_outside_tp(degrees) if shape.experts else 1,
     )
     return strategy, replace(framework, execution=execution)
+
+
+def _outside_tp(degrees: _Degrees) -> int:
+    """Data ranks that divide the experts, beside the tensor-parallel ranks that do."""
+    group = degrees.ep * degrees.etp
+    inside = min(degrees.tp, group)
+    if group % inside:
+        raise _SkipError(f"experts over {group} ranks beside tp {degrees.tp}")
+    return group // inside
 
 
 def _remat(run: PublishedRun, framework: Framework) -> Remat:
@@ -257,8 +352,9 @@ def _plan(
     stages = []
     for index, (first, end) in enumerate(pairwise(bounds)):
         strategies = tuple(
-            edge if chain.kind_of(layer).role is not LayerRole.BLOCK or (alternating and layer % 2 == 0) else strategy
+            each if chain.kind_of(layer).num_experts else each.with_whole_experts()
             for layer in range(first, end)
+            for each in (edge if _keeps_all(chain, layer, alternating=alternating) else strategy,)
         )
         start = index % degrees.pp * size
         stages.append(StagePlan(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
@@ -272,6 +368,10 @@ def _plan(
         schedule=_schedule(degrees).name,
         stages=tuple(stages),
     )
+
+
+def _keeps_all(chain: ModelChain, layer: int, *, alternating: bool) -> bool:
+    return chain.kind_of(layer).role is not LayerRole.BLOCK or (alternating and layer % 2 == 0)
 
 
 def _schedule(degrees: _Degrees) -> Schedule:
@@ -316,13 +416,19 @@ _VARIANTS = {
     "A800": {"80": "a800-80gb", "": "a800-80gb"},
     "H100": {"80": "h100-80gb", "": "h100-80gb", "96": "h100-96gb-hbm2e", "95": "h100-96gb-hbm2e"},
     "H200": {"141": "h200-141gb", "": "h200-141gb"},
-    "B200": {"": "b200-180gb"},
+    "B200": {"180": "b200-180gb", "": "b200-180gb"},
     "B300": {"": "b300-270gb"},
+    "GH200": {"96": "gh200-96gb"},
+    "MI300X": {"192": "mi300x", "": "mi300x"},
     "GB200": {"186": "gb200-186gb", "": "gb200-186gb"},
-    "GB300": {"": "gb300-279gb"},
+    "GB300": {"279": "gb300-279gb", "": "gb300-279gb"},
     "V100": {"16": "v100-16gb", "32": "v100-32gb", "": "v100-32gb"},
 }
-_RATE = re.compile(r"(?:([0-9]+)x)?\s*([0-9.]+)\s*(Gb|Tb)(?:/s)?", re.IGNORECASE)
+_RATE = re.compile(
+    r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?(?:ConnectX-[0-9]+[^0-9]*)?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])"
+)
+_BITS = {"Gb": 1.0, "Tb": 1000.0, "GB": 8.0, "TB": 8000.0}
+"""Gigabits in a unit."""
 
 
 def _cluster(run: PublishedRun) -> Cluster:
@@ -331,9 +437,10 @@ def _cluster(run: PublishedRun) -> Cluster:
     per_node = min(run.count("gpus_per_node") or 8, devices)
     if devices % per_node:
         raise _SkipError("devices are not whole nodes")
+    per_node = _on_one_switch(device.name, devices, per_node)
     intra, inter = default_links(device.name, num_devices=devices)
     if intra is not inter:
-        inter = _inter_link(run.text("inter_link"), inter, per_node)
+        inter = _inter_link(run.text("inter_link"), inter, min(run.count("gpus_per_node") or 8, devices))
     num_nodes = devices // per_node
     return Cluster(
         name=f"{num_nodes}x{per_node}x{device.name}",
@@ -343,6 +450,17 @@ def _cluster(run: PublishedRun) -> Cluster:
         intra_link=intra,
         inter_link=inter if num_nodes > 1 else None,
     )
+
+
+def _on_one_switch(device: str, devices: int, per_node: int) -> int:
+    """Devices that a switch inside a rack joins, several nodes' where it does: whole nodes and whole racks."""
+    whole = [count for count in range(per_node, devices + 1, per_node) if devices % count == 0]
+
+    def is_joined(count: int) -> bool:
+        intra, inter = default_links(device, num_devices=count)
+        return count == per_node or intra is inter
+
+    return max(count for count in whole if is_joined(count))
 
 
 def _device(run: PublishedRun) -> Device:
@@ -360,11 +478,11 @@ def _inter_link(text: str, default: Link, per_node: int) -> Link:
         return find_link("omnipath-100").shared(num_ports=4, num_devices=per_node)
     if text == "AWS EFA":
         return find_link("efa-100").shared(num_ports=32, num_devices=per_node)
-    match = _RATE.search(text)
+    of_compute = text.partition("Compute:")[2] or text
+    match = _RATE.search(of_compute)
     if match is None:
         return default
-    ports, amount, unit = match.groups()
-    rate = float(amount) * (1000 if unit.lower() == "tb" else 1) / 8 * GB
+    ports, rate = match["ports"], float(match["rate"]) * _BITS[match["unit"]] / 8 * GB
     is_per_device = "per GPU" in text or "per HCA" in text
     per_device = rate if is_per_device or ports == str(per_node) else rate * int(ports or 1) / per_node
     return replace(default, name=text, bytes_per_s=per_device)

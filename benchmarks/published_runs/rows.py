@@ -13,8 +13,9 @@ from typing import TextIO
 from steelyard.errors import UserError
 
 FILE_NAMES = ("runs.csv", "runs.csv.gz")
-OPEN_RUNS = Path(__file__).parent / "data"
-"""The folder of the rows whose measurements are shown."""
+_DATA = Path(__file__).parent / "data"
+OPEN_RUNS = (_DATA, _DATA / "second")
+"""The folders of the rows whose measurements are shown."""
 
 
 class InvalidRunsError(UserError):
@@ -99,14 +100,25 @@ _NEEDED_TEXT = """
     step_time_s peak_mem_gib peak_mem mem_kind
 """
 _NEEDED = tuple(_NEEDED_TEXT.split())
+_ADDED_TEXT = """
+    measures etp moe_topk moe_ffn moe_shared_experts moe_dense_layers moe_dispatcher moe_balance moe_shared_ffn
+    vocab_padded cp_method mla_q_lora mla_kv_lora mla_qk_nope mla_qk_rope mla_v_head mtp_layers decoder_layers lora
+    optimizer options cuda_graph
+"""
+_ADDED = dict.fromkeys(_ADDED_TEXT.split(), "")
+"""Columns that a table may lack: nothing is known there."""
 
 
-def read_runs(path: Path = OPEN_RUNS) -> tuple[PublishedRun, ...]:
-    """The runs of a folder that holds ``runs.csv`` or ``runs.csv.gz``, or of such a file, in its order.
+def read_runs(*paths: Path) -> tuple[PublishedRun, ...]:
+    """The runs of folders that hold ``runs.csv`` or ``runs.csv.gz``, or of such files, in their order.
 
-    Raises `InvalidRunsError` where there is no such file, a column is missing or an id stands twice.
+    Those whose measurements are shown where no path is given. Raises `InvalidRunsError` where there is no such file, a
+    column is missing or an id stands twice in a table.
     """
-    file = _file(path)
+    return tuple(run for path in paths or OPEN_RUNS for run in _read_table(_file(path)))
+
+
+def _read_table(file: Path) -> tuple[PublishedRun, ...]:
     with _opened(file) as lines:
         reader = csv.DictReader(lines)
         missing = [column for column in _NEEDED if column not in (reader.fieldnames or ())]
@@ -117,7 +129,7 @@ def read_runs(path: Path = OPEN_RUNS) -> tuple[PublishedRun, ...]:
                 expected="the columns of the table of published runs",
                 hint="its README names them",
             )
-        runs = tuple(PublishedRun(cells=row) for row in reader)
+        runs = tuple(PublishedRun(cells=_ADDED | row) for row in reader)
     seen: set[str] = set()
     for run in runs:
         if run.id in seen:

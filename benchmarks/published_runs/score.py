@@ -102,6 +102,16 @@ class SourceScore:
     scaled_regret: RegretSummary | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A source as rates that were fitted without it predict it."""
+
+    source: str
+    zero_shot: ErrorSummary
+    scaled: ErrorSummary
+    regret: RegretSummary | None
+
+
 Predicate = Callable[[PublishedRun], bool]
 
 
@@ -124,8 +134,8 @@ def _score(source: str, outcomes: Sequence[Outcome]) -> SourceScore:
         source=source,
         num_runs=len(outcomes),
         num_predicted=len(forecasts),
-        zero_shot=ErrorSummary.of(_time_errors(timed, zero_shot)),
-        scaled=ErrorSummary.of(_time_errors(timed, scaled)),
+        zero_shot=ErrorSummary.of(time_errors(timed)),
+        scaled=ErrorSummary.of(scaled_errors(timed)),
         memory=_memory(forecasts),
         verdicts=_verdicts(forecasts),
         regret=regret(timed, zero_shot),
@@ -150,8 +160,15 @@ def _measured_s(timed: Forecast) -> float:
     return timed.run.step_time_s
 
 
-def _time_errors(timed: Sequence[Forecast], predicted_s: Mapping[str, float]) -> list[float]:
-    return [predicted_s[each.run.id] / _measured_s(each) - 1 for each in timed]
+def time_errors(timed: Sequence[Forecast]) -> list[float]:
+    """Predicted over measured time minus one."""
+    return [each.step_time_s / _measured_s(each) - 1 for each in timed]
+
+
+def scaled_errors(timed: Sequence[Forecast]) -> list[float]:
+    """The same with each prediction times its source's, framework's and device's factor."""
+    factors = scale_factors(timed)
+    return [factors[_scale_key(each.run)] * each.step_time_s / _measured_s(each) - 1 for each in timed]
 
 
 def regret(timed: Sequence[Forecast], predicted_s: Mapping[str, float]) -> RegretSummary | None:
@@ -184,7 +201,7 @@ def measured_memory(run: PublishedRun) -> tuple[float, float] | None:
 def _memory(forecasts: Sequence[Forecast]) -> MemorySummary | None:
     low_errors, high_errors = [], []
     for each in forecasts:
-        readings = measured_memory(each.run)
+        readings = measured_memory(each.run) if each.run.is_recommended else None
         if readings is not None:
             low, high = readings
             low_errors.append(each.peak_bytes / low - 1)

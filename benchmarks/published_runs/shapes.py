@@ -24,18 +24,33 @@ Source: Korthikanti et al. 2022 (saved activations); Dao 2023 (flash attention).
 alignment, memory of kernels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from published_runs.experts import ExpertRank, Experts
 from steelyard.profiles.profile import Affine, CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
 
+DENSE, SPARSE = "dense block", "sparse block"
+"""The kinds of blocks where some have experts and some do not."""
 HALF = 2
 """Bytes of an activation or a weight in bf16 or fp16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Widths of attention through a latent: of what queries (0: not), and keys and values are compressed to, and of a
+    head's queries and keys, without and with positions, and values."""
+
+    queries: int
+    keys: int
+    plain: int
+    rotary: int
+    values: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only Transformer."""
+    """Sizes of a decoder-only Transformer; ``ffn`` of its blocks without experts."""
 
     num_layers: int
     hidden: int
@@ -49,7 +64,12 @@ class ModelShape:
     tied: Literal["no", "on one rank", "across stages"]
     """Whether the head works on the matrix of the embedding; on one rank it has none of its own then."""
     rotary: bool
-    attention_window: int | None = None
+    latent: Latent | None = None
+    experts: Experts | None = None
+    shared_ffn: int = 0
+    """Width of the experts that every token takes."""
+    dense_blocks: int = 0
+    """Blocks before the first one with experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +81,7 @@ class Kernels:
     ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
     pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
     ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
+    ``mask_bytes`` per entry of the masks of dropout behind attention and behind the feed-forward part.
     ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
     what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
     and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
@@ -73,6 +94,7 @@ class Kernels:
     loss: bool
     attention: Literal["flash", "fused softmax", "eager"]
     dropout: bool = False
+    mask_bytes: int = 1
     selective: Literal["attention core", "half of the matmuls"] = "attention core"
     full: Literal["block", "until last needed"] = "block"
     norm_bytes: int = 14
@@ -83,10 +105,39 @@ class Kernels:
     loss_outlives: bool = False
 
 
-def layer_profiles(shape: ModelShape, kernels: Kernels, *, tp: int, sp: bool) -> tuple[LayerProfile, ...]:
-    """Profiles of the embedding, a block and the head on one of ``tp`` ranks."""
+def layer_profiles(
+    shape: ModelShape,
+    kernels: Kernels,
+    *,
+    tp: int,
+    sp: bool,
+    ep: int = 1,
+    etp: int = 1,
+    node_ranks: int = 8,
+    imbalance: float = 1.0,
+) -> tuple[LayerProfile, ...]:
+    """Profiles of the embedding, each kind of block and the head on one of ``tp`` ranks."""
     local = _Local(shape=shape, kernels=kernels, tp=tp, sp=sp and tp > 1)
-    return local.embedding(), local.block(), local.head()
+    profiles = local.embedding(), local.block(), local.head()
+    if shape.experts is None:
+        return profiles
+    sparse = replace(local, shape=replace(shape, ffn=shape.shared_ffn)).block()
+    rank = ExpertRank(
+        experts=shape.experts,
+        tokens=shape.seq_len,
+        hidden=shape.hidden,
+        gated=shape.gated,
+        tp=tp,
+        ep=ep,
+        etp=etp,
+        node_ranks=node_ranks,
+        imbalance=imbalance,
+    )
+    sparse = rank.added_to(sparse)
+    embedding, dense, head = profiles
+    if not shape.dense_blocks:
+        return embedding, sparse, head
+    return embedding, dense.model_copy(update={"kind": DENSE}), head, sparse.model_copy(update={"kind": SPARSE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +168,15 @@ class _Local:
 
     @property
     def q(self) -> float:
-        return self.heads * self.shape.head_dim
+        """Half of the widths of a head's queries and values together, which are the same without a latent."""
+        latent = self.shape.latent
+        width = self.shape.head_dim if latent is None else (latent.plain + latent.rotary + latent.values) / 2
+        return self.heads * width
 
     @property
     def k(self) -> float:
-        """Key-value heads are replicated where there are fewer of them than ranks."""
-        return max(1.0, self.shape.kv_heads / self.tp) * self.shape.head_dim
+        """Key-value heads are replicated where there are fewer of them than ranks; a latent has one for each head."""
+        return self.q if self.shape.latent else max(1.0, self.shape.kv_heads / self.tp) * self.shape.head_dim
 
     @property
     def f(self) -> float:
@@ -139,9 +193,22 @@ class _Local:
 
     def _linears(self) -> list[tuple[float, float]]:
         """Inputs and outputs of each linear layer of a block on this rank."""
-        h, widths = self.shape.hidden, [self.q, self.k, self.k]
-        up = [(float(h), self.f)] * (2 if self.shape.gated else 1)
-        return [*((float(h), width) for width in widths), (self.q, float(h)), *up, (self.f, float(h))]
+        h = float(self.shape.hidden)
+        up = [(h, self.f)] * (2 if self.shape.gated else 1)
+        if self.shape.latent is None:
+            attention = [(h, self.q), (h, self.k), (h, self.k), (self.q, h)]
+        else:
+            attention = self._latent_linears(self.shape.latent)
+        return [*attention, *up, (self.f, h)]
+
+    def _latent_linears(self, latent: Latent) -> list[tuple[float, float]]:
+        """Those of attention: what compresses is whole on every rank, what expands and the output are divided."""
+        h, width = float(self.shape.hidden), latent.plain + latent.rotary
+        queries = self.heads * width
+        down = [(h, float(latent.queries)), (float(latent.queries), queries)] if latent.queries else [(h, queries)]
+        keys = [(h, float(latent.keys + latent.rotary))]
+        keys += [(float(latent.keys), self.heads * (latent.plain + latent.values))]
+        return [*down, *keys, (self.heads * latent.values, h)]
 
     def block(self) -> LayerProfile:
         weights = sum(inputs * outputs for inputs, outputs in self._linears())
@@ -271,8 +338,14 @@ class _Local:
     def _saved_per_token(self) -> float:
         h, kernels = self.shape.hidden, self.kernels
         gathered = 4 * h if not kernels.norm or kernels.keeps_gathered else 4 * self.sigma * h
-        entering = self.sigma * h * ((4 if kernels.norm else kernels.norm_bytes) + (2 if kernels.dropout else 0))
+        entering = (
+            self.sigma
+            * h
+            * ((4 if kernels.norm else kernels.norm_bytes) + (2 * kernels.mask_bytes if kernels.dropout else 0))
+        )
         attention = 4 * self.q + 4 * self.k + self._scores_saved_per_token()
+        if self.shape.latent:
+            attention += 4 * (self.shape.latent.queries + self.shape.latent.keys)
         gated = 6 if kernels.activation else 8
         return gathered + entering + attention + self.f * (gated if self.shape.gated else 4)
 
@@ -354,6 +427,7 @@ class _Local:
         transient: tuple[float, float],
     ) -> LayerProfile:
         passes = (Affine(per_sample=transient[0]), Affine(per_sample=transient[1]))
+        streams = HALF * self.tokens if kind == "block" else 0.0
         there = self._collectives(calls, into=kind != "embedding", out=kind != "head")
         back = self._collectives(calls, into=kind != "head", out=kind != "embedding")
         return LayerProfile(
@@ -368,6 +442,8 @@ class _Local:
             input_bytes=Affine(per_sample=input_bytes),
             forward_transient_bytes=passes[0],
             backward_transient_bytes=passes[1],
+            key_value_bytes=Affine(per_sample=2 * self.k * streams),
+            attention_bytes=Affine(per_sample=2 * (self.q + self.k) * streams),
             recomputations=self._recomputations(kind, forward, there, saved, input_bytes, transient),
         )
 

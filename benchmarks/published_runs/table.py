@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 from published_runs.forecast import Outcome, Unpredicted
-from published_runs.score import ErrorSummary, RegretSummary, SourceScore
+from published_runs.score import ErrorSummary, LeftOut, RegretSummary, SourceScore
 from published_runs.targets import TargetLine
 from steelyard.units import format_plural
 
@@ -19,9 +19,11 @@ def comparison_view(
     held: Sequence[SourceScore],
     targets: Sequence[TargetLine],
     outcomes: Sequence[Outcome],
+    left_out: Sequence[LeftOut] = (),
 ) -> Group:
     """Everything that was found: time, memory, what was skipped, and the targets."""
-    return Group(time_table(timed), memory_table(held), skipped_table(outcomes), target_table(targets))
+    beside = (left_out_table(left_out),) if left_out else ()
+    return Group(time_table(timed), *beside, memory_table(held), skipped_table(outcomes), target_table(targets))
 
 
 def time_table(scores: Sequence[SourceScore]) -> Table:
@@ -42,9 +44,40 @@ def time_table(scores: Sequence[SourceScore]) -> Table:
     return table
 
 
+def left_out_table(left_out: Sequence[LeftOut]) -> Table:
+    """The same of each source by rates that were fitted without it, and the mean over sources."""
+    table = Table(title="time, every source left out of the fit in turn (those of 20 such runs or more)")
+    table.add_column("source")
+    for name in ("runs", "|error|", "bias", "90 %", "scaled", "90 %", "regret", "90 %"):
+        table.add_column(name, justify="right")
+    rows = [
+        (
+            each.zero_shot.median_abs,
+            each.zero_shot.bias,
+            each.zero_shot.p90_abs,
+            each.scaled.median_abs,
+            each.scaled.p90_abs,
+            None if each.regret is None else each.regret.mean,
+            None if each.regret is None else each.regret.p90,
+        )
+        for each in left_out
+    ]
+    for each, row in zip(left_out, rows, strict=True):
+        table.add_row(each.source, str(each.zero_shot.count), *map(_percent, row))
+    known = ([value for value in column if value is not None] for column in zip(*rows, strict=True))
+    table.add_row("mean", "", *(_percent(sum(values) / len(values) if values else None) for values in known))
+    return table
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
 def memory_table(scores: Sequence[SourceScore]) -> Table:
     """Errors and verdicts of memory, a row per source that has any."""
-    table = Table(title="memory: predicted over measured minus one; runs that are called wrongly (all dense runs)")
+    table = Table(
+        title="memory: predicted over measured minus one (recommended runs); all runs that are called wrongly"
+    )
     table.add_column("source")
     for name in ("runs", "|error|", "90 %", "worst", "bias", "too low", "false fits", "false misfits"):
         table.add_column(name, justify="right")
@@ -102,12 +135,14 @@ def comparison_json(
     held: Sequence[SourceScore],
     targets: Sequence[TargetLine],
     outcomes: Sequence[Outcome],
+    left_out: Sequence[LeftOut] = (),
 ) -> dict[str, Any]:
     """The figures of `comparison_view`."""
     return {
         "num_runs": len(outcomes),
         "num_predicted": sum(not isinstance(outcome, Unpredicted) for outcome in outcomes),
         "time": [asdict(score) for score in timed],
+        "left_out": [asdict(each) for each in left_out],
         "memory": [asdict(score) for score in held],
         "skipped": dict(count_reasons(outcomes)),
         "targets": [asdict(line) | {"is_met": line.is_met} for line in targets],

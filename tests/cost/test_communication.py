@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from steelyard.cost.communication import Group, collective_s, send_recv_s
 from steelyard.errors import InvalidProfileError
+from steelyard.hardware import find_link, parse_cluster
 from steelyard.profiles.profile import CollectiveKind, CollectiveProfile
 from tests.cost.examples import cluster, job, unprofiled_job
 
@@ -56,7 +57,7 @@ def test_a_strided_group_inside_a_node_uses_the_inner_link() -> None:
 
 def test_an_all_to_all_inside_a_node_keeps_what_is_its_own() -> None:
     group = Group(size=4, stride=1, span=4)
-    assert _seconds("all_to_all", 1e9, group) == pytest.approx(3e-6 + 3 / 4 * 1e9 / 100e9)
+    assert _seconds("all_to_all", 1e9, group) == pytest.approx(2e-6 + 3 / 4 * 1e9 / 100e9)
 
 
 def test_what_an_all_to_all_sends_to_other_nodes_leaves_by_each_ranks_own_link() -> None:
@@ -132,6 +133,46 @@ def test_groups_that_communicate_at_once_share_the_ports_of_a_node(group: Group)
     num_groups = 16 // group.size
     groups_of_a_node = num_groups if crosses else num_groups / 2
     assert not crosses or groups_of_a_node * rate <= 80e9 * 1.001
+
+
+def _on(link: str, kind: CollectiveKind, size: float, ranks: int, *, num_nodes: int = 1) -> float:
+    machines = parse_cluster(f"{num_nodes}x8xh100-80gb")
+    machines = replace(machines, intra_link=find_link(link))
+    group = Group(size=ranks, stride=1, span=ranks)
+    return collective_s(kind, size, group, machines, job(machines).profile)
+
+
+@given(kinds, st.sampled_from(["nvlink-3", "nvlink-4", "nvlink-5", "pcie-4-host", "pcie-5"]), num_bytes, num_bytes)
+def test_more_bytes_are_never_cheaper_on_a_measured_link(kind: CollectiveKind, link: str, one: int, other: int) -> None:
+    fewer, more = sorted((one, other))
+    for ranks, num_nodes in ((2, 1), (8, 1), (64, 8)):
+        assert _on(link, kind, fewer, ranks, num_nodes=num_nodes) <= _on(link, kind, more, ranks, num_nodes=num_nodes)
+
+
+def test_the_rate_climbs_with_the_message() -> None:
+    rates = [size / _on("nvlink-4", "all_gather", size, 8) for size in (2.0**20, 2.0**24, 2.0**30)]
+    assert rates[0] < 0.3 * rates[2]
+    assert rates[1] < 0.8 * rates[2]
+
+
+def test_ranks_without_peer_access_share_what_two_have() -> None:
+    two, eight = (_on("pcie-4-host", "all_gather", 2.0**30, ranks) for ranks in (2, 8))
+    assert eight > 10 * two
+
+
+def test_a_switch_that_reduces_makes_an_all_reduce_cheaper_than_its_halves() -> None:
+    halves = sum(_on("nvlink-4", kind, 2.0**30, 8) for kind in ("all_gather", "reduce_scatter"))
+    assert _on("nvlink-4", "all_reduce", 2.0**30, 8) < 0.95 * halves
+
+
+def test_a_small_all_reduce_over_many_nodes_takes_a_tree() -> None:
+    few, many = (_on("nvlink-4", "all_reduce", 1.0, 8 * nodes, num_nodes=nodes) for nodes in (4, 128))
+    assert many < 4 * few
+
+
+def test_gathering_from_a_thousand_ranks_takes_their_rings_latency() -> None:
+    few, many = (_on("nvlink-4", "all_gather", 1.0, 8 * nodes, num_nodes=nodes) for nodes in (4, 128))
+    assert many > 25 * few
 
 
 def test_fewer_ports_than_devices_are_shared_evenly() -> None:

@@ -18,7 +18,7 @@ from steelyard.cost.build import (
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
-from steelyard.cost.execution import OURS, Execution, StateBytes
+from steelyard.cost.execution import OURS, TORCHTITAN, Execution, StateBytes
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, levels_group, pipeline_buffer_bytes
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
@@ -272,14 +272,20 @@ def test_tensor_parallel_ranks_without_sp_have_copies_of_the_pipelines_buffers()
     assert (piped - whole).tolist() == [[3 * buffers]] * len(piped)
 
 
-def test_two_stages_have_a_buffer_per_microbatch_and_the_outputs_in_flight() -> None:
-    where = setting(num_stages=2, num_microbatches=4)
-    assert pipeline_buffer_bytes(where) == (4 + 2) * where.activation_bytes // 4
+@pytest.mark.parametrize(("num_stages", "held"), [(2, 2 + 1), (4, 4 + 1)])
+def test_stages_hold_their_outputs_in_flight_and_a_gradient_however_many_microbatches(
+    num_stages: int, held: int
+) -> None:
+    few, many = (setting(num_stages=num_stages, num_microbatches=count) for count in (8, 64))
+    for where in (few, many):
+        assert pipeline_buffer_bytes(where) == held * where.activation_bytes // (8 // num_stages)
 
 
-def test_more_stages_have_two_buffers_per_microbatch() -> None:
-    where = setting(num_stages=4, num_microbatches=4)
-    assert pipeline_buffer_bytes(where) == 8 * where.activation_bytes // 2
+def test_the_stages_of_torch_have_a_buffer_for_every_microbatch() -> None:
+    theirs = replace(job(), execution=TORCHTITAN)
+    two, four = (setting(theirs, num_stages=count, num_microbatches=4) for count in (2, 4))
+    assert pipeline_buffer_bytes(two) == (4 + 2) * two.activation_bytes // 4
+    assert pipeline_buffer_bytes(four) == 8 * four.activation_bytes // 2
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 8)])

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 
 from steelyard.cost.build import build_tables
+from steelyard.cost.execution import TORCHTITAN
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.predict import predict_memory
@@ -114,6 +115,26 @@ def test_no_walk_is_below_a_floor(setting: tuple[int, int, str, int], precision:
         for floor in floors:
             for stage, cost in enumerate(evaluate(floor, drawn.boundaries, drawn.strategies).stages):
                 assert cost.total_bytes <= walked[stage], f"stage {stage} of {drawn.plan.stages}"
+
+
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each[0] > 1], ids=str)
+def test_with_a_buffer_for_every_microbatch_floors_and_walks_keep_their_order(
+    setting: tuple[int, int, str, int],
+) -> None:
+    """As torch's own stages have them: no walk is below a floor, and none below the walk without these buffers."""
+    num_stages, count, schedule, chunks = setting
+    of = job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=16)
+    theirs = replace(of, execution=TORCHTITAN)
+    where = Setting(job=theirs, pipeline=pipeline(num_stages, count, schedule, chunks))
+    floors: tuple[CostTables, ...] = ()
+    for drawn in drawn_plans(theirs, where, 10):
+        floors = floors or floor_tables(drawn.tables, theirs)
+        walked, ours = walked_bytes(drawn, theirs), walked_bytes(drawn, of)
+        for floor in floors:
+            costs = evaluate(floor, drawn.boundaries, drawn.strategies).stages
+            assert all(cost.total_bytes <= each for cost, each in zip(costs, walked, strict=True))
+        if count > num_stages:
+            assert all(own <= each for own, each in zip(ours, walked, strict=True))
 
 
 def alike_plans(of: Job, where: Setting) -> Iterator[Drawn]:

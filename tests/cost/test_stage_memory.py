@@ -1,11 +1,13 @@
 """The walk through a stage's passes: what lives when, on stages made by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steelyard.cost.execution import TORCHTITAN
 from steelyard.cost.setting import Setting
 from steelyard.cost.stage_memory import LayerMemory, PartLayers, stage_terms
 from tests.cost.examples import job, setting
@@ -120,24 +122,38 @@ def test_gloo_copies_what_it_scatters_once_more() -> None:
     assert total(stage(copied)) - total(stage(sharded)) == sharded.reduced - sharded.made_gradients
 
 
-def test_a_stage_has_buffers_for_what_it_receives_and_sends() -> None:
-    where = setting(num_stages=2, num_microbatches=4)
-    assert stage_terms([stage(layer(), sent=7)], 0, where)["pipeline buffers"] == 4 * 7
-    assert stage_terms([stage(layer(), received=5)], 1, where)["pipeline buffers"] == 4 * 5
+@pytest.mark.parametrize("num_microbatches", [4, 512])
+def test_a_stage_holds_what_it_received_in_flight_and_one_gradient_each_way(num_microbatches: int) -> None:
+    """Stage 1 of four has three microbatches in flight, the gradient that arrived and the one that it sent last."""
+    where = setting(num_stages=4, num_microbatches=num_microbatches)
+    terms = stage_terms([stage(layer(), received=10**6, sent=10**3)], 1, where)
+    assert terms["pipeline buffers"] == 10**6 + 10**3
+    assert terms["activations"] == 3 * (100 + 10**6 + 10**3)
 
 
-def test_the_gradient_that_was_sent_last_stays_until_the_next() -> None:
-    """Four buffers for what arrives, and the gradient of the microbatch before where there is one."""
+def test_in_the_first_backward_pass_no_gradient_was_sent() -> None:
     for num_microbatches, sent in ((1, 0), (4, 1)):
         where = setting(num_stages=2, num_microbatches=num_microbatches)
         without, with_received = (total(stage(layer(), received=each), where, 1) for each in (0, 5))
-        assert with_received - without == 5 * (num_microbatches + sent)
+        assert with_received - without == 5 * (1 + sent)
+
+
+def torch_stages(**pipeline: Any) -> Setting:
+    return setting(replace(job(), execution=TORCHTITAN), **pipeline)
+
+
+def test_a_stage_of_torch_has_buffers_for_what_arrives_of_every_microbatch() -> None:
+    where = torch_stages(num_stages=2, num_microbatches=4)
+    assert stage_terms([stage(layer(), sent=7)], 0, where)["pipeline buffers"] == 4 * 7
+    buffers = stage_terms([stage(layer(), received=5)], 1, where)["pipeline buffers"]
+    assert buffers == 4 * 5 + 5  # and the gradient that was sent last
 
 
 def test_what_arrived_is_not_counted_again_as_saved() -> None:
     where = setting(num_stages=2, num_microbatches=4)
     same, other = (stage(layer(), received=5, received_is_saved=flag) for flag in (True, False))
     assert total(other, where, 1) - total(same, where, 1) == 5
+    assert total(same, where, 1) == total(stage(layer()), where, 1) + 5  # the gradient that was sent last
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 3), ("gpipe", 8)])
@@ -177,8 +193,8 @@ def interleaved() -> Setting:
     return setting(num_stages=2, num_microbatches=2, schedule="interleaved-1f1b", num_chunks=2)
 
 
-def chunks(first: PartLayers, second: PartLayers) -> dict[str, int]:
-    return stage_terms([first, second], 0, interleaved())
+def chunks(first: PartLayers, second: PartLayers, where: Setting | None = None) -> dict[str, int]:
+    return stage_terms([first, second], 0, where or interleaved())
 
 
 def test_a_chunk_that_pauses_keeps_its_microbatches_in_flight_its_copies_and_its_reduction_buffer() -> None:
@@ -202,9 +218,17 @@ def test_a_chunk_has_gradients_from_its_first_backward_pass_on() -> None:
     assert chunks(works, rests)["gradients"] == layer().kept_gradients
 
 
-def test_what_an_interleaved_stage_sent_stays_until_the_step_ends() -> None:
+def test_an_interleaved_stage_holds_what_arrives_ahead_and_a_gradient_each_way() -> None:
+    """Ahead of its pass come one activation and two gradients at most; what it sent stays with its microbatch."""
+    terms = chunks(stage(layer(), sent=1000), stage(layer(), sent=1000, received=1000))
+    assert terms["pipeline buffers"] == (1 + 2) * 1000 + 1000
+    assert terms["activations"] == 4 * (100 + 1000) + 2 * 1000
+
+
+def test_what_an_interleaved_stage_of_torch_sent_stays_until_the_step_ends() -> None:
     """Found in the last backward pass: before it four activations and three gradients have been sent."""
-    terms = chunks(stage(layer(), sent=1000, received=0), stage(layer(), sent=1000, received=1000))
+    theirs = torch_stages(num_stages=2, num_microbatches=2, schedule="interleaved-1f1b", num_chunks=2)
+    terms = chunks(stage(layer(), sent=1000, received=0), stage(layer(), sent=1000, received=1000), theirs)
     assert terms["pipeline buffers"] == 2 * 3000 + 4 * 1000 + 2 * 1000
 
 

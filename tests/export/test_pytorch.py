@@ -17,7 +17,7 @@ from steelyard.export.pytorch import SCRIPT, STYLES
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan
 from tests.export import script_cases
-from tests.export.examples import TINY, exported, mixed, read, text_of, uniform
+from tests.export.examples import TINY, exported, mixed, read, text_of, uneven_pipeline, uniform
 from tests.export.script_cases import CASES, FOLDER, NUM_RANKS, NUM_STEPS, content_of
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process, run_ranks
@@ -58,6 +58,12 @@ def test_the_plan_is_there_as_it_is() -> None:
 def test_a_packaged_model_comes_with_its_config() -> None:
     plan = uniform("fsdp8", devices=8)
     assert content_of(plan)["plan"]["model"]["config"] == plan.chain().config
+
+
+def test_a_pipeline_says_that_its_buffers_are_more_than_the_memory_that_was_predicted() -> None:
+    said = "buffers for what it exchanges of all 8 microbatches"
+    assert any(said in line for line in exported(uneven_pipeline(), "pytorch").left_out)
+    assert not any("buffers" in line for line in exported(uniform("fsdp8", devices=8), "pytorch").left_out)
 
 
 def test_a_config_keeps_its_nulls() -> None:

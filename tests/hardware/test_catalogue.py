@@ -6,7 +6,17 @@ import pytest
 import yaml
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import default_links, devices, find_device, find_link, links, parse_cluster
+from steelyard.hardware import (
+    cluster_file,
+    cluster_of,
+    default_links,
+    devices,
+    find_device,
+    find_link,
+    links,
+    parse_cluster,
+)
+from steelyard.hardware.values import UNMEASURED
 
 
 def rows(file: str, key: str) -> list[dict[str, object]]:
@@ -226,7 +236,14 @@ def test_default_links_of_an_unknown_device_are_an_error():
         default_links("no-such-device", num_devices=8)
 
 
-def test_a_device_without_peer_access_goes_through_the_host_at_half_the_rate():
-    link = default_links("rtx-4090", num_devices=8)[0]
-    assert link.bytes_per_s == pytest.approx(find_link("pcie-4").bytes_per_s / 2)
-    assert "assumed" in link.notes
+@pytest.mark.parametrize("device", ["rtx-4090", "l40s"])
+def test_devices_without_peer_access_lose_more_than_their_share_of_the_rate_by_number(device):
+    link = default_links(device, num_devices=8)[0]
+    assert link.measured.crowding > 1
+    assert "measured" in link.notes
+
+
+def test_what_was_measured_of_a_link_is_written_and_read_with_the_cluster():
+    cluster = parse_cluster("2x8xh100-80gb")
+    assert cluster.intra_link.measured != UNMEASURED
+    assert cluster_of(cluster_file(cluster), name=cluster.name).intra_link == cluster.intra_link

@@ -49,6 +49,29 @@ def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_wit
     assert certificate == Certificate(status="optimal", gap=0.0)
 
 
+def test_a_time_limit_ends_the_building_of_tables_and_leaves_a_gap() -> None:
+    """With no time at all there are tables of the first setting alone; no plan of the others takes fewer FLOP."""
+    of = job()
+    whole, cut = (plan_job(of, PlanOptions(time_limit_s=limit_s)) for limit_s in (None, 0))
+    assert (len(cut.problem.settings), cut.num_left_out) == (1, len(whole.problem.settings) - 1)
+    assert whole.plan is not None
+    assert cut.plan is not None
+    assert whole.plan.prediction is not None
+    assert cut.plan.prediction is not None
+    prediction = cut.plan.prediction
+    assert prediction.certificate.status == "gap"
+    assert 0 < prediction.lower_bound_s <= whole.search.lower_bound_s
+    assert prediction.certificate.gap == 1 - prediction.lower_bound_s / cut.search.ranked[0].score_s
+    assert [each.reason for each in prediction.alternatives].count(choose.NOT_BUILT) == cut.num_left_out
+    assert not any(each.reason == choose.NOT_BUILT for each in whole.plan.prediction.alternatives)
+
+
+def test_nothing_fits_says_how_many_settings_the_time_was_too_short_for() -> None:
+    options = PlanOptions(time_limit_s=0)
+    found = plan_job(replace(job(), budget_bytes=MIB), options)
+    assert f"; {found.num_left_out} of {1 + found.num_left_out} pipeline settings: not searched" in found.miss_text
+
+
 def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,7 +55,7 @@ def test_fallbacks_survive_the_file(plan: Plan, tmp_path: Path) -> None:
 
 def test_none_are_searched_where_none_are_asked_for(plan: Plan, job: Job) -> None:
     alone = plan.model_copy(update={"fallbacks": ()})
-    assert with_fallbacks(alone, job, OPTIONS, num_fallbacks=0).fallbacks == ()
+    assert with_fallbacks(alone, job, OPTIONS, num_fallbacks=0, problem=make_problem(job, OPTIONS)).fallbacks == ()
 
 
 def test_a_plan_whose_fallback_leaves_layers_out_is_refused(plan: Plan) -> None:

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.processes
 
 HANG_LIMIT_S = 300
 COMMAND = """
+import signal
 from steelyard.processes import start
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as a terminal starts it, also where these tests run under nohup
 start._AGENT = "tests.processes.forking_agent"
 from steelyard.cli.app import main
 main()
@@ -101,7 +103,8 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
         yield found
     finally:
         for training in found.values():
-            training.process.kill()
+            with training.process:
+                training.process.kill()
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, PlanStudy
@@ -115,7 +116,7 @@ def test_a_candidate_is_no_faster_where_it_is_searched_to_the_end_than_its_step_
     assert result.plan.prediction is not None
     timed = [each for each in result.plan.prediction.alternatives if each.step_time_s is not None]
     problem = make_problem(of, PlanOptions())
-    contest = Contest(job=of, tables=problem.settings, step_s=1.0)
+    contest = Contest(job=of, tables=problem.settings, step_s=1.0, floors=Floors(of))
     for each in timed:
         tables = next(one for one in problem.settings if describe(one.pipeline) == each.description)
         mine = contest.rival("", [tables])

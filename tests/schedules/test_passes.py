@@ -97,6 +97,33 @@ def test_interleaved_passes_are_in_the_order_that_torch_plans_or_both_refuse(
         assert ours(stage, num_stages, num_microbatches, "interleaved-1f1b", num_chunks) == expected
 
 
+@pytest.mark.parametrize(("num_stages", "num_chunks", "num_microbatches"), INTERLEAVED)
+def test_no_more_is_received_ahead_than_the_schedule_says(
+    num_stages: int, num_chunks: int, num_microbatches: int
+) -> None:
+    where = pipeline(num_stages, num_microbatches, "interleaved-1f1b", num_chunks)
+    if where.schedule.refusal(where) is not None:
+        return
+    parts = [SimpleNamespace(group_size=num_stages, group_rank=0, num_stages=num_stages * num_chunks)] * num_chunks
+    for stage, actions in ScheduleInterleaved1F1B(parts, num_microbatches).pipeline_order_with_comms.items():
+        for most, passed in zip(where.schedule.received_ahead(where, stage), ("F", "B"), strict=True):
+            received: set[tuple[int, int]] = set()
+            for action in actions:
+                place = action.stage_index, action.microbatch_index
+                if action.computation_type.value == f"RECV_{passed}":
+                    received.add(place)
+                elif action.computation_type.value == passed:
+                    received.discard(place)
+                if action.computation_type.value in ("F", "B"):
+                    assert len(received) <= most
+
+
+@pytest.mark.parametrize(("num_stages", "most"), [(2, 1), (4, 3), (8, 7)])
+def test_what_the_last_stage_sends_to_the_first_waits_for_the_end_of_a_round(num_stages: int, most: int) -> None:
+    where = pipeline(num_stages, 4 * num_stages, "interleaved-1f1b", 2)
+    assert where.schedule.received_ahead(where, 0)[0] == most
+
+
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_every_pass_of_every_chunk_is_done_once_and_forward_comes_first(
     num_stages: int, num_rounds: int, num_chunks: int, data: st.DataObject

@@ -37,6 +37,7 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
+    NOT_BUILT,
     BatchTrial,
     LongestSequence,
     PlanningResult,
@@ -46,7 +47,6 @@ from steelyard.planning import (
     grow_batch,
     longest_sequence,
     make_job,
-    make_problem,
     parse_pin,
     pin_error,
     plan_fewest_devices,
@@ -57,7 +57,7 @@ from steelyard.planning import (
 )
 from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
-from steelyard.search import TIME_LIMIT_S, Partition, Problem, save_problem
+from steelyard.search import TIME_LIMIT_S, Partition, save_problem
 from steelyard.units import format_bytes, format_count, format_plural, parse_count
 
 Objective = Literal["time", "devices"]
@@ -198,15 +198,17 @@ def plan(
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         if length is None:
-            result, notes, tables = _search_lengths(job_of_length, chain, options, top=top, show=show)
+            result, notes = _search_lengths(job_of_length, chain, options, top=top, show=show)
         else:
             job = job_of_length(length)
-            result, notes, tables = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+            result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+        if result.num_left_out:
+            notes.append(f"left out: {format_plural(result.num_left_out, 'pipeline setting')} ({NOT_BUILT})")
         if result.plan is not None:
-            kept = _completed(result, options, tables, num_fallbacks=fallbacks if output is not None else 0, show=show)
+            kept = _completed(result, options, num_fallbacks=fallbacks if output is not None else 0, show=show)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
         if problem is not None:
-            save_problem(problem, tables or make_problem(result.job, options))
+            save_problem(problem, result.problem)
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
         if result.miss is None and pins:
@@ -234,21 +236,15 @@ def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, sche
 
 
 def _completed(
-    result: PlanningResult,
-    options: PlanOptions,
-    tables: Problem | None,
-    *,
-    num_fallbacks: int,
-    show: Callable[[str], None],
+    result: PlanningResult, options: PlanOptions, *, num_fallbacks: int, show: Callable[[str], None]
 ) -> Plan:
     """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
     assert result.plan is not None, "asked for a plan that is there"
     show("searching the plain plans to compare with")
-    problem = tables or make_problem(result.job, options)
-    compared = with_baselines(result.plan, result.job, problem.settings)
+    compared = with_baselines(result.plan, result.job, result.problem.settings)
     if num_fallbacks:
         show("searching plans of less memory")
-    return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=problem)
+    return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> None:
@@ -272,22 +268,18 @@ def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
 
 def _search(
     job: Job, options: PlanOptions, *, aim: Objective, grows: bool, top: int, show: Callable[[str], None]
-) -> tuple[PlanningResult, list[str], Problem | None]:
-    """The result under the objective, lines that say what was tried on the way, and the cost tables of its job.
-
-    Tables are None where those of several jobs were built.
-    """
+) -> tuple[PlanningResult, list[str]]:
+    """The result under the objective, and lines that say what was tried on the way."""
     show(f"searching plans for {job.chain.name} on {job.cluster.name}")
     if grows:
         growth = grow_batch(job, options, top=top, progress=show)
-        return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch), None
+        return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch)
     if aim == "devices":
         fewest = plan_fewest_devices(job, options, top=top, progress=show)
-        return fewest.result, device_lines(fewest.tried), None
-    tables = make_problem(job, options)
+        return fewest.result, device_lines(fewest.tried)
     unmeasured = samples_not_measured(job, options)
     notes = [] if unmeasured is None else [f"left out: {unmeasured.values} {unmeasured.what} ({unmeasured.reason})"]
-    return plan_job(job, options, top=top, problem=tables), notes, tables
+    return plan_job(job, options, top=top), notes
 
 
 def _search_lengths(
@@ -297,10 +289,10 @@ def _search_lengths(
     *,
     top: int,
     show: Callable[[str], None],
-) -> tuple[PlanningResult, list[str], None]:
+) -> tuple[PlanningResult, list[str]]:
     """The same of the longest sequences that fit."""
     longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
-    return longest.result, length_lines(longest), None
+    return longest.result, length_lines(longest)
 
 
 def batch_lines(trials: Sequence[BatchTrial], stopped: str, chosen: int) -> list[str]:

@@ -113,20 +113,21 @@ def _buffer_bytes(strategy: Strategy, setting: Setting) -> int:
     `pipeline_buffer_bytes` where all ranks of tp without sp have a copy.
     """
     more_copies = (strategy.hidden.copies - 1) * pipeline_buffer_bytes(setting)
-    return more_copies + _waiting_reduction_bytes(strategy, setting)
+    return more_copies + _waiting_bytes(strategy, setting)
 
 
-def _waiting_reduction_bytes(strategy: Strategy, setting: Setting) -> int:
+def _waiting_bytes(strategy: Strategy, setting: Setting) -> int:
     """The buffers of the last reductions that the other chunks of a stage hold, which are cut and sharded alike.
 
-    As large as those of the largest block.
+    As large as those of the largest block; with what FSDP gathers ahead of such a block for the chunk at work, whose
+    head may be smaller, and for one that waits.
     """
     if setting.pipeline.num_chunks == 1 or strategy.state_shards == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     blocks = [kind for kind in setting.job.chain.kinds if kind.role is LayerRole.BLOCK]
     profiles = [setting.job.profile.layer(kind.name, strategy.shape) for kind in blocks]
     largest = max((held_params(layer, strategy) for layer in profiles if layer is not None), default=0)
-    return (setting.pipeline.num_chunks - 1) * MASTER_BYTES * largest
+    return ((setting.pipeline.num_chunks - 1) * MASTER_BYTES + 2 * setting.job.compute_bytes) * largest
 
 
 def step_share_s(cost: LayerCost, setting: Setting) -> float:

@@ -1,42 +1,61 @@
 r"""Seconds of collectives, from measurements where the profile has them and from the cluster's links where not.
 
 With $n$ ranks, tensor bytes $b$ (the whole tensor that is gathered or reduced), $k$ ranks of the group in each node,
-rate $w$ and latency $\ell$ of a link, a ring takes
+rate $w$ and latency $\ell$ of a link, a ring inside a node takes
 
-$$t = c\Big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\Big) + \frac{n-1}{n}\,\frac{c\,b}{w}, \qquad
-w = \min(w_\text{intra}, k\,w_\text{inter}) \text{ across nodes, } w_\text{intra} \text{ inside one}$$
+$$t = \sigma + c\,(n - 1)\,\lambda + x + \sqrt{\tau x}, \qquad x = \frac{n-1}{n}\,\frac{c\,b}{w\,g}
+\Big/ \Big(1 - \frac{f}{n^2}\Big)\Big(\frac{2}{n}\Big)^{p}$$
 
-Rates and latencies are those of the cluster times what is reached of them (`LinkEfficiency`).
+and one across nodes the shorter of two protocols, that of large messages and one of less latency and rate,
+
+$$t = \min\big(L + x + \sqrt{\tau x},\; 0.48\,L + y + \sqrt{\tau y}\big), \qquad y = x / 0.765, \qquad
+L = c\big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\big), \quad
+w = \min(w_\text{intra}, k\,w_\text{inter})$$
+
+An all-reduce across nodes may go along a tree instead, at $r$ of the rate, with
+$L = 2(k-1)\,\ell_\text{intra} + 2 \log_2(N)\,\ell_\text{inter}$ and the same two protocols.
+
+Rates and latencies are those of the cluster times what is reached of them (`LinkEfficiency`); what was measured of a
+link is taken as it is.
 
 | symbol | name                 | unit | meaning                                                        |
 |--------|----------------------|------|----------------------------------------------------------------|
 | $c$    | passes               | –    | 2 for all-reduce, 1 for all-gather and reduce-scatter           |
 | $N$    |                      | –    | nodes that the group spans                                      |
-| $\ell$ | `Link.latency_s`     | s    | of one hop                                                      |
+| $\ell$ | `Link.latency_s`     | s    | of one hop of a large message                                   |
 | $w$    | `Link.bytes_per_s`   | B/s  | per device and direction; a node has one outward link per device |
+| $\sigma, \lambda, \tau$ | `MeasuredLink` | s | start, step of a small message, climb                      |
+| $f, p, g, r$ | `MeasuredLink` | –  | few ranks, crowding, gain of an all-reduce, rate of a tree      |
 
 All groups of a stage communicate at once and share what leads out of a node: the ports of a node are divided among its
 devices (`Link.shared`), and a group gets the shares of its $k$ ranks there, no more, whoever else is silent.
 
 A measured collective takes latency + bytes / rate as fitted. An all-to-all moves (n−1)/n of one rank's tensor $b$, and
-no ring helps it: what is for ranks of other nodes leaves each device by its own outward link,
+no ring helps it: what is for ranks of other nodes leaves each device by its own outward link. Inside a node its latency
+is $\sigma + \log_2(n)\,\lambda$, and across nodes
 
 $$t = (k - 1)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}
 + \max\Big(\frac{k-1}{n}\,\frac{b}{w_\text{intra}}, \frac{n-k}{n}\,\frac{b}{w_\text{inter}}\Big)$$
 
-Source: Thakur et al. 2005 (ring algorithms). Not modelled: congestion in the switches between nodes, trees.
+Source: Thakur et al. 2005 (ring algorithms); the protocols' latency and rate are those that NCCL 2.27 assumes of LL128
+and Simple (src/graph/tuning.cc); `benchmarks/collectives.py` says how well it holds. Not modelled: congestion in the
+switches between nodes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import log2, sqrt
 from typing import NamedTuple
 
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Cluster, Link
+from steelyard.hardware.values import UNMEASURED
 from steelyard.profiles.profile import CollectiveKind, Profile
 
+LOW_LATENCY, LOW_RATE = 0.48, 0.765
+"""Of a message in small flagged pieces (LL128) over one in large chunks (Simple)."""
 _PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
@@ -50,10 +69,14 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The links that a group's ring goes over: rate per rank, latency of the whole round."""
+    """The links that a group's ring goes over: rate per rank, latency of the whole round; and of a tree of nodes."""
 
     bytes_per_s: float
     latency_s: float
+    start_s: float = 0.0
+    num_nodes: int = 0
+    """Nodes that it crosses; 0 inside one."""
+    tree_latency_s: float = 0.0
 
 
 def collective_s(
@@ -98,19 +121,49 @@ def collective(
     if kind == "all_to_all":
         return partial(_exchange_s, group=group, cluster=cluster, reached=reached)
     path, passes, fraction = _path(group, cluster, reached), _PASSES[kind], (group.size - 1) / group.size
-    return lambda tensor_bytes: passes * (path.latency_s + fraction * tensor_bytes / path.bytes_per_s)
+    traffic = passes * fraction
+    if not path.num_nodes:
+        link = cluster.intra_link.measured
+        s_per_byte = traffic / path.bytes_per_s / (link.all_reduce_gain if kind == "all_reduce" else 1.0)
+        latency_s, climb_s = path.start_s + passes * path.latency_s, link.climb_s
+        return partial(_climbing_s, latency_s=latency_s, s_per_byte=s_per_byte, climb_s=climb_s)
+    s_per_byte = traffic / path.bytes_per_s
+    lines: _Lines = ((passes * path.latency_s, s_per_byte),)
+    if kind == "all_reduce":
+        lines += ((path.tree_latency_s, s_per_byte / cluster.intra_link.measured.tree_rate),)
+    network = cluster.inter_link.measured if cluster.inter_link is not None else UNMEASURED
+    if network.has_low_latency:
+        lines += tuple((LOW_LATENCY * latency_s, each_s / LOW_RATE) for latency_s, each_s in lines)
+    return partial(_least_s, lines=lines, climb_s=network.climb_s)
+
+
+_Lines = tuple[tuple[float, float], ...]
+"""Seconds of no bytes and of each byte."""
+
+
+def _least_s(tensor_bytes: float, lines: _Lines, climb_s: float) -> float:
+    return min(_climbing_s(tensor_bytes, latency_s, s_per_byte, climb_s) for latency_s, s_per_byte in lines)
+
+
+def _climbing_s(tensor_bytes: float, latency_s: float, s_per_byte: float, climb_s: float) -> float:
+    carried_s = tensor_bytes * s_per_byte
+    return latency_s + carried_s + sqrt(climb_s * carried_s)
 
 
 def _exchange_s(tensor_bytes: float, group: Group, cluster: Cluster, reached: LinkEfficiency) -> float:
     """Seconds of an all-to-all that was not measured; inside and between nodes at the same time."""
-    inside = _reached(cluster.intra_link, reached, inside=True)
     near = _members_per_node(group, cluster)
+    if near == group.size or cluster.inter_link is None:
+        path = _path(group, cluster, reached)
+        latency_s = path.start_s + log2(group.size) * path.latency_s / (group.size - 1)
+        climb_s = cluster.intra_link.measured.climb_s
+        return _climbing_s(tensor_bytes, latency_s, (group.size - 1) / group.size / path.bytes_per_s, climb_s)
+    inside = _reached(cluster.intra_link, reached, inside=True)
     seconds = (near - 1) / group.size * tensor_bytes / inside.bytes_per_s
     latency_s = (near - 1) * inside.latency_s
-    if near < group.size and cluster.inter_link is not None:
-        outside = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
-        seconds = max(seconds, (group.size - near) / group.size * tensor_bytes / outside.bytes_per_s)
-        latency_s += (-(-group.size // near) - 1) * outside.latency_s
+    outside = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
+    seconds = max(seconds, (group.size - near) / group.size * tensor_bytes / outside.bytes_per_s)
+    latency_s += (-(-group.size // near) - 1) * outside.latency_s
     return latency_s + seconds
 
 
@@ -150,14 +203,26 @@ def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
     intra = _reached(cluster.intra_link, reached, inside=True)
     per_node = _members_per_node(group, cluster)
     if per_node >= group.size or cluster.inter_link is None:
-        return replace(intra, latency_s=(group.size - 1) * intra.latency_s)
+        measured = cluster.intra_link.measured
+        step_s = intra.latency_s if measured.step_s is None else measured.step_s
+        left = measured.rate * (1 - measured.few_ranks / group.size**2) * (2 / group.size) ** measured.crowding
+        return Path(
+            bytes_per_s=intra.bytes_per_s * left,
+            latency_s=(group.size - 1) * step_s,
+            start_s=measured.start_s,
+        )
     inter = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
     rate = per_node * inter.bytes_per_s
     if per_node > 1:
         rate = min(rate, intra.bytes_per_s)
     borders = -(-group.size // per_node) - 1
     inside = group.size - 1 - borders
-    return Path(bytes_per_s=rate, latency_s=inside * intra.latency_s + borders * inter.latency_s)
+    return Path(
+        bytes_per_s=rate,
+        latency_s=inside * intra.latency_s + borders * inter.latency_s,
+        num_nodes=borders + 1,
+        tree_latency_s=2 * ((per_node - 1) * intra.latency_s + log2(borders + 1) * inter.latency_s),
+    )
 
 
 @lru_cache(maxsize=16384)

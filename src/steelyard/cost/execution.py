@@ -49,7 +49,8 @@ class StateBytes:
 
         def kept(name: str, count: int, shards: int, replicas: int) -> int:
             if strategy.state_shards == 1:
-                shards = min(shard_degree or replicas, replicas)
+                of_all = replicas / strategy.replicas
+                shards = max(1, min(replicas, int(of_all * (shard_degree or strategy.replicas))))
             return -(-count * parts[name] // (shards if self.zero >= first_sharded[name] else 1))
 
         return {name: sum(kept(name, *part) for part in divided) for name in parts}
@@ -120,6 +121,9 @@ class Execution:
     kept_transfers: int = 0
     """Copies of the activation at a stage's borders that it keeps for every microbatch in flight beside what is saved
     for the backward pass, where the framework has states of its own."""
+    buffers_every_microbatch: bool = False
+    """Whether a stage has a buffer for what arrives of every microbatch of a step, and what it sent stays until the
+    schedule waits for it, as the stages of `torch.distributed.pipelining` have it."""
     eager_launch: bool = True
     """Whether the host launches every kernel (False under CUDA graphs or compiled regions)."""
     pipelined_collective_s: float = 0.0
@@ -165,7 +169,8 @@ MEGATRON_CORE = Execution(
 to the fp32 one."""
 MEGATRON_FSDP = Execution(fused_kernels=True, repeats_whole_blocks=True)
 """Megatron-LM on Megatron-FSDP, which shards as FSDP2 does."""
-TORCHTITAN = Execution(repeats_whole_blocks=True, keeps_every_second_product=True)
-"""torchtitan 0.3: FSDP2 as here; its checkpoints do not stop early (distributed/activation_checkpoint.py)."""
+TORCHTITAN = Execution(buffers_every_microbatch=True, repeats_whole_blocks=True, keeps_every_second_product=True)
+"""torchtitan 0.3: FSDP2 as here, torch's stages as they come; its checkpoints do not stop early
+(distributed/activation_checkpoint.py)."""
 DEEPSPEED = Execution(reduce_bytes=2)
 """ZeRO-3 with gradients in bf16, as published runs of it have them."""

@@ -50,6 +50,7 @@ from steelyard.plan.legality import illegal_reason
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+from steelyard.schedules import PipelineConfig
 
 _RECOMPUTED_INPUTS = 4
 """What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
@@ -625,18 +626,30 @@ def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Settin
 
 
 def pipeline_buffer_bytes(setting: Setting) -> int:
-    """Bytes that the pipeline keeps beside activations, where they are divided over all ranks of a stage.
+    """Bytes of what stages exchange beside what layers save, where it is divided over all ranks of a stage.
 
-    Every stage but the first has a buffer for the activation of every microbatch (those in flight are also the first
-    layer's saved input), every stage but the last one for the gradient of every microbatch, and it keeps its outputs
-    of the microbatches in flight. Where torch waits for sends only when the step ends, every chunk has these buffers
-    and all that it ever sent stays until then.
+    That of the stage with most: its outputs of the microbatches in flight, the gradient that arrived and the last that
+    was sent of every chunk, and what arrives ahead (`steelyard.cost.stage_memory`). Under torch's own stages
+    (`Execution.buffers_every_microbatch`) every stage but the first has a buffer for the activation of every microbatch
+    (those in flight are also the first layer's saved input), every stage but the last one for its gradient, and it
+    keeps its outputs in flight; where torch waits for sends only when the step ends, all that it ever sent.
     """
     pipeline, ranks = setting.pipeline, setting.devices_per_stage
     count, stages = pipeline.num_microbatches, pipeline.num_stages
     if stages == 1 or setting.job.execution.keeps_own_buffers:
         return 0
+    if not setting.job.execution.buffers_every_microbatch:
+        most = max(_num_exchanged(pipeline, stage) for stage in range(stages))
+        return most * setting.activation_bytes // ranks
     if pipeline.schedule.keeps_sends:
         return 4 * pipeline.num_chunks * count * setting.activation_bytes // ranks
     kept = count if stages > 2 else pipeline.in_flight(0)
     return (count + kept) * setting.activation_bytes // ranks
+
+
+def _num_exchanged(pipeline: PipelineConfig, stage: int) -> int:
+    """Activations and gradients, most at once, that a stage has of others or for them beside what layers save."""
+    is_last = stage == pipeline.num_stages - 1
+    receiving, sending = pipeline.num_chunks - (stage == 0), pipeline.num_chunks - is_last
+    ahead = sum(pipeline.schedule.received_ahead(pipeline, stage))
+    return (pipeline.in_flight(stage) + 1 if sending else 0) + receiving + ahead

@@ -46,6 +46,21 @@ KnownLayers = dict[tuple[object, ...], LayerMemory]
 """The memory of layers of a job by all that it depends on, shared between settings."""
 
 
+class Floors:
+    """The floors of cost tables of a job, made when first asked for; the budget of the job changes none of them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._made: dict[CostTables, tuple[CostTables, ...]] = {}
+        self._known: KnownLayers = {}
+
+    def of(self, tables: CostTables) -> tuple[CostTables, ...]:
+        """As `floor_tables` makes them."""
+        if tables not in self._made:
+            self._made[tables] = floor_tables(tables, self._job, self._known)
+        return self._made[tables]
+
+
 def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None) -> tuple[CostTables, ...]:
     """The same times with bytes that no walk is below; of several, each is a bound of its own.
 
@@ -235,9 +250,10 @@ def _with_last_layers(
     waiting = _add_first_reduction(tables, parts, static) if follows_reduction else 0
     reduction = parts.reduction if follows_reduction else parts.reduction_first
     reduction = np.where(parts.reduced > 0, reduction - waiting, reduction)
-    last = static + np.maximum(parts.autograd_sending, reduction) + count * parts.sent
+    has_all = setting.job.execution.buffers_every_microbatch
+    last = static + np.maximum(parts.autograd_sending, reduction) + (count if has_all else 1) * parts.sent
     static[head] += np.maximum(parts.autograd, reduction)[head]
-    if tables.pipeline.num_stages > 1:
+    if tables.pipeline.num_stages > 1 and has_all:
         static[head] += (count - tables.pipeline.in_flight(tables.pipeline.num_stages - 1)) * _least_hidden_bytes(
             setting
         )
@@ -341,12 +357,9 @@ def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTab
         copies[kind], gradients[kind], begun[kind] = 1, moment.has_gradients[chunk], moment.is_begun[chunk]
         saved[kind] = parts.saved[kind] * moment.in_flight[chunk] // tables.pipeline.in_flight(stage)
     static = copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy
-    received = max(0, (tables.pipeline.num_chunks - 1) * setting.pipeline.num_microbatches - max(flights))
-    sends = [
-        tables.pipeline.num_chunks * setting.pipeline.num_microbatches + sum(moment.forwards) for moment in moments[:-1]
-    ]
-    last = static + np.maximum(parts.autograd_sending, parts.reduction) + min(sends) * parts.sent
-    static[head] += (tables.pipeline.num_chunks - 1) * setting.pipeline.num_microbatches * _least_hidden_bytes(setting)
+    received, sent, sent_by_last = _exchanged(moments, setting)
+    last = static + np.maximum(parts.autograd_sending, parts.reduction) + sent * parts.sent
+    static[head] += sent_by_last * _least_hidden_bytes(setting)
     if moments[-1].working == tables.pipeline.num_chunks - 1:
         static[head] += np.maximum(parts.autograd, parts.reduction)[head]
     floor = replace(
@@ -357,6 +370,20 @@ def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTab
         overhead_bytes=context_bytes(setting) + _shared_bytes(setting) + received * _least_hidden_bytes(setting),
     )
     return floor.with_last_kinds(last, saved, apart={head})
+
+
+def _exchanged(moments: list[_Moment], setting: Setting) -> tuple[int, int, int]:
+    """What a stage holds beside what layers save, at least: of others, of its own, and of its own on the last stage."""
+    pipeline, last = setting.pipeline, moments[-1]
+    if setting.job.execution.buffers_every_microbatch:
+        others, flights = pipeline.num_chunks - 1, [sum(moment.in_flight) for moment in moments]
+        forwards = min(sum(moment.forwards) for moment in moments[:-1])
+        count = pipeline.num_microbatches
+        return max(0, others * count - max(flights)), pipeline.num_chunks * count + forwards, others * count
+    ahead = (pipeline.schedule.received_ahead(pipeline, stage) for stage in range(pipeline.num_stages))
+    kept = (sum(moment.has_gradients[int(stage == 0) :]) for stage, moment in enumerate(moments))
+    received = min(sum(each) + own for each, own in zip(ahead, kept, strict=True))
+    return received, min(sum(moment.in_flight) for moment in moments[:-1]) + 1, sum(last.in_flight[:-1])
 
 
 def _fullest(stage: int, setting: Setting) -> _Moment:

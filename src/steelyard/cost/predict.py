@@ -6,7 +6,7 @@ The terms of time are those that the search added up (`steelyard.cost.layer`). T
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from steelyard.model.chain import LayerKind
 from steelyard.plan.plan import Plan, StagePrediction
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Strategy
+from steelyard.profiles.profile import LayerProfile, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +113,32 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
     Model FLOP of a token are three forward passes, attention counted in full although causal kernels skip half of it:
     the convention of Chowdhery et al. 2022 (PaLM), appendix B, that published MFU figures use.
     """
+    flop = _flop_per_sample(job, lambda layer: 3 * _flop(layer.forward, attention=2))
+    return None if flop is None else flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
+
+
+def least_step_s(job: Job) -> float:
+    """Seconds that no plan is faster than: the products of a step, none repeated, at the peak of all devices.
+
+    0 where the peak is not known.
+    """
+    flop = _flop_per_sample(job, lambda layer: _flop(layer.forward) + _flop(layer.backward))
+    devices_flop_per_s = job.cluster.num_devices * job.peak_flop_per_s if flop else 1.0
+    return job.time_factor * job.global_batch * (flop or 0.0) / devices_flop_per_s
+
+
+def _flop(work: Work, *, attention: float = 1) -> float:
+    return work.matmul_flop.per_sample + attention * work.attention_flop.per_sample
+
+
+def _flop_per_sample(job: Job, flop: Callable[[LayerProfile], float]) -> float | None:
+    """FLOP of all layers; None where the device's peak is not known, or a layer's FLOP."""
+    layers = [job.profile.layer(kind.name, {}) for kind in job.chain.kinds]
     if job.cluster.device.needs_profile:
         return None
-    flop = 0.0
-    for kind_index, kind in enumerate(job.chain.kinds):
-        layer = job.profile.layer(kind.name, {})
-        if layer is None:
-            return None
-        forward = layer.forward
-        per_sample = forward.matmul_flop.per_sample + 2 * forward.attention_flop.per_sample
-        flop += 3 * per_sample * job.chain.layers.count(kind_index)
-    return flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
+    counts = [job.chain.layers.count(kind) for kind in range(len(layers))]
+    known = [count * flop(layer) for count, layer in zip(counts, layers, strict=True) if layer is not None]
+    return sum(known) if len(known) == len(layers) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ other microbatches in flight
 $$M = \sum_j (p_j + o_j) + \sum_{j \in G} g_j + n \sum_j b_j + \sum_{j < l} (b_j + k_j) + b_l + u_l + \text{buffers}$$
 
 and the bound is the largest $M$ over all passes and layers. Interleaved, the other chunks of the stage add what they
-hold between their passes, and what was sent stays until the step ends.
+hold between their passes. The buffers are the gradient that arrived for a backward pass, the last that was sent, and
+what arrives ahead; an activation that was sent, or arrived and is not what the first layer saves, counts in $b$. A
+framework may have more of them (`Execution.buffers_every_microbatch`).
 
 | symbol | bytes            | meaning                                                                               |
 |--------|------------------|---------------------------------------------------------------------------------------|
@@ -24,6 +26,7 @@ Not modelled: what a redistribution between two layouts takes beyond its result.
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
@@ -126,10 +129,6 @@ class _Moment(NamedTuple):
     follows_forward: bool
     finds_ahead: bool
     """Whether a backward pass before gathered the last sharded layer ahead."""
-    gathers_ahead: int
-    """Bytes that the first sharded layer gathers ahead in this pass."""
-    kept_sends: int
-    """Gradients that were sent to the part before and are still there."""
 
 
 class _Pause(NamedTuple):
@@ -147,8 +146,20 @@ class _Pause(NamedTuple):
 _SLICES_HELD = 3
 """The sum, what is added to it, and the same in the order of the rows where a matrix is divided twice."""
 
-_Working = tuple[int, _Moment, tuple[_Pause, ...]]
-"""The chunk that works, its moment, and the states of all chunks of the stage, its own among them."""
+
+class _Working(NamedTuple):
+    """A stage as one of its chunks begins a pass."""
+
+    chunk: int
+    moment: _Moment
+    target: int | None
+    """The chunk of which the first sharded layer to work gathers the last one ahead; None where it gathers none."""
+    pauses: tuple[_Pause, ...]
+    """The states of all chunks, of the one that works too."""
+
+
+_Sent = tuple[tuple[int, int], ...]
+"""Of each chunk the forward and the backward passes that were done before."""
 
 
 def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, tied: int = 0) -> dict[str, int]:
@@ -158,7 +169,7 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
     parameters takes when the backward passes have ended.
     """
     layers = [layer for part in parts for layer in part.layers]
-    sums = [_layer_sums(part) for part in parts]
+    sums = [_layer_sums(part, setting) for part in parts]
     best = _Held(
         gradients=sum(layer.kept_gradients for layer in layers),
         copies=0,
@@ -166,20 +177,21 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
         working=tied + sum(own.last_reduced + part.side_bytes for part, own in zip(parts, sums, strict=True)),
         buffers=0,
     )
-    keeps_sends = setting.pipeline.schedule.keeps_sends
-    for (chunk, moment, pauses), sent in _moments(parts, sums, index, setting).items():
+    sharded = tuple(min(len(own.sharded), 2) for own in sums)
+    for (chunk, moment, target, pauses), passed in _moments(index, setting.pipeline, sharded).items():
+        sent = _sent_bytes(parts, passed) if _keeps_sends(setting) else 0
+        ahead = 0 if target is None else sums[target].ahead
         paused = [_paused(*each) for place, each in enumerate(zip(parts, sums, pauses, strict=True)) if place != chunk]
         beside = _Held(*map(sum, zip(_Held(0, 0, 0, 0, sent), *paused, strict=True)))
         room = sum(best) - sum(beside)
-        for held in _held_in_pass(parts[chunk], sums[chunk], moment, keeps_sent=keeps_sends):
+        for held in _held_in_pass(parts[chunk], sums[chunk], moment, ahead):
             if sum(held) > room:
                 best, room = _Held(*map(operator.add, held, beside)), sum(held)
     always = {
         "parameters": sum(layer.shard for layer in layers),
         "optimizer": sum(2 * layer.shard + layer.buffers for layer in layers),
         "working set": best.working + sum(part.token_bytes for part in parts),
-        "pipeline buffers": best.buffers
-        + setting.pipeline.num_microbatches * sum(part.received + part.sent for part in parts),
+        "pipeline buffers": best.buffers + _buffer_bytes(parts, index, setting),
     }
     found = always | {
         "gradients": best.gradients,
@@ -187,6 +199,14 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
         "activations": best.activations,
     }
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes > 0}
+
+
+def _buffer_bytes(parts: Sequence[PartLayers], index: int, setting: Setting) -> int:
+    """Buffers for what arrives that are there throughout, or may be at any time."""
+    if setting.job.execution.buffers_every_microbatch:
+        return setting.pipeline.num_microbatches * sum(part.received + part.sent for part in parts)
+    activations, gradients = setting.pipeline.schedule.received_ahead(setting.pipeline, index)
+    return activations * max(part.received for part in parts) + gradients * max(part.sent for part in parts)
 
 
 class _Held(NamedTuple):
@@ -213,6 +233,14 @@ class _LayerSums:
     """[n + 1] the copy of the nearest sharded layer before each place"""
     prefetched: tuple[int, ...]
     """[n + 1] the same where it is to be gathered again for the backward pass, else 0"""
+    received: int
+    """What an activation that arrived takes beside what layers save; less than none where its buffer counts apart."""
+    sent: int
+    """What an activation that was sent takes with its microbatch; none where all sends count together."""
+    arriving: int
+    """What the gradient that arrives for a backward pass takes; none where its buffer counts apart."""
+    kept: int
+    """The gradient that was sent last; none where all sends count together."""
     in_flight: int
     """What a microbatch holds between its forward and its backward pass."""
 
@@ -227,8 +255,10 @@ class _LayerSums:
         return self.gathered[-1]
 
 
-def _layer_sums(part: PartLayers) -> _LayerSums:
-    layers = part.layers
+def _layer_sums(part: PartLayers, setting: Setting) -> _LayerSums:
+    layers, apart = part.layers, setting.job.execution.buffers_every_microbatch
+    received = (0 if apart else part.received) - (part.received if part.received_is_saved else 0)
+    sent = 0 if _keeps_sends(setting) else part.sent
     kept, reduced, gathered, prefetched = [0], [0], [0], [0]
     for layer in reversed(layers):
         kept.append(kept[-1] + layer.kept_gradients)
@@ -237,37 +267,47 @@ def _layer_sums(part: PartLayers) -> _LayerSums:
         gathered.append(layer.copy if layer.shards > 1 else gathered[-1])
         again = 0 if layer.keeps_copy else layer.copy
         prefetched.append(again if layer.shards > 1 else prefetched[-1])
-    saved = sum(layer.saved for layer in layers) + part.side_bytes + part.sent
     return _LayerSums(
         sharded=tuple(place for place, layer in enumerate(layers) if layer.shards > 1),
         kept_gradients=tuple(reversed(kept)),
         reduced=tuple(reversed(reduced)),
         gathered=tuple(gathered),
         prefetched=tuple(prefetched),
-        in_flight=saved - (part.received if part.received_is_saved else 0),
+        received=received,
+        sent=sent,
+        arriving=0 if apart else part.sent,
+        kept=0 if _keeps_sends(setting) else part.received,
+        in_flight=sum(layer.saved for layer in layers) + part.side_bytes + received + sent,
     )
 
 
-def _moments(
-    parts: Sequence[PartLayers], sums: Sequence[_LayerSums], index: int, setting: Setting
-) -> dict[_Working, int]:
-    """The distinct states in which a stage begins a pass, and the most bytes sent before it that are still there.
+def _keeps_sends(setting: Setting) -> bool:
+    """Whether what a stage sent stays until the step ends."""
+    return setting.job.execution.buffers_every_microbatch and setting.pipeline.schedule.keeps_sends
 
-    Under some schedules torch waits for all sends only when the step ends; of others see `Schedule.kept_gradients`.
+
+def _sent_bytes(parts: Sequence[PartLayers], passed: _Sent) -> int:
+    """All that a stage has sent in these passes."""
+    pairs = zip(parts, passed, strict=True)
+    return sum(forwards * part.sent + backwards * part.received for part, (forwards, backwards) in pairs)
+
+
+@lru_cache(maxsize=4096)
+def _moments(index: int, pipeline: PipelineConfig, num_sharded: tuple[int, ...]) -> dict[_Working, _Sent]:
+    """The distinct states in which a stage begins a pass, and what was done before when each was there last.
+
+    ``num_sharded`` counts the sharded layers of each chunk, 2 for more.
     """
-    found: dict[_Working, int] = {}
+    found: dict[_Working, _Sent] = {}
     begin = _Pause(in_flight=0, has_gradients=False, is_done=False, follows_forward=False, is_ahead=False)
-    pauses = [begin for _ in parts]
-    backwards = [0] * len(parts)
-    num_sharded = [len(own.sharded) for own in sums]
+    pauses = [begin for _ in num_sharded]
+    passed = [(0, 0) for _ in num_sharded]
     forwards: list[int] = []
     """The chunks of the forward passes so far that have sharded layers."""
-    in_flight: list[list[int]] = [[] for _ in parts]
+    in_flight: list[list[int]] = [[] for _ in num_sharded]
     """How many of them came before each forward pass of a chunk that waits for its backward pass."""
-    sent = 0
-    schedule = setting.pipeline.schedule
     forward, backward = Phase.FORWARD, Phase.BACKWARD
-    for phase, chunk, _ in _passes(index, setting.pipeline):
+    for phase, chunk, _ in _passes(index, pipeline):
         is_backward = phase is backward
         assert is_backward or phase is forward, f"the walk knows no pass of the phase {phase}"
         before, target = pauses[chunk], None
@@ -277,8 +317,7 @@ def _moments(
         else:
             in_flight[chunk].append(len(forwards))
             forwards += [chunk] if num_sharded[chunk] else []
-        backwards[chunk] += is_backward
-        is_last = is_backward and backwards[chunk] == setting.pipeline.num_microbatches
+        is_last = is_backward and passed[chunk][1] + 1 == pipeline.num_microbatches
         moment = _Moment(
             in_flight=before.in_flight - is_backward,
             is_backward=is_backward,
@@ -286,11 +325,9 @@ def _moments(
             is_last_backward=is_last,
             follows_forward=before.follows_forward,
             finds_ahead=before.is_ahead,
-            gathers_ahead=0 if target is None else sums[target].ahead,
-            kept_sends=0 if schedule.keeps_sends else schedule.kept_gradients(backwards[chunk] - is_backward),
         )
-        working = (chunk, moment, tuple(pauses))
-        found[working] = max(found.get(working, 0), sent)
+        found[_Working(chunk, moment, target, tuple(pauses))] = tuple(passed)
+        passed[chunk] = (passed[chunk][0] + (not is_backward), passed[chunk][1] + is_backward)
         pauses[chunk] = _Pause(
             in_flight=before.in_flight + (-1 if is_backward else 1),
             has_gradients=before.has_gradients or is_backward,
@@ -300,8 +337,6 @@ def _moments(
         )
         if target is not None and not pauses[target].is_done:
             pauses[target] = pauses[target]._replace(is_ahead=True)
-        if schedule.keeps_sends:
-            sent += parts[chunk].received if is_backward else parts[chunk].sent
     return found
 
 
@@ -333,21 +368,21 @@ def _paused(part: PartLayers, sums: _LayerSums, pause: _Pause) -> _Held:
     return _Held(
         gradients=sums.kept_gradients[0] if pause.has_gradients else 0,
         copies=copies,
-        activations=pause.in_flight * (sums.in_flight - part.sent),
+        activations=pause.in_flight * sums.in_flight,
         working=(sums.last_reduced if pause.has_gradients else 0) + (sums.ahead if pause.is_ahead else 0),
-        buffers=0,
+        buffers=sums.kept if pause.has_gradients else 0,
     )
 
 
-def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, *, keeps_sent: bool) -> Iterator[_Held]:
+def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: int) -> Iterator[_Held]:
     """What is held at the fullest moment of each layer in one pass.
 
-    ``keeps_sent`` where what the part sent counts elsewhere.
+    ``ahead`` are the bytes that the first sharded layer gathers ahead in a backward pass.
     """
     layers = part.layers
-    sent = 0 if keeps_sent else part.sent
-    activations = moment.in_flight * (sums.in_flight - part.sent + sent) + (sent if moment.is_backward else 0)
-    activations += part.side_bytes + moment.kept_sends * part.received - part.received * part.received_is_saved
+    activations = moment.in_flight * sums.in_flight + (sums.sent if moment.is_backward else 0)
+    activations += part.side_bytes + sums.received
+    buffers = (0 if moment.is_first else sums.kept) + (sums.arriving if moment.is_backward else 0)
     copies = sum(layer.copy for layer in layers if layer.keeps_copy and _stays(layer, moment))
     gradients = 0 if moment.is_first else sums.kept_gradients[0]
     for place, layer in enumerate(layers):
@@ -356,13 +391,14 @@ def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, *, keeps_
         if not moment.is_backward:
             working = _forward_bytes(layer, sums, place) + _waiting_bytes(sums, place, moment)
             working += _reducing_bytes(sums, len(layers), moment)
-            yield _Held(gradients, copies, activations, working, 0)
+            yield _Held(gradients, copies, activations, working, buffers)
             continue
         if moment.is_first:
             gradients = sums.kept_gradients[place + 1]
-        yield _Held(gradients, copies, activations, _backward_bytes(layer, sums, place, moment), 0)
+        yield _Held(gradients, copies, activations, _backward_bytes(layer, sums, place, moment, ahead), buffers)
         rest = copies - (layer.copy if layer.drops_copy else 0)
-        yield _Held(gradients, rest, activations - layer.freed, _reduction_bytes(layer, sums, place, moment), 0)
+        reducing = _reduction_bytes(layer, sums, place, moment, ahead)
+        yield _Held(gradients, rest, activations - layer.freed, reducing, buffers)
 
 
 def _stays(layer: LayerMemory, moment: _Moment) -> bool:
@@ -389,18 +425,18 @@ def _forward_bytes(layer: LayerMemory, sums: _LayerSums, place: int) -> int:
     return gathered + layer.copy + max(layer.forward, before)
 
 
-def _backward_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment) -> int:
+def _backward_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
     """While autograd works: activations, parameters, new gradients, and the buffers of the neighbours.
 
     The next layer to work is gathered, and the layer that worked before still reduces.
     """
-    total = layer.backward + layer.made_gradients + _prefetched_bytes(sums, place, moment)
+    total = layer.backward + layer.made_gradients + _prefetched_bytes(sums, place, moment, ahead)
     if not layer.keeps_copy:
         total += layer.copy
     return total + _reducing_bytes(sums, place + 1, moment)
 
 
-def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
+def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
     """The parameters that FSDP gathers ahead in a backward pass, of the sharded layer that works next.
 
     It does so as a sharded layer begins to work; after the first one comes the last one of the forward pass before
@@ -410,7 +446,7 @@ def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
         return 0
     if place > sums.sharded[-1]:
         return sums.ahead if moment.finds_ahead else 0
-    return moment.gathers_ahead if place <= sums.sharded[0] else sums.prefetched[place]
+    return ahead if place <= sums.sharded[0] else sums.prefetched[place]
 
 
 def _waiting_bytes(sums: _LayerSums, place: int, moment: _Moment) -> int:
@@ -429,12 +465,12 @@ def _reducing_bytes(sums: _LayerSums, first: int, moment: _Moment) -> int:
     return behind if behind or moment.is_first else sums.last_reduced
 
 
-def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment) -> int:
+def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
     """As a layer's gradients are reduced: the new ones, the buffer they are copied to, and of a sharded layer a result.
 
     The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
-    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(sums, place, moment)
+    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(sums, place, moment, ahead)
     return total if layer.shards > 1 else total + _reducing_bytes(sums, place + 1, moment)
 
 

@@ -29,6 +29,7 @@ KINDS = frozenset({"dp", "fsdp", "tp"})
 """Kinds of parallelism that the script carries out."""
 STYLES = frozenset({"colwise", "rowwise", "gather", "sequence", "sequence_local", "vocabulary", "logits"})
 """Styles of families that the script knows, by the first word of their name."""
+_BUFFERS = "memory as predicted: every stage has buffers for what it exchanges of all {} microbatches of a step"
 _RUNS = frozenset({embed, run_block, project, project_capped})
 """How layers run that the script knows."""
 
@@ -55,6 +56,7 @@ def _write(request: Request) -> Draft:
         left_out=(
             "checkpoints, resuming, loading of weights, dropout that no plan changes, run records and the checks of "
             "steelyard's own runtime",
+            *((_BUFFERS.format(plan.num_microbatches),) if plan.num_stages > 1 else ()),
         ),
         usage=(
             f"on every host: {request.torchrun} {stem}.py --data PATH --steps 100, {plan.num_devices} processes in all",

@@ -22,7 +22,7 @@ from pydantic import (
 from steelyard.errors import InvalidClusterError, nearest
 from steelyard.files import MOST_YAML_BYTES, parse_yaml
 from steelyard.files import read_text as read_file
-from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceKind, Link
+from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceKind, Link, MeasuredLink
 from steelyard.limits import MOST_BYTES, MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
@@ -61,6 +61,49 @@ class FileModel(BaseModel):
         return data
 
 
+class MeasuredSpec(FileModel):
+    """What collectives over a link were measured to do; see `MeasuredLink`."""
+
+    rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
+    start_us: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    step_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    climb_us: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    few_ranks: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
+    crowding: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    all_reduce_gain: Annotated[FiniteFloat, Field(ge=1)] = 1.0
+    tree_rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.6
+    has_low_latency: bool = True
+
+    def to_measured(self) -> MeasuredLink:
+        """The same in seconds."""
+        return MeasuredLink(
+            rate=self.rate,
+            start_s=self.start_us * MICRO,
+            step_s=None if self.step_us is None else self.step_us * MICRO,
+            climb_s=self.climb_us * MICRO,
+            few_ranks=self.few_ranks,
+            crowding=self.crowding,
+            all_reduce_gain=self.all_reduce_gain,
+            tree_rate=self.tree_rate,
+            has_low_latency=self.has_low_latency,
+        )
+
+    @classmethod
+    def of(cls, measured: MeasuredLink) -> "MeasuredSpec":
+        """The same in microseconds."""
+        return cls(
+            rate=measured.rate,
+            start_us=measured.start_s / MICRO,
+            step_us=None if measured.step_s is None else measured.step_s / MICRO,
+            climb_us=measured.climb_s / MICRO,
+            few_ranks=measured.few_ranks,
+            crowding=measured.crowding,
+            all_reduce_gain=measured.all_reduce_gain,
+            tree_rate=measured.tree_rate,
+            has_low_latency=measured.has_low_latency,
+        )
+
+
 class LinkSpec(FileModel):
     """A link described in full: peak GB/s per direction, latency in microseconds.
 
@@ -75,6 +118,7 @@ class LinkSpec(FileModel):
     source: str = "cluster file"
     notes: str = ""
     needs_profile: bool = False
+    measured: MeasuredSpec = MeasuredSpec()
 
     def to_link(self) -> Link:
         """The link in bytes/s and seconds."""
@@ -85,6 +129,7 @@ class LinkSpec(FileModel):
             source=self.source,
             notes=self.notes,
             needs_profile=self.needs_profile,
+            measured=self.measured.to_measured(),
         )
 
 

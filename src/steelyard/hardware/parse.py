@@ -6,7 +6,16 @@ from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware.catalogue import default_links, find_device, find_link, find_network, known_device, links
-from steelyard.hardware.files import MICRO, ClusterFile, DeviceSpec, LinkSpec, SharedLink, read_text, read_yaml
+from steelyard.hardware.files import (
+    MICRO,
+    ClusterFile,
+    DeviceSpec,
+    LinkSpec,
+    MeasuredSpec,
+    SharedLink,
+    read_text,
+    read_yaml,
+)
 from steelyard.hardware.values import Cluster, Device, Link
 from steelyard.units import GB, GIB, TERA
 
@@ -104,6 +113,7 @@ def _link_spec(link: Link, *, ports_per_node: int | None = None) -> LinkSpec:
         source=link.source,
         notes=link.notes,
         needs_profile=link.needs_profile,
+        measured=MeasuredSpec.of(link.measured),
     )
 
 

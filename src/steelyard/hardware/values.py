@@ -136,6 +136,33 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLink:
+    """What collectives inside a node were measured to do beyond a rate and a latency; `steelyard.cost.communication`.
+
+    ``rate``: part that is reached of what other links reach of theirs; ``start_s`` of every collective; ``step_s`` of
+    one step of a ring of small messages, None for the link's latency; ``climb_s``: how slowly the rate climbs with the
+    message; ``few_ranks``: over the square of the ranks, the part of the rate that is lost; ``crowding``: power of half
+    the ranks by which the rate falls where messages pass through the host's memory; ``all_reduce_gain``: rate of an
+    all-reduce over that of a gather (reduction in the switch); ``tree_rate``: rate of an all-reduce along a tree of
+    nodes over that of a ring; ``has_low_latency``: whether a network carries messages in small flagged pieces as well.
+    """
+
+    rate: float = 1.0
+    start_s: float = 0.0
+    step_s: float | None = None
+    climb_s: float = 0.0
+    few_ranks: float = 0.0
+    crowding: float = 0.0
+    all_reduce_gain: float = 1.0
+    tree_rate: float = 0.6
+    has_low_latency: bool = True
+
+
+UNMEASURED = MeasuredLink()
+"""A link of which no more is known than its rate and its latency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A connection between devices.
 
@@ -151,6 +178,7 @@ class Link:
     source: str
     notes: str = ""
     needs_profile: bool = False
+    measured: MeasuredLink = UNMEASURED
 
     def __post_init__(self) -> None:
         _require_positive(f"link {self.name!r}: bytes_per_s", self.bytes_per_s)

@@ -128,7 +128,7 @@ class Strategy:
                     field=key, found=repr(value), expected="one of " + ", ".join(most), hint="correct the value"
                 )
         kept = tuple((key, chosen[key]) for key in known if key in chosen and chosen[key] != known[key][1].default)
-        return cls(levels=levels, remat=remat, variants=kept)
+        return _strategy(levels, remat, kept)
 
     def _without_its_kind(self, key: str) -> Contradiction | None:
         kind, variant = variants()[key]
@@ -315,6 +315,7 @@ class Strategy:
         return _is_aligned(self)
 
 
+@lru_cache(maxsize=65536)
 def _strategy(levels: Levels, remat: Remat, chosen: tuple[tuple[str, Value], ...]) -> Strategy:
     return Strategy(levels=levels, remat=remat, variants=chosen)
 

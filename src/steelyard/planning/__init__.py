@@ -27,7 +27,7 @@
 
 from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
 from steelyard.planning.calibration import calibrate
-from steelyard.planning.choose import NothingFitsError, PlanningResult, find_plan, plan_job
+from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.explain import explain_plan
@@ -45,6 +45,7 @@ from steelyard.planning.rivals import with_baselines
 from steelyard.planning.why_not import pin_error, why_not, why_not_plan
 
 __all__ = [
+    "NOT_BUILT",
     "BatchGrowth",
     "BatchTrial",
     "FewestDevices",

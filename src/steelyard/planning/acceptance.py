@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.memory_floor import KnownLayers, floor_tables
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
@@ -79,12 +79,14 @@ def accept(
     num_alternatives: int = 4,
     partition: Partition = "exact",
     time_limit_s: float | None = None,
+    floors: Floors | None = None,
 ) -> Acceptance:
     """The fastest accepted plans of a job, of all settings whose cost tables are given.
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
+    ``floors`` saves making those of the tables again for another budget.
     """
-    contest = _Contest(job=job, tables=tables, num_exact=num_exact)
+    contest = _Contest(job=job, tables=tables, num_exact=num_exact, made=floors or Floors(job))
     if partition != "exact":
         found = search(tables, usable_bytes(job), partition=partition)
         contest.bounds_s = [quick_bound_s(each) for each in tables]
@@ -114,8 +116,7 @@ class _Contest:
     job: Job
     tables: Sequence[CostTables]
     num_exact: int
-    _floors: dict[int, tuple[CostTables, ...]] = field(default_factory=dict)
-    _known: KnownLayers = field(default_factory=dict)
+    made: Floors
     room_bytes: int = field(init=False)
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
@@ -128,9 +129,7 @@ class _Contest:
 
     def floors(self, index: int) -> tuple[CostTables, ...]:
         """The floors of a setting, made when first asked for."""
-        if index not in self._floors:
-            self._floors[index] = floor_tables(self.tables[index], self.job, self._known)
-        return self._floors[index]
+        return self.made.of(self.tables[index])
 
     @property
     def cutoff_s(self) -> float:

@@ -2,14 +2,15 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
-from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.predict import PlanCost, least_step_s, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
@@ -28,6 +29,10 @@ from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
 """Settings whose best plans the simulator ranks in the end, or more where more alternatives are asked for."""
+TABLES_SHARE = 0.5
+"""Of the time limit, which building the cost tables may take."""
+NOT_BUILT = "not searched: the time was up before its cost tables were built"
+"""Of a pipeline setting that was left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,10 @@ class PlanningResult:
     """Outcome of planning: a plan with its cost, or the nearest miss where nothing fits."""
 
     job: Job
+    problem: Problem
+    """What was searched."""
+    num_left_out: int
+    """Settings for whose cost tables there was no time."""
     search: SearchResult
     plan: Plan | None
     cost: PlanCost | None
@@ -123,26 +132,55 @@ def plan_job(
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
 
     Only plans that the walk accepts are priced (`steelyard.planning.acceptance`), so all of them fit as reported.
+
+    The time limit is that of tables and search together. Settings without tables by half of it are not searched: what
+    is proven is then no more than that no plan takes fewer FLOP.
     """
-    settings = pipeline_settings(job, options)
+    settings, started, limit_s = pipeline_settings(job, options), time.monotonic(), options.time_limit_s
+    if problem is None:
+        deadline = math.inf if limit_s is None else started + TABLES_SHARE * limit_s
+        problem = make_problem(job, options, deadline=deadline)
+    left_out = settings[len(problem.settings) :]
     num_rescored = len(settings) if job.profile.busy_speeds else max(top, NUM_RESCORED)
     found = accept(
         job,
-        (problem or make_problem(job, options)).settings,
+        problem.settings,
         num_exact=num_rescored if job.profile.busy_speeds else 1,
         num_alternatives=num_rescored - 1,
         partition=options.partition,
-        time_limit_s=options.time_limit_s,
+        time_limit_s=None if limit_s is None else max(0.0, started + limit_s - time.monotonic()),
+    )
+    result = PlanningResult(
+        job=job,
+        problem=problem,
+        num_left_out=len(left_out),
+        search=found.search,
+        plan=None,
+        cost=None,
+        miss=found.search.nearest_miss,
+        miss_text="",
     )
     if not found.ranked:
-        miss, text = found.search.nearest_miss, _miss_text(job, found, settings)
-        return PlanningResult(job=job, search=found.search, plan=None, cost=None, miss=miss, miss_text=text)
+        return replace(result, miss_text=_miss_text(job, found, settings) + _not_searched_text(left_out, settings))
+    if left_out:
+        found = replace(found, search=_cut_short(found.search, job))
     candidates = [each.plan for each in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
     best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    prediction = _prediction(job, found, candidates, costs, best, options.time_limit_s)
+    prediction = _prediction(job, found, candidates, costs, best, limit_s)
+    not_built = tuple(Alternative(description=describe(each.pipeline), reason=NOT_BUILT) for each in left_out)
+    prediction = prediction.model_copy(update={"alternatives": prediction.alternatives + not_built})
     plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
-    return PlanningResult(job=job, search=found.search, plan=plan, cost=costs[best], miss=None, miss_text="")
+    return replace(result, search=found.search, plan=plan, cost=costs[best], miss=None)
+
+
+def _not_searched_text(left_out: Sequence[Setting], settings: Sequence[Setting]) -> str:
+    return f"; {len(left_out)} of {len(settings)} pipeline settings: {NOT_BUILT}" if left_out else ""
+
+
+def _cut_short(search: SearchResult, job: Job) -> SearchResult:
+    """The outcome of a search of a part of the settings as one of all of them."""
+    return replace(search, status="feasible", lower_bound_s=min(search.lower_bound_s, least_step_s(job)))
 
 
 def _prediction(

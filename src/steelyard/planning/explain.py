@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.layer import refusal
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.setting import Job, Setting
 from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
@@ -40,7 +41,11 @@ def explain_plan(
     priced = with_price(plan, job)
     assert priced.prediction is not None, "just priced"
     contest = Contest(
-        job=job, tables=problem.settings, step_s=priced.prediction.step_time_s, time_limit_s=options.time_limit_s
+        job=job,
+        tables=problem.settings,
+        step_s=priced.prediction.step_time_s,
+        floors=Floors(job),
+        time_limit_s=options.time_limit_s,
     )
     progress("searching the rivals of the plan")
     rivals = find_rivals(contest, plan, options)

@@ -7,7 +7,7 @@ from steelyard.cost.setting import Job
 from steelyard.plan.plan import Fallback, Plan
 from steelyard.planning.choose import device_bytes, plan_job
 from steelyard.planning.price import peak_bytes
-from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.planning.problem import PlanOptions
 from steelyard.search import Problem
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
@@ -16,21 +16,18 @@ ROUNDING_BYTES = 2
 """What is lost where the bytes of a device become those that tensors may fill."""
 
 
-def with_fallbacks(
-    plan: Plan, job: Job, options: PlanOptions, *, num_fallbacks: int, problem: Problem | None = None
-) -> Plan:
+def with_fallbacks(plan: Plan, job: Job, options: PlanOptions, *, num_fallbacks: int, problem: Problem) -> Plan:
     """The plan with up to ``num_fallbacks`` others in it, each the fastest within a share of the memory of the plan.
 
-    Where nothing fits into a share, the last is the plan of least memory. Tables of the costs are built anew unless
-    ``problem`` holds those of this job and these options.
+    Where nothing fits into a share, the last is the plan of least memory. ``problem`` holds the cost tables of this job
+    and these options.
     """
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
-    tables = problem or make_problem(job, options)
     found: list[Plan] = []
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        less = _fastest_within(budget, job, options, tables)
+        less = _fastest_within(budget, job, options, problem)
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
         found.append(less)
@@ -39,14 +36,14 @@ def with_fallbacks(
     return plan.model_copy(update={"fallbacks": tuple(_as_fallback(each) for each in found)})
 
 
-def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, tables: Problem) -> Plan | None:
+def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem) -> Plan | None:
     """The fastest plan within a budget, or where none fits the one that misses it least."""
     tight = replace(job, budget_bytes=budget_bytes)
-    result = plan_job(tight, options, top=1, problem=tables)
+    result = plan_job(tight, options, top=1, problem=problem)
     if result.plan is not None or result.miss is None:
         return result.plan
     least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return plan_job(replace(job, budget_bytes=least_bytes), options, top=1, problem=tables).plan
+    return plan_job(replace(job, budget_bytes=least_bytes), options, top=1, problem=problem).plan
 
 
 def _as_fallback(plan: Plan) -> Fallback:

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.memory_floor import KnownLayers, floor_tables
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
@@ -50,16 +49,12 @@ PLAIN_KINDS = (
 )
 
 
-def least_tables(job: Job, settings: Sequence[CostTables]) -> list[CostTables]:
-    """Of every setting the tables with bytes that no plan of it is below, for `plain_tables` of all kinds."""
-    known: KnownLayers = {}
-    return [floor_tables(each, job, known)[0] for each in settings]
-
-
 def plain_tables(
     kind: PlainKind, job: Job, settings: Sequence[CostTables], floors: Sequence[CostTables]
 ) -> list[CostTables]:
     """Cost tables of the plain plans of a kind that may be its fastest, for each strategy and remat choice its own.
+
+    ``floors`` are of every setting the tables with bytes that no plan of it is below.
 
     Left out are those that cannot fit, unless none can, and those that are slower than one that is found at once.
     """

@@ -1,5 +1,7 @@
 """The cost tables of a job: every pipeline setting with every strategy that the options offer."""
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,6 +9,7 @@ from typing import Literal
 from steelyard.cost.build import KnownCosts, build_tables, usable_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
+from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.kinds import KINDS, Value
@@ -35,7 +38,7 @@ class PlanOptions:
     """By name."""
     partition: Partition = "exact"
     time_limit_s: float | None = TIME_LIMIT_S
-    """Of every search; None lets it take what it takes."""
+    """Of every search with the tables that it builds; None lets it take what it takes."""
     pins: tuple[Pin, ...] = ()
 
     def __post_init__(self) -> None:
@@ -43,19 +46,25 @@ class PlanOptions:
             find_schedule(name)
 
 
-def make_problem(job: Job, options: PlanOptions) -> Problem:
-    """The cost tables of every pipeline setting of a job, as `search` takes them and a problem file holds them."""
+def make_problem(job: Job, options: PlanOptions, *, deadline: float = math.inf) -> Problem:
+    """The cost tables of every pipeline setting of a job, as `search` takes them and a problem file holds them.
+
+    They come in the order of `pipeline_settings`; after ``deadline``, a `time.monotonic` value, no others than those
+    of the first setting are begun.
+    """
     settings = pipeline_settings(job, options)
     sizes = {setting.devices_per_stage for setting in settings}
     offered = {size: stage_strategies(job, size, options) for size in sizes}
     known: KnownCosts = {}
-    tables = tuple(
-        pinned(build_tables(setting, offered[setting.devices_per_stage], known), options.pins) for setting in settings
-    )
+    tables: list[CostTables] = []
+    for setting in settings:
+        if tables and time.monotonic() > deadline:
+            break
+        tables.append(pinned(build_tables(setting, offered[setting.devices_per_stage], known), options.pins))
     return Problem(
         name=f"{job.chain.name} on {job.cluster.name}",
         budget_bytes=usable_bytes(job),
-        settings=tables,
+        settings=tuple(tables),
         samples=(job.global_batch,) * len(tables),
     )
 

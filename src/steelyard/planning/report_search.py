@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from steelyard.cost.build import slack_fraction, usable_bytes
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
@@ -61,6 +62,7 @@ def search_for_report(
         job=job,
         tables=make_problem(job, options).settings,
         step_s=cost.step_time_s,
+        floors=Floors(job),
         time_limit_s=None if time_limit_s is None else SEARCH_SHARE * time_limit_s,
     )
     progress("searching memory budgets")
@@ -117,7 +119,8 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
 
 def _within(contest: Contest, budget_bytes: int) -> _Found:
     within = replace(contest.job, budget_bytes=device_bytes(contest.job, budget_bytes))
-    found = accept(within, contest.tables, num_alternatives=0, time_limit_s=contest.time_limit_s)
+    limit_s = contest.time_limit_s
+    found = accept(within, contest.tables, num_alternatives=0, time_limit_s=limit_s, floors=contest.floors)
     if not found.ranked:
         return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
     plan = found.ranked[0].plan

@@ -10,6 +10,7 @@ from functools import cache, partial
 import numpy as np
 
 from steelyard.cost.build import build_tables
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
@@ -19,7 +20,7 @@ from steelyard.plan.plan import Baseline, Plan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.plain import PLAIN_KINDS, least_tables, plain_tables
+from steelyard.planning.plain import PLAIN_KINDS, plain_tables
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
@@ -67,13 +68,16 @@ class Contest:
     job: Job
     tables: tuple[CostTables, ...]
     step_s: float
+    floors: Floors
+    """Of its own tables."""
     time_limit_s: float | None = TIME_LIMIT_S
 
     def rival(self, name: str, tables: Sequence[CostTables]) -> Rival:
         """The best plan of these tables within the budget of the job, or by how much it misses."""
         if not tables:
             return Rival(name=name)
-        found = accept(self.job, tables, num_alternatives=0, time_limit_s=self.time_limit_s)
+        floors = self.floors if {*tables} <= {*self.tables} else None
+        found = accept(self.job, tables, num_alternatives=0, time_limit_s=self.time_limit_s, floors=floors)
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(self.job, miss.needed_bytes) - self.job.budget_bytes if miss else None
@@ -107,7 +111,7 @@ def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Re
 
 
 def _plain(contest: Contest) -> list[Restriction]:
-    floors = cache(lambda: least_tables(contest.job, contest.tables))
+    floors = cache(lambda: [contest.floors.of(each)[0] for each in contest.tables])
     return [
         _among(contest, each.name, lambda kind=each: plain_tables(kind, contest.job, contest.tables, floors()))
         for each in PLAIN_KINDS
@@ -128,7 +132,7 @@ def with_baselines(plan: Plan, job: Job, tables: Sequence[CostTables]) -> Plan:
     """The plan with the best plan of each plain kind in its prediction, searched among all settings of these tables."""
     if plan.prediction is None:
         return plan
-    contest = Contest(job=job, tables=tuple(tables), step_s=plan.prediction.step_time_s)
+    contest = Contest(job=job, tables=tuple(tables), step_s=plan.prediction.step_time_s, floors=Floors(job))
     found = tuple(
         Baseline(**{name: getattr(rival, name) for name in Baseline.model_fields})
         for rival in (each.rival() for each in _plain(contest))

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from steelyard.errors import UserError
@@ -18,8 +17,6 @@ from steelyard.processes.failure import FAILURES_VARIABLE, End, Failure, read_en
 from steelyard.processes.parent import PARENT_VARIABLE
 
 _AGENT = "steelyard.processes.agent"
-_LOOK_S = 60.0
-"""Seconds of a wait for torchrun, at the end of which the next one begins."""
 END_S = 10.0
 """Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
@@ -77,20 +74,12 @@ def run_processes(
         stdout = _STDERR if stdout_to_stderr else None
         with subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as agent:
             try:
-                exit_code = _wait(agent)
+                exit_code = agent.wait()
             except BaseException:
                 _end(agent)
                 raise
         if exit_code:
             _raise_first_failure(Path(folder), exit_code)
-
-
-def _wait(agent: subprocess.Popen[bytes]) -> int:
-    """The exit code of torchrun. Looks now and then instead of sleeping until the end: so a signal is heeded at once
-    also where another thread of this process has taken it."""
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            return agent.wait(timeout=_LOOK_S)
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:

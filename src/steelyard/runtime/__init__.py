@@ -6,6 +6,7 @@
 | `mesh`                | the device mesh of a plan                                                       |
 | `sharding`            | applies a strategy to one layer                                                 |
 | `stage`               | the layers of a pipeline stage, with redistributions between unlike neighbours  |
+| `pipeline_part`       | what parts of a pipeline exchange, held while it is used                        |
 | `tied`                | embedding and head that share a matrix, under any two strategies                |
 | `observed_strategies` | reads back what was really done to each layer                                   |
 | `data`                | text, token files and images as samples in an order that no plan changes        |

@@ -16,8 +16,8 @@ Each storage that lives at the peak belongs to one term:
 | gradients           | those that the optimizer reads, and those kept from one microbatch to the next         |
 | optimizer           | its states                                                                             |
 | gathered parameters | whole parameters that compute, of layers that keep them between forward and backward   |
-| activations         | what a forward pass made and left behind when it ended                                 |
-| pipeline buffers    | what the pipeline schedule made before its first forward pass and never frees          |
+| activations         | what a forward pass was given, or made and left behind when it ended                   |
+| pipeline buffers    | gradients that came from the next part of a pipeline, or go to the part before         |
 | working set         | everything else                                                                        |
 
 Gloo reduces a copy of what it scatters, which a dry run makes as well where gloo is the backend. Not seen, as in a real
@@ -138,9 +138,8 @@ def _shortened(plan: Plan, rank: int) -> Plan:
 
 
 def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
-    """The peak with what microbatches that were left out hold throughout the step: their buffers and token ids."""
+    """The peak with what microbatches that were left out hold throughout the step: their token ids."""
     terms = Counter(peak.terms)
-    terms["pipeline buffers"] += terms["pipeline buffers"] * left_out // model.plan.num_microbatches
     samples = len(model.input_samples() or []) + len(model.label_samples() or [])
     token_bytes = samples * (model.plan.seq_len + 1) * torch.long.itemsize
     terms["working set"] += token_bytes * left_out // model.plan.num_microbatches
@@ -156,7 +155,6 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callabl
     for step in range(2):
         storages.begin()
         storages.place = "preparing the step"
-        born = storages.num_born
         model.train_step(lambda samples: read(len(samples)))
         storages.assign("gradients", _gradients(model))
         storages.place = "clipping gradients"
@@ -169,7 +167,6 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callabl
         if step == 0:
             for term, tensors in _gathered(model):
                 storages.assign(term, tensors)
-            storages.assign_born_since(born, "pipeline buffers")
         peaks.append(storages.peak())
     return peaks
 
@@ -186,14 +183,24 @@ def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
     """Lets ``storages`` know which layer runs, and what a forward pass leaves behind."""
     born = 0
 
-    def forward_begins(_module: nn.Module, _inputs: Any) -> None:
+    def exchanged(gradient: Tensor) -> None:
+        storages.assign("pipeline buffers", [gradient])
+
+    def forward_begins(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         nonlocal born
         born = storages.num_born
         storages.assign("gradients", _unsharded_gradients(model))
+        arrived = [each for each in inputs if each.requires_grad]
+        storages.assign("activations", arrived)
+        for each in arrived:
+            each.register_post_accumulate_grad_hook(lambda leaf: exchanged(leaf.grad))
 
-    def forward_ends(_module: nn.Module, _inputs: Any, _output: Flow) -> None:
+    def forward_ends(_module: nn.Module, _inputs: Any, output: Flow) -> None:
         storages.assign("gathered parameters", _copies(model))
         storages.assign_born_since(born, "activations")
+        for each in tensors_of(output):
+            if each.requires_grad and each.dim():
+                each.register_hook(exchanged)
 
     for chunk in model.chunks:
         chunk.register_forward_pre_hook(forward_begins)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from steelyard.runtime.checks import check_same_model, check_world_size
 from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
+from steelyard.runtime.pipeline_part import PipelinePart
 from steelyard.runtime.stage import StageModule, build_chunks, local_flow_shapes
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
@@ -236,23 +236,25 @@ class ParallelModel:
                 schedule.step(*inputs, return_outputs=False, **targets)
             else:
                 schedule.step(*inputs, target=targets["labels_BS"], losses=losses, return_outputs=False, **targets)
+            for part in parts:
+                part.end_step()
             return [loss.detach() for loss in losses]
 
         return step
 
-    def _pipeline_part(self, chunk: StageModule, index: int) -> PipelineStage:
-        """Part ``index`` of the pipeline, which torch calls a stage, in the order of the layers."""
-        stage = PipelineStage(
+    def _pipeline_part(self, chunk: StageModule, index: int) -> PipelinePart:
+        """Part ``index`` of the pipeline, in the order of the layers."""
+        part = PipelinePart(
             chunk,
             index,
             len(self.plan.stages),
             self.device,
-            input_args=self._example(index, is_input=True),
-            output_args=self._example(index, is_input=False),
+            examples=(self._example(index, is_input=True), self._example(index, is_input=False)),
             group=self.mesh.pipeline.get_group(),
+            sends_itself=self.plan.pipeline.schedule.keeps_sends,
         )
-        self.clock.watch(stage)
-        return stage
+        self.clock.watch(part)
+        return part
 
     def _example(self, index: int, *, is_input: bool) -> Tensor | tuple[Tensor, ...]:
         """Tensors of the shape and type that part ``index`` receives or sends for one microbatch."""

@@ -14,6 +14,7 @@ class GPipe(Schedule):
     title = "GPipe"
     torch_name = "ScheduleGPipe"
     torchtitan_name = "GPipe"
+    keeps_sends = True
     why_not_everywhere = (
         "searched only where there are fewer microbatches than stages: elsewhere 1f1b holds fewer activations "
         "and takes no longer"
@@ -31,10 +32,6 @@ class GPipe(Schedule):
     def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
         """All microbatches."""
         return pipeline.num_microbatches
-
-    def kept_gradients(self, num_sent: int) -> int:
-        """All: torch waits for them when the step ends."""
-        return num_sent
 
 
 GPIPE = GPipe()

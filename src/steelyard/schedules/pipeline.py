@@ -26,7 +26,7 @@ class Schedule(ABC):
     chunk_counts: tuple[int, ...] = (1,)
     """Chunks per stage that the search tries."""
     keeps_sends: bool = False
-    """Whether torch waits for all that a stage sent only when the step ends, so that it stays until then."""
+    """Whether torch waits for sends only when the step ends, so that what a stage sent would stay until then."""
     why_not_everywhere: str = ""
     """Why the search leaves out settings in which the schedule can run; empty where it leaves out none."""
     why_nowhere: str = "not searched"
@@ -58,9 +58,12 @@ class Schedule(ABC):
         """The bound of the search: most passes of a stage whose activations are alive at once."""
         return pipeline.passes(stage).peak_bytes([1] * pipeline.num_chunks)
 
-    def kept_gradients(self, num_sent: int) -> int:
-        """Of the gradients that a part sent so far, how many torch still keeps; where not all sends are kept."""
-        return min(num_sent, 1)
+    def received_ahead(self, _pipeline: "PipelineConfig", _stage: int) -> tuple[int, int]:
+        """Most activations and gradients for which a stage has memory before the pass that needs them: by default none.
+
+        A pass that needs one receives it first.
+        """
+        return 0, 0
 
     def steady_from(self, pipeline: "PipelineConfig", stage: int) -> int:
         """Microbatches beyond which a stage only repeats what it did for those before: by default there are none."""

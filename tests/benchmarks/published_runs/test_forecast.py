@@ -132,8 +132,8 @@ def test_the_memory_of_the_first_rank_alone_is_that_of_its_stage() -> None:
     """The last of two stages holds the logits of a large vocabulary."""
     degrees = {"dp": "4", "tp": "1", "pp": "2", "gpus": "8", "mbs": "8", "gbs": "32", "grad_accum": "1"}
     of_the_first = case("ultrascale_playbook", vocab="512000", **degrees)
-    assert of_the_first.reports_first_rank
-    of_the_fullest = replace(of_the_first, reports_first_rank=False)
+    assert of_the_first.reports == "first"
+    of_the_fullest = replace(of_the_first, reports="fullest")
     assert forecast_case(of_the_first).peak_bytes < forecast_case(of_the_fullest).peak_bytes
     assert forecast_case(of_the_first).fits == forecast_case(of_the_fullest).fits
 

@@ -6,7 +6,7 @@ import pytest
 from published_runs.forecast import Forecast, Unpredicted
 from published_runs.rows import PublishedRun
 from published_runs.score import measured_memory, score_sources
-from published_runs.targets import is_dense, is_recommended_dense, summarise
+from published_runs.targets import MIN_JUDGED, is_dense, is_recommended_dense, summarise
 
 from steelyard.units import GB, GIB
 from tests.benchmarks.published_runs.examples import outcomes, run_of
@@ -14,7 +14,9 @@ from tests.benchmarks.published_runs.examples import outcomes, run_of
 
 def made(measured_s: float, predicted_s: float, *, job: str = "j", number: int = 0, **cells: str) -> Forecast:
     run = run_of(
-        "vtrain", id=f"made-{number}", job=job, step_time_s=str(measured_s), recommended="True", status="ok", **cells
+        "vtrain",
+        **{"id": f"made-{number}", "job": job, "step_time_s": str(measured_s), "recommended": "True", "status": "ok"}
+        | cells,
     )
     return Forecast(run=run, step_time_s=predicted_s, peak_bytes=10 * GIB, fits=True)
 
@@ -71,11 +73,27 @@ def test_sealed_rows_are_not_scored() -> None:
 
 
 def test_sources_weigh_the_same_in_the_summary() -> None:
-    many = [made(1.0, 1.2, number=index) for index in range(9)]
-    one = made(1.0, 1.4, number=9, source_file="another")
-    timed = score_sources([*many, one], is_recommended_dense)
-    first = summarise(timed, timed, [*many, one])[0]
-    assert first.reached == pytest.approx(0.3)
+    runs = [made(1.0, 1.2, number=index) for index in range(9 * MIN_JUDGED)]
+    runs += [made(1.0, 1.4, number=len(runs) + index, source_file="another") for index in range(MIN_JUDGED)]
+    timed = score_sources(runs, is_recommended_dense)
+    assert summarise(timed, timed, runs)[0].reached == pytest.approx(0.3)
+
+
+def test_a_source_of_few_runs_has_no_say_in_the_summary() -> None:
+    runs = [made(1.0, 1.2, number=index) for index in range(MIN_JUDGED)]
+    few = made(1.0, 1.4, number=len(runs), source_file="another")
+    timed = score_sources([*runs, few], is_recommended_dense)
+    assert summarise(timed, timed, [*runs, few])[0].reached == pytest.approx(0.2)
+
+
+def test_whether_runs_fit_is_judged_by_rows() -> None:
+    wrong = [made(1.0, 1.0, number=index, status="oom") for index in range(3)]
+    right = [
+        replace(made(1.0, 1.0, number=3 + index, status="oom", source_file="another"), fits=False) for index in range(9)
+    ]
+    held = score_sources([*wrong, *right], is_dense)
+    line = next(line for line in summarise((), held, ()) if line.name.startswith("out of memory"))
+    assert line.reached == pytest.approx(0.25)
 
 
 def test_a_target_that_nothing_measured_is_neither_met_nor_missed() -> None:

@@ -32,7 +32,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Labelled axes with lines and points; ``limit`` is a vertical line and what it means."""
+    """Labelled axes with lines and points; y begins at zero, so that heights compare as amounts, and ``limit`` is a
+    vertical line and what it means."""
 
     title: str
     x_label: str
@@ -42,8 +43,6 @@ class Chart:
     limit: tuple[float, str] | None = None
     x_ticks: tuple[float, ...] | None = None
     """Where x has marks; chosen evenly where absent."""
-    from_zero: bool = False
-    """Whether y begins at zero, so that heights compare as amounts."""
     legend: tuple[tuple[str, str], ...] = ()
     """Looks of points and lines, and what they mean."""
 
@@ -71,7 +70,7 @@ def chart(drawn: Chart) -> Html:
     """The chart as an element that fills the width of its place."""
     places = [point for line in drawn.lines for point in line.points] + [(mark.x, mark.y) for mark in drawn.marks]
     xs = [x for x, _ in places] + ([drawn.limit[0]] if drawn.limit else [])
-    ys = [y for _, y in places] + ([0.0] if drawn.from_zero else [])
+    ys = [0.0, *(y for _, y in places)]
     x_ticks, y_ticks = drawn.x_ticks or nice_ticks(*_range(xs)), nice_ticks(*_range(ys), 5)
     frame = _Frame(x_ticks, y_ticks)
     figure = tag(

@@ -21,7 +21,7 @@ def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
         "header",
         tag("p", "Two plans", class_="kicker"),
         tag("h1", names[0], tag("span", " and "), names[1]),
-        [tag("p", tag("b", name), f": {headline(plan)}") for name, plan in zip(names, (first, second), strict=True)],
+        [_said(name, plan) for name, plan in zip(names, (first, second), strict=True)],
     )
     sections = []
     if first.prediction is not None and second.prediction is not None:
@@ -36,6 +36,10 @@ def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
 
 def _times() -> dict[str, str]:
     return time_colours() | {"waiting and fixed": time_colours()["waiting"]}
+
+
+def _said(name: str, plan: Plan) -> Html:
+    return tag("p", tag("b", name), f": {'; '.join(headline(plan).splitlines())}")
 
 
 def _terms(

@@ -22,7 +22,7 @@ WORDS = {
     "gathered parameters": "whole parameters of the layers in flight, which lie sharded otherwise",
     "activations": "saved for the backward pass, of all microbatches in flight",
     "working set": "the largest short-lived memory of one layer: what it makes and frees while it computes",
-    "pipeline buffers": "sent and received activations and gradients",
+    "pipeline buffers": "gradients that stages exchange, and what arrives ahead of the pass that needs it",
     "context": "process, libraries and communicators",
     "allocator slack": "what the allocator reserves beyond what it gives out",
     "imbalance": "waiting for the rank whose experts most tokens take",

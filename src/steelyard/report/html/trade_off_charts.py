@@ -80,7 +80,7 @@ def _throughput_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
     ideal = Line(points=tuple((mark.x, fewest.y * mark.x / fewest.x) for mark in marks), look="ideal")
     drawn = _by_devices("Throughput on a number of devices", "tokens/s", marks)
     words = f"ideal: as many tokens/s for every device as on {fewest.x:.0f}"
-    return replace(drawn, lines=(*drawn.lines, ideal), from_zero=True, legend=(("ideal", words),))
+    return replace(drawn, lines=(*drawn.lines, ideal), legend=(("ideal", words),))
 
 
 def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
@@ -93,8 +93,7 @@ def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
         )
         for point in counted
     )
-    drawn = _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
-    return replace(drawn, from_zero=True)
+    return _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
 
 
 def _by_devices(title: str, y_label: str, marks: tuple[Mark, ...]) -> Chart:
