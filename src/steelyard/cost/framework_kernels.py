@@ -26,6 +26,7 @@ from steelyard.cost.execution import Execution
 from steelyard.cost.setting import Job
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.profiles.profile import Affine, LayerProfile, Recomputation, Work
+from steelyard.profiles.shapes import Product
 
 HALF = 2
 """Bytes of an activation or a weight in bf16."""
@@ -117,6 +118,8 @@ class _Sizes:
                 "matmul_flop": _more(selective.work.matmul_flop, 2 * self.tokens * weights),
                 "matmul_bytes": _more(selective.work.matmul_bytes, operands, constant=HALF * weights),
                 "num_kernels": selective.work.num_kernels + len(repeated),
+                "products": selective.work.products
+                + tuple(Product(m=self.tokens, n=outer, k=inner, grows="m") for inner, outer in repeated if outer),
             }
         )
         return {

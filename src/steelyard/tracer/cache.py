@@ -16,7 +16,7 @@ from steelyard.profiles.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
-TRACER_VERSION = 9
+TRACER_VERSION = 10
 """Raised whenever the tracer counts differently."""
 
 
