@@ -15,14 +15,15 @@ With FLOP $F$ at the peak $P$, operands $r$ that are read and results $w$ that a
 |           | reads, writes apart  | $F/(eP) + c_r r/W + c_w w/W + \rho$                                                |
 |           | whole tiles          | as priced, with m and n rounded up to 128 and tiles to whole rounds over the units |
 |           | p-norm               | $((F/eP)^q + (c\,(r + w)/W)^q)^{1/q} + \rho$                                       |
-| attention | one fraction         | $F/(eP)$                                                                           |
-|           | as priced            | `AttentionShape` of the generation, with $e$ alone fitted                          |
-|           | own shape            | `AttentionShape` with all of its parameters fitted                                 |
+| attention | one fraction         | $F/(eP) + \rho$                                                                    |
+|           | as priced            | `AttentionShape` of the generation, with $e$ and $\rho$ alone fitted               |
+|           | own shape            | `AttentionShape` with all of its parameters fitted, and $\rho$                     |
 | experts   | one fraction         | $F/(eP)$                                                                           |
 |           | as matmuls           | $F/(eP) + c\,b/W + \rho$ with $b$ all operands, each weight of an expert once      |
 |           | whole tiles          | the same, with an expert's rows rounded up to 128                                  |
 
-``--shapes`` fits `AttentionShape` to all devices of a generation together, each with an $e$ of its own.
+``--shapes`` fits `AttentionShape` to all devices of a generation together, each with an $e$ and a $\rho$ of its own:
+what a call of these libraries takes whatever its shape, as they write a cache of pages along, is not training's.
 """
 
 import argparse
@@ -123,7 +124,8 @@ def fit(seconds: Array, form: Form, start: Sequence[float], keep: NDArray[np.boo
     x = np.log(np.array(start))
 
     def residuals(x: Array) -> Array:
-        return np.log(form(np.exp(x)) / seconds)[keep]
+        with np.errstate(over="ignore"):  # of a power that the fit tries and drops
+            return np.nan_to_num(np.log(form(np.exp(x)) / seconds)[keep], posinf=FAR)
 
     return least(residuals, x, x - FAR, x + FAR)
 
@@ -175,11 +177,14 @@ def attention_forms(rows: Rows) -> dict[str, tuple[Form, tuple[float, ...]]]:
     busy, shape = attention_flop(rows) / rows.peak, efficiency_of(rows.device, "").attention_shape
     priced = busy * shaped(rows, shape.head_dim, shape.keys, shape.blocks)
     forms: dict[str, tuple[Form, tuple[float, ...]]] = {
-        "one fraction": (lambda p: busy / p[0], (0.5,)),
-        "as priced": (lambda p: priced / p[0], (0.5,)),
+        "one fraction": (lambda p: busy / p[0] + p[1] * 1e-6, (0.5, 10.0)),
+        "as priced": (lambda p: priced / p[0] + p[1] * 1e-6, (0.5, 10.0)),
     }
     if len(rows.seconds) > 3 * FEWEST:
-        forms["own shape"] = (lambda p: busy * shaped(rows, *p[1:]) / p[0], (0.6, 50.0, 500.0, 50.0))
+        forms["own shape"] = (
+            lambda p: busy * shaped(rows, *p[2:]) / p[0] + p[1] * 1e-6,
+            (0.6, 10.0, 50.0, 500.0, 50.0),
+        )
     return forms
 
 
@@ -215,7 +220,10 @@ def show(name: str) -> None:
 
 
 def fit_shape(generation: str) -> tuple[float, float, float]:
-    """Head dim, keys and blocks of `AttentionShape` that fit all forward rows of short runs of a generation."""
+    """Head dim, keys and blocks of `AttentionShape` that fit the forward rows of short runs of a generation.
+
+    Where all rows have one head dim, what it costs stays as priced.
+    """
     devices = [
         rows
         for rows in read_rows("attention")
@@ -225,16 +233,18 @@ def fit_shape(generation: str) -> tuple[float, float, float]:
     keep = np.concatenate([~rows.withheld for rows in devices])
     has_one_dim = len({float(dim) for rows in devices for dim in rows.head_dim}) == 1
 
+    known_dim = efficiency_of(devices[0].device, "").attention_shape.head_dim
+
     def form(p: Array) -> Array:
-        head_dim = efficiency_of(devices[0].device, "").attention_shape.head_dim if has_one_dim else p[0]
+        head_dim = known_dim if has_one_dim else p[0]
         parts = [
-            attention_flop(rows) / rows.peak * shaped(rows, head_dim, p[1], p[2]) / rate
-            for rows, rate in zip(devices, p[3:], strict=True)
+            attention_flop(rows) / rows.peak * shaped(rows, head_dim, p[1], p[2]) / rate + start_us * 1e-6
+            for rows, rate, start_us in zip(devices, p[3::2], p[4::2], strict=True)
         ]
         return np.concatenate(parts)
 
-    found = np.exp(fit(seconds, form, (50.0, 500.0, 50.0, *[0.5] * len(devices)), keep))
-    return float(found[0]), float(found[1]), float(found[2])
+    found = np.exp(fit(seconds, form, (50.0, 500.0, 50.0, *[0.5, 10.0] * len(devices)), keep))
+    return known_dim if has_one_dim else float(found[0]), float(found[1]), float(found[2])
 
 
 def backward_over_forward(device: str) -> float:

@@ -35,9 +35,7 @@ class Product(ProfilePart):
         """The same pairs on a rank with one in ``degree`` of the experts; as it is where groups are no experts."""
         if self.groups == 1 or self.grows not in ("m", "k"):
             return self
-        return self.model_copy(
-            update={"groups": self.groups / degree, self.grows: getattr(self, self.grows) * degree}
-        )
+        return self.model_copy(update={"groups": self.groups / degree, self.grows: getattr(self, self.grows) * degree})
 
     def between(self, other: "Product", place: float) -> "Product":
         """The product of sizes at ``place`` on the line that is this one at 1 and ``other`` at 2."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
 from steelyard.modules.fake_op_cache import FakeOpCache, Look, asks_device, look
 from steelyard.profiles.profile import CollectiveKind
@@ -69,9 +70,7 @@ class OpCounts:
     def copy(self) -> "OpCounts":
         """The totals as they are now."""
         collectives = defaultdict(list, {kind: list(calls) for kind, calls in self.collectives.items()})
-        return replace(
-            self, collectives=collectives, products=list(self.products), attention=list(self.attention)
-        )
+        return replace(self, collectives=collectives, products=list(self.products), attention=list(self.attention))
 
     def add(self, effect: "_Effect") -> None:
         """Adds what one operation does."""
