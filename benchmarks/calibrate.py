@@ -69,7 +69,8 @@ USUAL = {
     "step_per_node_ms": (1.0, 1.0),
 }
 """Usual value of every parameter, and the spread of its logarithm that is nothing remarkable. Those of matmuls are from
-`kernel_rates.py`: Ampere's in SimuMax's training loops, Hopper's in short runs, 0.83, over the 1.2 by which these flatter."""
+`kernel_rates.py`: Ampere's in SimuMax's training loops, Hopper's 0.83 in short runs over the 1.2 by which these
+flatter."""
 FRACTIONS = ("matmul ampere", "matmul hopper", "memory", "intra", "inter", "efa")
 MOST = 0.95
 FAR = 3.0

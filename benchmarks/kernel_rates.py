@@ -8,19 +8,19 @@ measured. Printed are the median and the 90th percentile of |predicted / measure
 
 With FLOP $F$ at the peak $P$, operands $r$ that are read and results $w$ that are written at the bandwidth $W$:
 
-| kernels   | form                 | seconds                                                                            |
-|-----------|----------------------|------------------------------------------------------------------------------------|
-| matmuls   | one fraction         | $F/(eP)$                                                                           |
-|           | as priced            | $F/(eP) + c\,(r + w)/W + \rho$                                                     |
-|           | reads, writes apart  | $F/(eP) + c_r r/W + c_w w/W + \rho$                                                |
+| kernels   | form                 | seconds |
+|-----------|----------------------|---------|
+| matmuls   | one fraction         | $F/(eP)$ |
+|           | as priced            | $F/(eP) + c\,(r + w)/W + \rho$ |
+|           | reads, writes apart  | $F/(eP) + c_r r/W + c_w w/W + \rho$ |
 |           | whole tiles          | as priced, with m and n rounded up to 128 and tiles to whole rounds over the units |
-|           | p-norm               | $((F/eP)^q + (c\,(r + w)/W)^q)^{1/q} + \rho$                                       |
-| attention | one fraction         | $F/(eP) + \rho$                                                                    |
-|           | as priced            | `AttentionShape` of the generation, with $e$ and $\rho$ alone fitted               |
-|           | own shape            | `AttentionShape` with all of its parameters fitted, and $\rho$                     |
-| experts   | one fraction         | $F/(eP)$                                                                           |
-|           | as matmuls           | $F/(eP) + c\,b/W + \rho$ with $b$ all operands, each weight of an expert once      |
-|           | whole tiles          | the same, with an expert's rows rounded up to 128                                  |
+|           | p-norm               | $((F/eP)^q + (c\,(r + w)/W)^q)^{1/q} + \rho$ |
+| attention | one fraction         | $F/(eP) + \rho$ |
+|           | as priced            | `AttentionShape` of the generation, with $e$ and $\rho$ alone fitted |
+|           | own shape            | `AttentionShape` with all of its parameters fitted, and $\rho$ |
+| experts   | one fraction         | $F/(eP)$ |
+|           | as matmuls           | $F/(eP) + c\,b/W + \rho$ with $b$ all operands, each weight of an expert once |
+|           | whole tiles          | the same, with an expert's rows rounded up to 128 |
 
 ``--shapes`` fits `AttentionShape` to all devices of a generation together, each with an $e$ and a $\rho$ of its own:
 what a call of these libraries takes whatever its shape, as they write a cache of pages along, is not training's.
@@ -250,7 +250,7 @@ def fit_shape(generation: str) -> tuple[float, float, float]:
 def backward_over_forward(device: str) -> float:
     """Median over shapes of the seconds of a backward pass over those forward, for their FLOP, of SimuMax's rows."""
     there, back = (
-        {shape: each for shape, each in zip(_shapes(rows), rows.seconds / attention_flop(rows), strict=True)}
+        dict(zip(_shapes(rows), rows.seconds / attention_flop(rows), strict=True))
         for direction in ("fwd", "bwd")
         for rows in read_rows("attention")
         if rows.device == device and rows.source == "simumax" and rows.direction == direction

@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from published_runs.experts import ExpertRank, Experts
-from steelyard.profiles.profile import Affine, CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+from steelyard.profiles.part import Affine
+from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
 from steelyard.profiles.shapes import AttentionCall
 
 DENSE, SPARSE = "dense block", "sparse block"

@@ -25,7 +25,8 @@ from typing import Any
 from steelyard.cost.execution import Execution
 from steelyard.cost.setting import Job
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
-from steelyard.profiles.profile import Affine, LayerProfile, Recomputation, Work
+from steelyard.profiles.part import Affine
+from steelyard.profiles.profile import LayerProfile, Recomputation, Work
 from steelyard.profiles.shapes import Product
 
 HALF = 2
