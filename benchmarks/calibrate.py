@@ -227,7 +227,7 @@ def parameters_of_file() -> Array:
 
 
 def fit_with_left_out(
-    runs: Iterable[PublishedRun], *, most: int = MOST_ROWS, processes: int = 0
+    runs: Iterable[PublishedRun], *, most: int = MOST_ROWS, processes: int = 0, rounds: int = ROUNDS
 ) -> tuple[dict[str, float], tuple[LeftOut, ...], str]:
     """The parameters that fit the runs, every source as a fit without it predicts it, and how well they fit."""
     by_source: dict[str, list[PublishedRun]] = defaultdict(list)
@@ -239,7 +239,7 @@ def fit_with_left_out(
     with ProcessPoolExecutor(processes or os.cpu_count()) as pool:
         rows = Rows(chosen, pool)
         x = parameters_of_file()
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             linear = Linear.around(x, rows)
             x = linear.fit(rows.weights())
         judged = [source for source, found in by_source.items() if len(found) >= MIN_JUDGED]
@@ -302,11 +302,14 @@ def main() -> None:
     parser.add_argument(
         "--most", type=int, default=MOST_ROWS, help="rows of a source to fit, chosen at random (seed 0)"
     )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="fits in turn, each around the one before")
     parser.add_argument("--processes", type=int, default=0, help="0: one a core")
     options = parser.parse_args()
     runs = read_runs(*options.path)
     runs = runs if options.sources is None else of_sources(runs, options.sources)
-    parameters, left_out, reached = fit_with_left_out(runs, most=options.most, processes=options.processes)
+    parameters, left_out, reached = fit_with_left_out(
+        runs, most=options.most, processes=options.processes, rounds=options.rounds
+    )
     print("\n".join(f"{name}: {value:.4g}" for name, value in parameters.items()))
     print(reached)
     Console(width=WIDTH).print(left_out_table(left_out))

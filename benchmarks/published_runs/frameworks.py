@@ -212,6 +212,8 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if kernels.loss_outlives and run.count("grad_accum") != 1:
         peak, kept = kernels.loss_bytes
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))
+    if "no persistent layer norm" in run.text("options"):
+        kernels = replace(kernels, norm=False)
     if "fused cross entropy" in run.text("options"):
         kernels = replace(kernels, loss_bytes=(14, 4))
     if run.count("mtp_layers"):

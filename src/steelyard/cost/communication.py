@@ -8,7 +8,7 @@ $$t = \sigma + c\,(n - 1)\,\lambda + x + \sqrt{\tau x}, \qquad x = \frac{n-1}{n}
 
 and one across nodes the shorter of two protocols, that of large messages and one of less latency and rate,
 
-$$t = \min\big(L + x,\; 0.48\,L + x / 0.765\big), \qquad
+$$t = \min\big(L + x + \sqrt{\tau x},\; 0.48\,L + y + \sqrt{\tau y}\big), \qquad y = x / 0.765, \qquad
 L = c\big((n - N)\,\ell_\text{intra} + (N-1)\,\ell_\text{inter}\big), \quad
 w = \min(w_\text{intra}, k\,w_\text{inter})$$
 
@@ -50,6 +50,7 @@ from typing import NamedTuple
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Cluster, Link
+from steelyard.hardware.values import UNMEASURED
 from steelyard.profiles.profile import CollectiveKind, Profile
 
 LOW_LATENCY, LOW_RATE = 0.48, 0.765
@@ -129,17 +130,18 @@ def collective(
     lines: _Lines = ((passes * path.latency_s, s_per_byte),)
     if kind == "all_reduce":
         lines += ((path.tree_latency_s, s_per_byte / cluster.intra_link.measured.tree_rate),)
-    if cluster.inter_link is not None and cluster.inter_link.measured.has_low_latency:
+    network = cluster.inter_link.measured if cluster.inter_link is not None else UNMEASURED
+    if network.has_low_latency:
         lines += tuple((LOW_LATENCY * latency_s, each_s / LOW_RATE) for latency_s, each_s in lines)
-    return partial(_least_s, lines=lines)
+    return partial(_least_s, lines=lines, climb_s=reached.inter_latency * network.climb_s)
 
 
 _Lines = tuple[tuple[float, float], ...]
 """Seconds of no bytes and of each byte."""
 
 
-def _least_s(tensor_bytes: float, lines: _Lines) -> float:
-    return min(latency_s + tensor_bytes * s_per_byte for latency_s, s_per_byte in lines)
+def _least_s(tensor_bytes: float, lines: _Lines, climb_s: float) -> float:
+    return min(_climbing_s(tensor_bytes, latency_s, s_per_byte, climb_s) for latency_s, s_per_byte in lines)
 
 
 def _climbing_s(tensor_bytes: float, latency_s: float, s_per_byte: float, climb_s: float) -> float:
