@@ -13,7 +13,7 @@ With FLOP $F$ at the peak $P$, operands $r$ that are read and results $w$ that a
 | matmuls   | one fraction         | $F/(eP)$ |
 |           | as priced            | $F/(eP) + c\,(r + w)/W + \rho$ |
 |           | reads, writes apart  | $F/(eP) + c_r r/W + c_w w/W + \rho$ |
-|           | whole tiles          | as priced, with m and n rounded up to 128 and tiles to whole rounds over the units |
+|           | whole tiles          | as priced, m and n rounded up to 128, tiles to whole rounds over the units |
 |           | p-norm               | $((F/eP)^q + (c\,(r + w)/W)^q)^{1/q} + \rho$ |
 | attention | one fraction         | $F/(eP) + \rho$ |
 |           | as priced            | `AttentionShape` of the generation, with $e$ and $\rho$ alone fitted |

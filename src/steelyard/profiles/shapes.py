@@ -40,7 +40,8 @@ class Product(ProfilePart):
     def between(self, other: "Product", place: float) -> "Product":
         """The product of sizes at ``place`` on the line that is this one at 1 and ``other`` at 2."""
         sizes: dict[str, float] = {
-            dim: getattr(self, dim) + (place - 1) * (getattr(other, dim) - getattr(self, dim)) for dim in DIMS}
+            dim: getattr(self, dim) + (place - 1) * (getattr(other, dim) - getattr(self, dim)) for dim in DIMS
+        }
         return self.model_copy(update=sizes)
 
 
