@@ -15,7 +15,8 @@ w = \min(w_\text{intra}, k\,w_\text{inter})$$
 An all-reduce across nodes may go along a tree instead, at $r$ of the rate, with
 $L = 2(k-1)\,\ell_\text{intra} + 2 \log_2(N)\,\ell_\text{inter}$ and the same two protocols.
 
-Rates and latencies are those of the cluster times what is reached of them (`LinkEfficiency`).
+Rates and latencies are those of the cluster times what is reached of them (`LinkEfficiency`); what was measured of a
+link is taken as it is.
 
 | symbol | name                 | unit | meaning                                                        |
 |--------|----------------------|------|----------------------------------------------------------------|
@@ -124,7 +125,7 @@ def collective(
     if not path.num_nodes:
         link = cluster.intra_link.measured
         s_per_byte = traffic / path.bytes_per_s / (link.all_reduce_gain if kind == "all_reduce" else 1.0)
-        latency_s, climb_s = path.start_s + passes * path.latency_s, reached.intra_latency * link.climb_s
+        latency_s, climb_s = path.start_s + passes * path.latency_s, link.climb_s
         return partial(_climbing_s, latency_s=latency_s, s_per_byte=s_per_byte, climb_s=climb_s)
     s_per_byte = traffic / path.bytes_per_s
     lines: _Lines = ((passes * path.latency_s, s_per_byte),)
@@ -133,7 +134,7 @@ def collective(
     network = cluster.inter_link.measured if cluster.inter_link is not None else UNMEASURED
     if network.has_low_latency:
         lines += tuple((LOW_LATENCY * latency_s, each_s / LOW_RATE) for latency_s, each_s in lines)
-    return partial(_least_s, lines=lines, climb_s=reached.inter_latency * network.climb_s)
+    return partial(_least_s, lines=lines, climb_s=network.climb_s)
 
 
 _Lines = tuple[tuple[float, float], ...]
@@ -155,7 +156,7 @@ def _exchange_s(tensor_bytes: float, group: Group, cluster: Cluster, reached: Li
     if near == group.size or cluster.inter_link is None:
         path = _path(group, cluster, reached)
         latency_s = path.start_s + log2(group.size) * path.latency_s / (group.size - 1)
-        climb_s = reached.intra_latency * cluster.intra_link.measured.climb_s
+        climb_s = cluster.intra_link.measured.climb_s
         return _climbing_s(tensor_bytes, latency_s, (group.size - 1) / group.size / path.bytes_per_s, climb_s)
     inside = _reached(cluster.intra_link, reached, inside=True)
     seconds = (near - 1) / group.size * tensor_bytes / inside.bytes_per_s
@@ -203,12 +204,12 @@ def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
     per_node = _members_per_node(group, cluster)
     if per_node >= group.size or cluster.inter_link is None:
         measured = cluster.intra_link.measured
-        step_s = intra.latency_s if measured.step_s is None else reached.intra_latency * measured.step_s
+        step_s = intra.latency_s if measured.step_s is None else measured.step_s
         left = measured.rate * (1 - measured.few_ranks / group.size**2) * (2 / group.size) ** measured.crowding
         return Path(
             bytes_per_s=intra.bytes_per_s * left,
             latency_s=(group.size - 1) * step_s,
-            start_s=reached.intra_latency * measured.start_s,
+            start_s=measured.start_s,
         )
     inter = _reached(cluster.inter_link, reached, inside=cluster.inter_link is cluster.intra_link)
     rate = per_node * inter.bytes_per_s
