@@ -55,6 +55,9 @@ def _under(execution: Execution, layer: LayerProfile, kind: LayerKind, job: Job)
         layer = _with_recomputation(layer, "full", lambda _: whole)
     if sizes is not None and execution.keeps_every_second_product and is_block and not kind.num_experts:
         layer = _with_recomputation(layer, "selective", sizes.every_second_product)
+    if layer.divided_experts is not None:
+        even, twice = (_under(execution, each, kind, job) for each in layer.divided_experts)
+        layer = layer.model_copy(update={"divided_experts": (even, twice)})
     return layer
 
 
