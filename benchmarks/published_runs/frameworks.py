@@ -212,25 +212,35 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if kernels.loss_outlives and run.count("grad_accum") != 1:
         peak, kept = kernels.loss_bytes
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))
-    if "no persistent layer norm" in run.text("options"):
-        kernels = replace(kernels, norm=False)
-    if "fused cross entropy" in run.text("options"):
-        kernels = replace(kernels, loss_bytes=(14, 4))
-    if run.count("mtp_layers"):
-        peak, kept = kernels.loss_bytes
-        more = kept * (run.count("mtp_layers") or 0)
-        kernels = replace(kernels, loss_bytes=(peak + more, kept + more))
-    if "deferred embedding wgrad" in run.text("overlap"):
-        peak, kept = kernels.loss_bytes
-        kernels = replace(kernels, loss_bytes=(peak + 4, kept + 4))
-    if "mcore" in run.text("framework").lower() or run.text("framework").startswith("Megatron-Core"):
-        kernels = replace(kernels, dropout=run.text("mlp_type") == "gelu", mask_bytes=2)
+    if run.text("framework").startswith("Megatron-Core"):
+        kernels = _megatron_core_kernels(run, kernels)
     if run.text("compile") == "True":
         kernels = replace(kernels, norm=True, rotary=True, activation=True)
     if run.text("act_ckpt") == "selective":
         by_op = "op" in detail and "torchtitan" in run.text("framework")
         kernels = replace(kernels, selective="half of the matmuls" if by_op else "attention core")
     return kernels
+
+
+def _linear_speedup(run: PublishedRun, precision: str) -> float:
+    """How much faster linear layers run than torch's at the reached rate of 16 bits."""
+    ratio = 4.0 if "fp4" in precision else 2.0 if "fp8" in precision else 1.0
+    speedup = ratio * FP8_LINEAR_SPEEDUP if ratio > 1 else 1.0
+    is_tuned = run.text("gpu") not in _BEFORE_HOPPER and run.text("framework").startswith(_FAST_LINEAR)
+    return speedup * (TE_SPEEDUP if is_tuned else 1.0)
+
+
+def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
+    """What a run's switches make of Megatron-Core's kernels; models of GPT-3's form have its dropout."""
+    peak, kept = (14, 4) if "fused cross entropy" in run.text("options") else kernels.loss_bytes
+    more = kept * (run.count("mtp_layers") or 0) + (4 if "deferred embedding wgrad" in run.text("overlap") else 0)
+    return replace(
+        kernels,
+        norm="no persistent layer norm" not in run.text("options"),
+        loss_bytes=(peak + more, kept + more),
+        dropout=run.text("mlp_type") == "gelu",
+        mask_bytes=2,
+    )
 
 
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
@@ -245,12 +255,7 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
         execution = replace(execution, states=FSDP2_STATES)
-    if "fp4" in precision:
-        execution = replace(execution, linear_speedup=4 * FP8_LINEAR_SPEEDUP)
-    elif "fp8" in precision:
-        execution = replace(execution, linear_speedup=2 * FP8_LINEAR_SPEEDUP)
-    if run.text("gpu") not in _BEFORE_HOPPER and run.text("framework").startswith(_FAST_LINEAR):
-        execution = replace(execution, linear_speedup=TE_SPEEDUP * execution.linear_speedup)
+    execution = replace(execution, linear_speedup=_linear_speedup(run, precision))
     if precision.startswith("fp16") or "v100" in run.text("gpu").lower():
         execution = replace(execution, matmul_dtype="fp16")
     if "pure" in precision:
