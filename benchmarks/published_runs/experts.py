@@ -18,7 +18,8 @@ Where groups of expert parallelism include tensor-parallel ranks the plan counts
 from dataclasses import dataclass
 from typing import Literal
 
-from steelyard.profiles.profile import Affine, CollectiveCount, LayerProfile, Recomputation, Work
+from steelyard.profiles.part import Affine
+from steelyard.profiles.profile import CollectiveCount, LayerProfile, Recomputation, Work
 
 HALF = 2
 Dispatcher = Literal["all-to-all", "deep", "all-gather"]

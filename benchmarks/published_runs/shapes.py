@@ -28,7 +28,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from published_runs.experts import ExpertRank, Experts
-from steelyard.profiles.profile import Affine, CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+from steelyard.profiles.part import Affine
+from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+from steelyard.profiles.shapes import AttentionCall
 
 DENSE, SPARSE = "dense block", "sparse block"
 """The kinds of blocks where some have experts and some do not."""
@@ -219,6 +221,7 @@ class _Local:
             matmul_bytes=Affine(constant=HALF * weights, per_sample=operands + self._attention_operands()),
             memory_bytes=Affine(per_sample=self.tokens * self._elementwise_forward()),
             num_kernels=self._num_kernels(),
+            attention=self._flash_calls(backward=False),
         )
         backward = Work(
             matmul_flop=Affine(per_sample=2 * forward.matmul_flop.per_sample),
@@ -226,6 +229,7 @@ class _Local:
             matmul_bytes=Affine(constant=2 * HALF * weights, per_sample=2 * forward.matmul_bytes.per_sample),
             memory_bytes=Affine(per_sample=self.tokens * self._elementwise_backward()),
             num_kernels=2 * forward.num_kernels,
+            attention=self._flash_calls(backward=True),
         )
         return self._profile(
             "block",
@@ -247,6 +251,16 @@ class _Local:
 
     def _flash_flop(self) -> float:
         return 2.0 * self.tokens**2 * self.q if self.kernels.attention == "flash" else 0.0
+
+    def _flash_calls(self, *, backward: bool) -> tuple[AttentionCall, ...]:
+        if self.kernels.attention != "flash":
+            return ()
+        tokens, width = self.tokens, self.q / self.heads
+        return (
+            AttentionCall(
+                heads=self.heads, head_dim=width, queries=tokens, keys=tokens, is_causal=True, backward=backward
+            ),
+        )
 
     def _attention_operands(self) -> float:
         streams = HALF * self.tokens * (2 * self.q + 2 * self.k)
@@ -303,6 +317,7 @@ class _Local:
             matmul_bytes=Affine(per_sample=self._attention_operands()),
             memory_bytes=Affine(per_sample=self.tokens * self._softmax_per_token(forward=True)),
             num_kernels=5,
+            attention=self._flash_calls(backward=False),
         )
 
     def _fully_again(self, kind: str, forward: Work) -> Work:

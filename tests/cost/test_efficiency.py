@@ -3,9 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from steelyard.cost.efficiency import STAND_IN, catalogue_rates, efficiency_of
+from steelyard.cost.efficiency import SAME_FOR_EVERY_SHAPE, STAND_IN, catalogue_rates, efficiency_of
 from steelyard.hardware import devices
+from steelyard.profiles.profile import Affine, Work
+from steelyard.profiles.shapes import AttentionCall
 from tests.cost.examples import job
 
 
@@ -49,3 +53,74 @@ def test_a_traced_job_says_which_rates_its_times_rest_on() -> None:
 
 def test_a_job_with_rates_of_its_own_names_no_entry() -> None:
     assert replace(job(), rates=efficiency_of("h100-80gb", "")).cost_source().rates is None
+
+
+FLASH = AttentionCall(heads=8, head_dim=128, queries=4096, keys=4096, is_causal=True)
+GENERATIONS = ("a100-80gb", "h100-80gb", "l40s", "b200-180gb", "v100-16gb", "mi300x")
+generations = pytest.mark.parametrize("device", GENERATIONS)
+
+
+def attention_of(*calls: AttentionCall) -> Work:
+    nothing = Affine()
+    return Work(
+        matmul_flop=nothing,
+        attention_flop=Affine(per_sample=sum(call.flop(1) for call in calls)),
+        matmul_bytes=nothing,
+        memory_bytes=nothing,
+        num_kernels=len(calls),
+        attention=calls,
+    )
+
+
+def slowness(device: str, samples: float = 1, **changes: object) -> float:
+    """How many times as long as at the usual shape attention takes for its FLOP."""
+    work = attention_of(FLASH.model_copy(update=changes))
+    return efficiency_of(device, "").attention_shape.flop(work, samples) / work.attention_flop.at(samples)
+
+
+@generations
+def test_attention_of_the_usual_shape_that_fills_the_device_takes_what_its_flop_take(device: str) -> None:
+    assert slowness(device, heads=10**9) == pytest.approx(1)
+
+
+@generations
+def test_attention_whose_shape_was_not_counted_is_taken_as_of_the_usual_one(device: str) -> None:
+    work = attention_of(FLASH).model_copy(update={"attention": ()})
+    assert efficiency_of(device, "").attention_shape.flop(work, 3) == work.attention_flop.at(3)
+
+
+@pytest.mark.parametrize("device", GENERATIONS[:4])
+@pytest.mark.parametrize("smaller", [{"head_dim": 64}, {"keys": 1024, "queries": 1024}])
+def test_small_heads_and_short_sequences_take_longer_for_their_flop(device: str, smaller: dict[str, int]) -> None:
+    assert slowness(device, **smaller) > slowness(device)
+
+
+@pytest.mark.parametrize("device", ["a100-80gb", "b200-180gb"])
+def test_few_heads_leave_a_device_idle_and_backward_is_slower(device: str) -> None:
+    assert slowness(device, heads=2) > slowness(device)
+    assert slowness(device, backward=True) > slowness(device)
+
+
+@pytest.mark.parametrize("device", ["v100-16gb", "mi300x"])
+def test_a_generation_without_measured_kernels_takes_no_others_shape(device: str) -> None:
+    assert efficiency_of(device, "").attention_shape == SAME_FOR_EVERY_SHAPE
+
+
+@generations
+@given(
+    samples=st.floats(min_value=1 / 64, max_value=512),
+    more=st.floats(min_value=1, max_value=16),
+    heads=st.integers(min_value=1, max_value=128),
+)
+def test_more_samples_and_more_heads_never_take_less_and_half_the_heads_never_less_than_half(
+    device: str, samples: float, more: float, heads: int
+) -> None:
+    shape = efficiency_of(device, "").attention_shape
+
+    def at(samples: float, heads: float) -> float:
+        return shape.flop(attention_of(FLASH.model_copy(update={"heads": heads})), samples)
+
+    least = at(samples, heads) * (1 - 1e-9)
+    assert at(samples * more, heads) >= least
+    assert at(samples, heads * more) >= least
+    assert at(samples, heads / 2) >= least / 2

@@ -9,6 +9,7 @@ from steelyard.cost.execution import MEGATRON_CORE, OURS, TORCHTITAN, Execution
 from steelyard.cost.framework_kernels import job_under
 from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
+from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.profiles.profile import LayerProfile, Work
 from steelyard.tracer.trace import trace
@@ -128,3 +129,31 @@ def test_a_model_of_another_form_stays_as_traced_but_for_whole_blocks(traced: Jo
     other = replace(traced, chain=chain_from_config(config, name="other"))
     before, after = (layer_of(job, "block", 1, False) for job in (other, job_under(other, MEGATRON_CORE)))
     assert (after.forward, after.saved_bytes) == (before.forward, before.saved_bytes)
+
+
+def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
+    chain = model_of_experts()
+    job = Job(
+        chain=chain,
+        profile=trace(chain, seq_len=64, precision="bf16", degrees=(1,)),
+        cluster=parse_cluster("1x8xh100-80gb"),
+        seq_len=64,
+        global_batch=8,
+        precision="bf16",
+        budget_bytes=2**36,
+    )
+    kind = next(kind.name for kind in chain.kinds if kind.num_experts)
+    fused = job_under(job, replace(OURS, fused_kernels=True))
+    eager_layer, fused_layer = (each.layer(kind, {}, expert_degree=2) for each in (job, fused))
+    assert eager_layer is not None
+    assert fused_layer is not None
+    for name in ("forward", "backward"):
+        eager_work, fused_work = getattr(eager_layer, name), getattr(fused_layer, name)
+        assert fused_work.memory_bytes.at(2) < eager_work.memory_bytes.at(2)
+        assert fused_work.matmul_flop == eager_work.matmul_flop
+    assert fused_layer.saved_bytes.at(2) < eager_layer.saved_bytes.at(2)
+
+
+def model_of_experts() -> ModelChain:
+    config = CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    return chain_from_config(config, name="experts")

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.cost_source import CatalogueRates
+from steelyard.profiles.profile import Work
+from steelyard.profiles.shapes import AttentionCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,48 @@ IDEAL_LINKS = LinkEfficiency(intra=1.0, inter=1.0, intra_latency=1.0, inter_late
 """Links at the rate and the latency that the cluster states."""
 
 
+class AttentionShape(BaseModel):
+    r"""How the seconds of fused attention depend on its shape, apart from its FLOP $F$ and the rate.
+
+    They are in proportion to $F (1 + d_0/d)(1 + s_0/s)(1 + b_0/b)$ with head dim $d$, $s$ keys and $b$ blocks of
+    `QUERIES_OF_A_BLOCK` queries of a head, and backward `backward` times that.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    head_dim: float = Field(ge=0)
+    """The softmax of a score costs what so many products of it do."""
+    keys: float = Field(ge=0)
+    """A block of queries starts and ends in the time of so many keys."""
+    blocks: float = Field(ge=0)
+    """So many blocks more would fill what the last ones leave idle."""
+    backward: float = Field(ge=1)
+
+    def flop(self, work: Work, samples: float) -> float:
+        """The FLOP of attention that take as long at `REFERENCE_HEAD_DIM`, `REFERENCE_KEYS` and any number of blocks.
+
+        What was counted without its shapes is taken as it is.
+        """
+        counted = sum(call.flop(samples) for call in work.attention)
+        if not counted:
+            return work.attention_flop.at(samples)
+        slower = sum(call.flop(samples) * self._slower(call, samples) for call in work.attention)
+        reference = (1 + self.head_dim / REFERENCE_HEAD_DIM) * (1 + self.keys / REFERENCE_KEYS)
+        return work.attention_flop.at(samples) * slower / counted / reference
+
+    def _slower(self, call: AttentionCall, samples: float) -> float:
+        blocks = call.heads * samples * call.queries / QUERIES_OF_A_BLOCK
+        shape = (1 + self.head_dim / call.head_dim) * (1 + self.keys / call.keys) * (1 + self.blocks / blocks)
+        return shape * (self.backward if call.backward else 1.0)
+
+
+SAME_FOR_EVERY_SHAPE = AttentionShape(head_dim=0, keys=0, blocks=0, backward=1)
+"""Of generations of which no kernels were measured."""
+QUERIES_OF_A_BLOCK = 128
+REFERENCE_HEAD_DIM = 128
+REFERENCE_KEYS = 4096
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """How near a device comes to its data sheet, and what it spends on what no data sheet states."""
@@ -40,7 +84,8 @@ class Efficiency:
     operands: float
     """Part of the operands' traffic that the matrix units wait for."""
     attention: float
-    """Of the dense peak, in fused (flash) attention."""
+    """Of the dense peak, in fused (flash) attention of head dim 128 over 4,096 keys, forward."""
+    attention_shape: AttentionShape
     memory: float
     """Of the memory's rate, in kernels that only move bytes."""
     ramp_s: float
@@ -87,6 +132,7 @@ class _EfficiencyFile(_Part):
     version: int
     fitted: dict[str, str]
     generations: dict[str, _Row]
+    attention_shapes: dict[str, AttentionShape]
     operands: float = Field(ge=0)
     memory: float = Field(gt=0, le=1)
     ramp_us: float = Field(ge=0)
@@ -114,10 +160,12 @@ def efficiency_of(device_name: str, network: str) -> Efficiency:
         (row for row in file.networks.values() if any(word in network.lower() for word in row.links)),
         file.networks[STAND_IN],
     )
-    row = file.generations[_generation(device_name)]
+    generation = _generation(device_name)
+    row = file.generations[generation]
     return Efficiency(
         matmul=row.matmul,
         attention=row.attention,
+        attention_shape=file.attention_shapes.get(generation, SAME_FOR_EVERY_SHAPE),
         operands=file.operands,
         memory=file.memory,
         ramp_s=file.ramp_us * 1e-6,

@@ -25,7 +25,9 @@ from typing import Any
 from steelyard.cost.execution import Execution
 from steelyard.cost.setting import Job
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
-from steelyard.profiles.profile import Affine, LayerProfile, Recomputation, Work
+from steelyard.profiles.part import Affine
+from steelyard.profiles.profile import LayerProfile, Recomputation, Work
+from steelyard.profiles.shapes import Product
 
 HALF = 2
 """Bytes of an activation or a weight in bf16."""
@@ -53,6 +55,9 @@ def _under(execution: Execution, layer: LayerProfile, kind: LayerKind, job: Job)
         layer = _with_recomputation(layer, "full", lambda _: whole)
     if sizes is not None and execution.keeps_every_second_product and is_block and not kind.num_experts:
         layer = _with_recomputation(layer, "selective", sizes.every_second_product)
+    if layer.divided_experts is not None:
+        even, twice = (_under(execution, each, kind, job) for each in layer.divided_experts)
+        layer = layer.model_copy(update={"divided_experts": (even, twice)})
     return layer
 
 
@@ -117,6 +122,8 @@ class _Sizes:
                 "matmul_flop": _more(selective.work.matmul_flop, 2 * self.tokens * weights),
                 "matmul_bytes": _more(selective.work.matmul_bytes, operands, constant=HALF * weights),
                 "num_kernels": selective.work.num_kernels + len(repeated),
+                "products": selective.work.products
+                + tuple(Product(m=self.tokens, n=outer, k=inner, grows="m") for inner, outer in repeated if outer),
             }
         )
         return {

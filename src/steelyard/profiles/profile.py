@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import DeviceKind
@@ -25,32 +25,16 @@ from steelyard.limits import (
     Count,
     DeviceCount,
     PositiveSeconds,
-    Quantity,
     Samples,
     Seconds,
     Tokens,
 )
+from steelyard.profiles.part import Affine, ProfilePart
+from steelyard.profiles.shapes import AttentionCall, Product
 
 RematChoice = Literal["selective", "full"]
 """The choices that compute something again."""
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
-
-
-class ProfilePart(BaseModel):
-    """Common to all parts of a profile: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Affine(ProfilePart):
-    """A quantity of ``constant + per_sample × samples``."""
-
-    constant: Quantity = 0.0
-    per_sample: Quantity = 0.0
-
-    def at(self, samples: float) -> float:
-        """The quantity for this many samples on a rank."""
-        return self.constant + self.per_sample * samples
 
 
 class Work(ProfilePart):
@@ -59,6 +43,8 @@ class Work(ProfilePart):
     ``matmul_flop`` and ``attention_flop`` run on the matrix units; ``matmul_bytes`` is what the former read and write,
     ``memory_bytes`` what all other operations do; ``num_kernels`` counts operations that launch a kernel.
     ``expert_weight_bytes`` are those of ``matmul_bytes`` that are weights of routed experts, or their gradients.
+    ``products`` and ``attention`` are the shapes of these kernels: convolutions have none, nor have counts that were
+    made before shapes were kept.
     """
 
     matmul_flop: Affine
@@ -67,13 +53,20 @@ class Work(ProfilePart):
     expert_weight_bytes: float = 0.0
     memory_bytes: Affine
     num_kernels: Count
+    products: tuple[Product, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
 
     def with_experts_over(self, degree: int) -> "Work":
         """The same where a rank reads the weights of one in ``degree`` of the experts alone."""
         left = self.expert_weight_bytes / degree
         fewer = self.matmul_bytes.constant - (self.expert_weight_bytes - left)
-        matmul_bytes = self.matmul_bytes.model_copy(update={"constant": fewer})
-        return self.model_copy(update={"matmul_bytes": matmul_bytes, "expert_weight_bytes": left})
+        return self.model_copy(
+            update={
+                "matmul_bytes": self.matmul_bytes.model_copy(update={"constant": fewer}),
+                "expert_weight_bytes": left,
+                "products": tuple(each.with_experts_over(degree) for each in self.products),
+            }
+        )
 
 
 class CollectiveCount(ProfilePart):
@@ -280,7 +273,9 @@ def _between(one: Affine, two: Affine, place: float) -> Affine:
 
 def _work_between(one: Work, two: Work, place: float) -> Work:
     names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
-    return one.model_copy(update={name: _between(getattr(one, name), getattr(two, name), place) for name in names})
+    lines = {name: _between(getattr(one, name), getattr(two, name), place) for name in names}
+    products = tuple(each.between(other, place) for each, other in zip(one.products, two.products, strict=True))
+    return one.model_copy(update={**lines, "products": products})
 
 
 def _known_at(

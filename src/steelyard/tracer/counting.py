@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
 from steelyard.modules.fake_op_cache import FakeOpCache, Look, asks_device, look
 from steelyard.profiles.profile import CollectiveKind
@@ -63,13 +64,15 @@ class OpCounts:
     """Queries, keys, values and results of attention kernels."""
     square_flop: float = 0.0
     """FLOP of attention if every query saw every key: of its kernels, or of its products where it runs step by step."""
+    products: list["SeenProduct"] = field(default_factory=list)
+    attention: list["SeenAttention"] = field(default_factory=list)
     collectives: dict[CollectiveKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes of the whole tensor of each call."""
 
     def copy(self) -> "OpCounts":
         """The totals as they are now."""
         collectives = defaultdict(list, {kind: list(calls) for kind, calls in self.collectives.items()})
-        return replace(self, collectives=collectives)
+        return replace(self, collectives=collectives, products=list(self.products), attention=list(self.attention))
 
     def add(self, effect: "_Effect") -> None:
         """Adds what one operation does."""
@@ -84,6 +87,8 @@ class OpCounts:
         self.key_value_bytes += effect.key_value_bytes
         self.attention_bytes += effect.attention_bytes
         self.square_flop += effect.square_flop
+        self.products += effect.products
+        self.attention += effect.attention
         if effect.collective is not None:
             kind, num_bytes = effect.collective
             self.collectives[kind].append(num_bytes)
@@ -104,8 +109,39 @@ class OpCounts:
             key_value_bytes=self.key_value_bytes - other.key_value_bytes,
             attention_bytes=self.attention_bytes - other.attention_bytes,
             square_flop=self.square_flop - other.square_flop,
+            products=_beyond(self.products, other.products),
+            attention=_beyond(self.attention, other.attention),
             collectives=collectives,
         )
+
+
+_Seen = TypeVar("_Seen", "SeenProduct", "SeenAttention")
+
+
+def _beyond(more: list[_Seen], fewer: list[_Seen]) -> list[_Seen]:
+    """What ``more`` holds oftener than ``fewer``, in its order."""
+    return list((Counter(more) - Counter(fewer)).elements())
+
+
+class SeenProduct(NamedTuple):
+    """One kernel that multiplies matrices [m, k] × [k, n], ``groups`` of them."""
+
+    groups: float
+    m: float
+    n: float
+    k: float
+
+
+class SeenAttention(NamedTuple):
+    """One kernel of fused attention; ``rows`` are samples × query heads."""
+
+    rows: int
+    head_dim: float
+    queries: int
+    keys: int
+    is_causal: bool
+    masked: bool
+    backward: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +157,8 @@ class _Effect:
     key_value_bytes: float = 0.0
     attention_bytes: float = 0.0
     square_flop: float = 0.0
+    products: tuple[SeenProduct, ...] = ()
+    attention: tuple[SeenAttention, ...] = ()
     collective: tuple[CollectiveKind, float] | None = None
 
 
@@ -251,6 +289,7 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             square_flop=square_flop,
             key_value_bytes=key.nbytes + value.nbytes,
             attention_bytes=2 * query.nbytes + key.nbytes + value.nbytes,
+            attention=(_seen_attention(packet, args, kwargs),),
         )
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
@@ -262,6 +301,7 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             expert_weight_bytes=of_experts,
             matmul_flop=flop,
             square_flop=flop if packet in _BATCHED_PRODUCTS else 0,
+            products=_seen_products(packet, args, out),
         )
     return _Effect(num_kernels=1, memory_bytes=moved)
 
@@ -302,6 +342,47 @@ _FILLING_OPERATIONS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_
 
 def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an attention kernel computes one half of the square alone."""
+
+
+def _seen_products(packet: Any, args: tuple[Any, ...], out: Any) -> tuple[SeenProduct, ...]:
+    """The shapes of what an operation multiplies: none of a convolution."""
+    if packet is torch.ops.steelyard.grouped_mm:
+        return (_of_experts(*args[:2], share=args[3]),)
+    if packet is torch.ops.steelyard.grouped_mm_backward:
+        there = _of_experts(*args[1:3], share=args[4])
+        return (there._replace(n=there.k, k=there.n), there._replace(m=there.k, k=there.m))
+    if packet not in _PRODUCT_OPERANDS:
+        return ()
+    first = args[_PRODUCT_OPERANDS[packet]]
+    groups = first.shape[0] if first.dim() == 3 else 1
+    return (SeenProduct(groups=groups, m=out.shape[-2], n=out.shape[-1], k=first.shape[-1]),)
+
+
+def _of_experts(inputs: Tensor, weights: Tensor, *, share: float) -> SeenProduct:
+    """The product of rows with the weights of their experts, as many for each."""
+    experts, inner, outer = weights.shape
+    return SeenProduct(groups=experts, m=inputs.shape[0] * share / experts, n=outer, k=inner)
+
+
+_PRODUCT_OPERANDS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
+"""Position of the first factor among the arguments of each product."""
+
+
+def _seen_attention(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenAttention:
+    backward = "backward" in packet.__name__
+    query, key, value = args[1:4] if backward else args[:3]
+    return SeenAttention(
+        rows=query.shape[0] * query.shape[1],
+        head_dim=(query.shape[-1] + value.shape[-1]) / 2,
+        queries=query.shape[2],
+        keys=key.shape[2],
+        is_causal=_is_causal(packet, args, kwargs),
+        masked=isinstance(kwargs.get("attn_mask"), Tensor) or isinstance(kwargs.get("attn_bias"), Tensor),
+        backward=backward,
+    )
+
+
+def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     position = _ATTENTION_CAUSAL_ARGUMENT[packet]
     return bool(kwargs.get("is_causal", args[position] if len(args) > position else False))
 

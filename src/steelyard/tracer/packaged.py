@@ -31,7 +31,7 @@ from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
 
-TRACER_VERSION = 10
+TRACER_VERSION = 11
 """Raised whenever the tracer counts differently."""
 ATTENTION = "sdpa"
 """Which attention of transformers is traced."""
@@ -127,8 +127,11 @@ def _along(values: Sequence[Any], shares: _Shares, sizes: Sequence[int]) -> Any:
         return [_along(each, shares, sizes) for each in zip(*values, strict=True)]
     if isinstance(first, str) or first is None or all(value == first for value in values):
         return first
-    total = sum(int(2 * value) * count for value, count in zip(values, shares.counts, strict=True))
-    return total / (2 * shares.divisor) if total % (2 * shares.divisor) else total // (2 * shares.divisor)
+    if all(isinstance(value, int) for value in values):
+        total = sum(value * count for value, count in zip(values, shares.counts, strict=True))
+        return total / shares.divisor if total % shares.divisor else total // shares.divisor
+    exact = sum(Fraction(value) * count for value, count in zip(values, shares.counts, strict=True)) / shares.divisor
+    return float(exact)
 
 
 def counted_at(value: Any, sizes: Sequence[int]) -> Any:
@@ -139,7 +142,7 @@ def counted_at(value: Any, sizes: Sequence[int]) -> Any:
         return {key: counted_at(each, sizes) for key, each in value.items()}
     if isinstance(value, list):
         return [counted_at(each, sizes) for each in value]
-    return _half(value) if isinstance(value, float) else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _half(value: float) -> int | float:

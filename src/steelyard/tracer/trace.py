@@ -35,6 +35,7 @@ from steelyard.profiles.profile import (
     Work,
 )
 from steelyard.tracer.counting import OpCounts, Operations
+from steelyard.tracer.folding import folded_attention, folded_products
 from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observe
 from steelyard.tracer.packaged import legal_shapes
 
@@ -206,6 +207,8 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line) -
         expert_weight_bytes=direction(observations[0]).expert_weight_bytes,
         memory_bytes=line(lambda o: direction(o).memory_bytes),
         num_kernels=direction(observations[0]).num_kernels,
+        products=folded_products(*(direction(o).products for o in observations), samples=SIZES),
+        attention=folded_attention(direction(observations[0]).attention, samples=SIZES[0]),
     )
 
 
