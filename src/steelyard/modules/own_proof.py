@@ -41,8 +41,7 @@ MOST_PARAMS = 2**28
 TOLERANCE = 1e-4
 """Largest difference of a loss or gradient, as a share of the largest entry of its tensor."""
 TP_TOLERANCE = 1e-3
-"""The same between two ranks and one. Rounding shows in gradients that are all but zero (of a key's bias); what is
-divided wrongly is wrong by a factor."""
+"""The same between two ranks and one, where rounding shows in gradients that are all but zero (of a key's bias)."""
 _CPU = torch.device("cpu")
 
 

@@ -274,7 +274,9 @@ def _between(one: Affine, two: Affine, place: float) -> Affine:
 def _work_between(one: Work, two: Work, place: float) -> Work:
     names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
     lines = {name: _between(getattr(one, name), getattr(two, name), place) for name in names}
-    products = tuple(each.between(other, place) for each, other in zip(one.products, two.products, strict=True))
+    is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
+    pairs = zip(one.products, two.products, strict=True) if is_alike else ()
+    products = tuple(each.between(other, place) for each, other in pairs)
     return one.model_copy(update={**lines, "products": products})
 
 

@@ -35,6 +35,8 @@ TRACER_VERSION = 11
 """Raised whenever the tracer counts differently."""
 ATTENTION = "sdpa"
 """Which attention of transformers is traced."""
+LEFT_OUT = "products"
+"""Shapes of matrix products, which enter no price: how equal ones are folded depends on the length."""
 
 
 def legal_shapes(kind: LayerKind, degree: int, seq_len: int) -> Iterator[Strategy]:
@@ -139,7 +141,7 @@ def counted_at(value: Any, sizes: Sequence[int]) -> Any:
     if isinstance(value, dict):
         if set(value) == {"constant", "per_sample"}:
             return {"at": [_half(value["constant"] + value["per_sample"] * size) for size in sizes]}
-        return {key: counted_at(each, sizes) for key, each in value.items()}
+        return {key: counted_at(each, sizes) for key, each in value.items() if key != LEFT_OUT}
     if isinstance(value, list):
         return [counted_at(each, sizes) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
