@@ -10,7 +10,7 @@ from steelyard.model.families import FAMILIES
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import IGNORED, decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_model, layer_modules, prepare_model
-from steelyard.modules.structure import kinds_by_structure
+from steelyard.modules.structure import signature
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
@@ -56,7 +56,7 @@ def test_the_declared_kinds_are_those_of_the_structure(name):
     model = build_meta_model(chain)
     prepare_model(model, chain)
     blocks = [layer for layer in range(chain.num_layers) if chain.kind_of(layer).role is LayerRole.BLOCK]
-    found = kinds_by_structure([next(iter(layer_modules(model, chain, layer).values())) for layer in blocks])
+    found = [signature(next(iter(layer_modules(model, chain, layer).values()))) for layer in blocks]
     by_structure = list(zip(found, [chain.kind_of(layer).attention for layer in blocks], strict=True))
     declared = [chain.layers[layer] for layer in blocks]
     assert [declared.index(each) for each in declared] == [by_structure.index(each) for each in by_structure]

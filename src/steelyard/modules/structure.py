@@ -6,7 +6,7 @@ only say where a layer stands. Kinds of a family are declared in its file, since
 this finds them for modules that have no family, and in the tests it finds what the families declare.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 
 from torch import nn
 
@@ -21,12 +21,6 @@ def signature(module: nn.Module, *, places: bool = False) -> tuple[Hashable, ...
     ``places`` tells apart what only says where a layer stands or what it attends to.
     """
     return tuple(_parts(module, _INTERNAL if places else _PLACES | _INTERNAL))
-
-
-def kinds_by_structure(modules: Sequence[nn.Module]) -> tuple[int, ...]:
-    """For each module the number of its kind, counted from 0 in the order of first occurrence."""
-    numbers: dict[tuple[Hashable, ...], int] = {}
-    return tuple(numbers.setdefault(signature(module), len(numbers)) for module in modules)
 
 
 def _parts(module: nn.Module, left_out: frozenset[str]) -> Iterator[Hashable]:
