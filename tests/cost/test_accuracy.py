@@ -11,19 +11,21 @@ from tests.cost.examples import chain, cluster, job, measured_profile
 BENCHMARKS = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
-def columns(figure: str) -> tuple[float, float]:
-    """Of a figure of published runs: for the sources that were fitted, and for the others."""
+def reached(figure: str) -> float:
+    """A figure of published runs, in per cent."""
     row = next(line for line in BENCHMARKS.splitlines() if line.startswith(f"| {figure}"))
-    cells = [cell.strip() for cell in row.replace(r"\|error\|", "error").strip("|").split("|")]
-    return float(cells[2].removesuffix(" %")), float(cells[4].removesuffix(" %"))
+    return float(row.replace(r"\|error\|", "error").strip("|").split("|")[2].strip().removesuffix(" %"))
 
 
 @pytest.mark.parametrize(
-    ("error", "figure"),
-    [(CATALOGUE, r"time, zero-shot: median \|error\|"), (SCALED, r"time, scaled: median \|error\|")],
+    ("error", "figures"),
+    [
+        (CATALOGUE, (r"time, zero-shot: median \|error\|", r"time, left out: median \|error\|")),
+        (SCALED, (r"time, scaled: median \|error\|",)),
+    ],
 )
-def test_the_error_of_catalogue_rates_is_that_of_published_runs(error: float, figure: str) -> None:
-    assert 100 * error == pytest.approx(max(columns(figure)))
+def test_the_error_of_catalogue_rates_is_that_of_published_runs(error: float, figures: tuple[str, ...]) -> None:
+    assert 100 * error == pytest.approx(max(map(reached, figures)))
 
 
 def test_the_error_of_a_measured_profile_is_that_of_the_runs_on_this_kind_of_machine() -> None:

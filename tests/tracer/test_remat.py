@@ -1,5 +1,7 @@
 """What the remat choices keep and repeat: closed forms, and PyTorch's own checkpoints as the referee."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -110,7 +112,9 @@ def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: s
             plain = run_layer(where, under_test, SAMPLES, side)
             under_test.remat = Remat.FULL
             real = run_layer(where, under_test, SAMPLES, side)
-    assert real.backward.beyond(plain.backward) == derived.work
+    repeated = real.backward.beyond(plain.backward)
+    assert sorted(repeated.products) == sorted(derived.work.products), "in the order of a forward pass or another"
+    assert replace(repeated, products=derived.work.products) == derived.work
     assert real.saved_bytes == derived.saved_bytes
     assert real.forward_peak_bytes - real.saved_bytes <= derived.forward_transient_bytes
     assert real.backward_peak_bytes - real.saved_bytes <= derived.backward_transient_bytes

@@ -283,7 +283,7 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
 
 
 def test_a_prediction_says_how_far_such_ones_typically_are_off() -> None:
-    assert "predicted, typically ± 16%" in report_page(on("h100-80gb"))
+    assert "predicted, typically ± 9%" in report_page(on("h100-80gb"))
     assert "no run of such a device to compare" in report_page(single())
 
 
