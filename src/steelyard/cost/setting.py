@@ -30,7 +30,8 @@ measures and reports it."""
 class Job:
     """What is trained on what: everything that does not change while pipeline settings are compared.
 
-    ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold.
+    ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold, and
+    ``margin_bytes`` what is left free beside it.
     ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
     all times are multiplied by ``time_factor``, which one measured run gives. ``imbalance`` is how many times the mean
     number of tokens the rank with the most of them gets, where experts are divided over ranks. ``profile_file`` is
@@ -49,6 +50,7 @@ class Job:
     time_factor: float = 1.0
     imbalance: float = ASSUMED_IMBALANCE
     profile_file: ProfileFile | None = None
+    margin_bytes: int = 0
 
     @cached_property
     def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:

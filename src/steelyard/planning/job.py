@@ -12,6 +12,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
+from steelyard.planning.margin import with_margin
 from steelyard.planning.profile_file import read_profile
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -30,17 +31,19 @@ def make_job(
     precision: Precision,
     memory: str | int | None,
     profile: str | Path | Profile | None,
+    memory_margin: float | None = None,
     imbalance: float = ASSUMED_IMBALANCE,
     own: Any = None,
 ) -> Job:
     """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given.
 
-    ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
+    ``memory_margin`` is the part of the memory to leave free, see `steelyard.planning.margin`. ``own`` is a user's own
+    module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
     """
     chain = _chain_of(config)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    if memory is not None:
-        machines = machines.with_memory(parse_bytes(memory) if isinstance(memory, str) else memory)
+    given = parse_bytes(memory) if isinstance(memory, str) else memory
+    budgeted = machines if given is None else machines.with_memory(given)
     for field, value, most in (("global_batch", global_batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
         if not 1 <= value <= most:
             raise UserError(
@@ -76,17 +79,18 @@ def make_job(
         profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     else:
         _check_profile(profile, chain, machines, seq_len, precision)
-    return Job(
+    job = Job(
         chain=chain,
         profile=profile,
         cluster=machines,
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
-        budget_bytes=machines.device.known_memory_bytes(),
+        budget_bytes=budgeted.device.known_memory_bytes(),
         imbalance=imbalance,
         profile_file=file,
     )
+    return with_margin(job, memory_margin, is_asked=memory is not None)
 
 
 def _chain_of(config: str | Path | Mapping[str, Any] | ModelChain) -> ModelChain:
