@@ -1,12 +1,15 @@
 r"""How far predictions are from what was published: errors, verdicts on memory, and regret, per source and in all.
 
-| figure | formula                                                            | over                              |
-|--------|--------------------------------------------------------------------|-----------------------------------|
-| error  | predicted / measured − 1                                           | runs with the measurement         |
-| bias   | median error                                                       | runs of a source                  |
-| regret | time of the plan that is ranked first / fastest measured time − 1  | jobs of five measured plans or more, those that leave their margin free |
-| of all | the same plan / fastest measured time of any plan − 1              | the same jobs                     |
-| scaled | error after one factor per source, framework and device: the median of measured / predicted | runs     |
+| figure | formula                                                            | over                        |
+|--------|--------------------------------------------------------------------|-----------------------------|
+| error  | predicted / measured − 1                                           | runs with the measurement   |
+| bias   | median error                                                       | runs of a source            |
+| regret | time of the plan that is ranked first / fastest measured time − 1  | jobs of five plans or more  |
+| of all | the same of that plan over any plan of the job                     | the same jobs               |
+| scaled | error after one factor per source, framework and device: the       | runs                        |
+|        | median of measured / predicted                                     |                             |
+
+Ranked are a job's plans that leave their margin of memory free, or all where none does.
 
 A job's plans differ in nothing but the plan, so a factor per device and framework cannot change the regret by much: it
 is scored with both all the same. In the summary every source weighs the same, whatever its number of runs.
