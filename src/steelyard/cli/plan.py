@@ -244,7 +244,8 @@ def _completed(
     """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
     assert result.plan is not None, "asked for a plan that is there"
     show("searching the plain plans to compare with")
-    compared = with_baselines(result.plan, result.job, result.problem.settings)
+    tables, limit_s = result.problem.settings, options.time_limit_s
+    compared = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s)
     if num_fallbacks:
         show("searching plans of less memory")
     return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
