@@ -274,7 +274,7 @@ def _left_out(
 
 def _has_margin(run: PublishedRun) -> bool:
     case = _case(run)
-    return has_margin(case, [sum(terms.values()) for terms in predict_memory(case.plan, case.job)])
+    return has_margin(case, predict_memory(case.plan, case.job))
 
 
 def _reached(rows: Rows, log_ratios: Array) -> str:

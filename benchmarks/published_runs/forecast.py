@@ -29,7 +29,7 @@ class Forecast:
     """Upper bound of what the row's measurement counts (`counted_bytes`) on the rank that it is of."""
     fits: bool
     has_margin: bool
-    """Whether it fits and leaves so much free as a plan is searched with (`steelyard.planning.margin`)."""
+    """Whether it leaves as much free as a plan is searched with (`steelyard.planning.margin`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +64,16 @@ def forecast_case(case: Case) -> Forecast:
         step_time_s=cost.step_time_s,
         peak_bytes=peak,
         fits=cost.fits,
-        has_margin=has_margin(case, [stage.total_bytes for stage in cost.stages]),
+        has_margin=has_margin(case, [stage.memory_bytes for stage in cost.stages]),
     )
 
 
-def has_margin(case: Case, stage_bytes: Sequence[int]) -> bool:
-    """Whether a plan whose stages take so much per device leaves its margin free."""
-    return max(stage_bytes) <= case.job.budget_bytes * (1 - MARGIN)
+def has_margin(case: Case, stages: Sequence[Mapping[str, int]]) -> bool:
+    """Whether a plan whose stages take so much leaves its margin free with all that an allocator usually keeps.
+
+    These runs had none that expands its segments, as those of this project have.
+    """
+    return max(counted_bytes(terms, "reserved, nvidia-smi") for terms in stages) <= case.job.budget_bytes * (1 - MARGIN)
 
 
 def counted_bytes(memory_bytes: Mapping[str, int], kind: str, step_bytes: int = 0) -> int:
