@@ -32,9 +32,9 @@ class Job:
 
     ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold.
     ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
-    all times are multiplied by ``time_factor``, which one measured run gives. ``imbalance`` is how many times the mean
-    number of tokens the rank with the most of them gets, where experts are divided over ranks. ``profile_file`` is
-    where the profile was read from, if it was.
+    all times are multiplied by ``time_factor``, which ``num_calibrating`` measured runs give. ``imbalance`` is how many
+    times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
+    ``profile_file`` is where the profile was read from, if it was.
     """
 
     chain: ModelChain
@@ -47,6 +47,7 @@ class Job:
     execution: Execution = OURS
     rates: Efficiency | None = None
     time_factor: float = 1.0
+    num_calibrating: int = 0
     imbalance: float = ASSUMED_IMBALANCE
     profile_file: ProfileFile | None = None
 
@@ -94,6 +95,7 @@ class Job:
         return CostSource(
             **identity.model_dump(),
             time_factor=self.time_factor,
+            num_calibrating=self.num_calibrating,
             rates=rates,
             file=self.profile_file,
             imbalance=self.imbalance if divides_experts else None,

@@ -36,6 +36,7 @@ from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.plan.training import Training
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
+from steelyard.units import format_seconds
 
 Precision = Literal["fp32", "bf16"]
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
@@ -166,6 +167,25 @@ class Baseline(PlanPart):
     strategies: str = ""
 
 
+class Interval(PlanPart):
+    """Where nine in ten runs lie that are like a predicted one, and how far plans must differ to be told apart."""
+
+    low_s: float = Field(ge=0)
+    high_s: float = Field(ge=0)
+    typical: float = Field(ge=0)
+    """The median of |predicted / measured − 1| of such runs."""
+    like: str
+    """What the costs of such runs were made from, as `steelyard.cost.accuracy` has it."""
+    as_good: float = Field(ge=0)
+    """By what fraction a plan of the same job may be predicted slower and still be as good as this one."""
+
+    def __str__(self) -> str:
+        return (
+            f"predicted, typically ± {self.typical:.0%}; 9 in 10 such runs: "
+            f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
+        )
+
+
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
@@ -185,6 +205,8 @@ class Prediction(PlanPart):
     """Where the costs came from."""
     backend: Backend | None = None
     """What the devices communicate with; absent in plans that were written before it was said."""
+    interval: Interval | None = None
+    """Absent where no measured runs are like this one, and in plans that were written before it was said."""
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     """The best plain plans; none where they were not searched."""
@@ -193,6 +215,11 @@ class Prediction(PlanPart):
     def time_factor(self) -> float:
         """What all times were multiplied by after a measured run; 1 where there was none."""
         return self.profile.time_factor
+
+    def is_as_good(self, step_time_s: float | None) -> bool:
+        """Whether another plan of this job, of this step time, is predicted too little slower to be told apart."""
+        most_s = 0.0 if self.interval is None else self.step_time_s * (1 + self.interval.as_good)
+        return step_time_s is not None and step_time_s <= most_s
 
 
 class Fallback(PlanPart):

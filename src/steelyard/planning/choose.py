@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from steelyard.cost.accuracy import interval_of
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, least_step_s, predict
@@ -221,6 +222,7 @@ def _prediction(
         lower_bound_s=found.lower_bound_s,
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
+        interval=interval_of(job.cost_source(), candidates[best].strategies, steps_s[best]),
         alternatives=tuple(alternatives),
     )
 
