@@ -14,22 +14,28 @@ GAP = Certificate(status="gap", gap=0.0123)
 SIMULATED = Certificate(status="simulated", num_simulated=5)
 WORDS = {
     "optimal for the cost tables": OPTIMAL,
-    "best so far, gap 1.23%": GAP,
     "fastest in simulation among the search's best 5; in its closed form another is": SIMULATED,
     "priced as given, not searched": Certificate(status="priced"),
     "optimal for the cost tables, searched within 1.00 GiB less than there is": OPTIMAL.model_copy(
         update={"spared_bytes": 2**30}
     ),
+}
+OLD_WORDS = {
+    "best so far, gap 1.23%": GAP,
     "best so far, gap 1.23%, searched within 512 B less than there is": GAP.model_copy(update={"spared_bytes": 512}),
+}
+NEW_WORDS = {
+    "best found, gap 1.23%: no plan that fits is faster by more": GAP,
+    "best so far, gap 1.23%: the search ended at its limit of 300 s": GAP.model_copy(update={"time_limit_s": 300.0}),
 }
 
 
-@pytest.mark.parametrize(("words", "certificate"), WORDS.items())
+@pytest.mark.parametrize(("words", "certificate"), (WORDS | NEW_WORDS).items())
 def test_words_are_made_from_the_value(words: str, certificate: Certificate) -> None:
     assert str(certificate) == words
 
 
-@pytest.mark.parametrize(("words", "certificate"), WORDS.items())
+@pytest.mark.parametrize(("words", "certificate"), (WORDS | OLD_WORDS).items())
 def test_a_plan_file_that_holds_words_is_read(words: str, certificate: Certificate) -> None:
     plan = read(changed((["prediction", "certificate"], words)))
     assert plan.prediction is not None

@@ -59,7 +59,7 @@ def test_a_time_limit_ends_the_building_of_tables_and_leaves_a_gap() -> None:
     assert whole.plan.prediction is not None
     assert cut.plan.prediction is not None
     prediction = cut.plan.prediction
-    assert prediction.certificate.status == "gap"
+    assert (prediction.certificate.status, prediction.certificate.time_limit_s) == ("gap", 0)
     assert 0 < prediction.lower_bound_s <= whole.search.lower_bound_s
     assert prediction.certificate.gap == 1 - prediction.lower_bound_s / cut.search.ranked[0].score_s
     assert [each.reason for each in prediction.alternatives].count(choose.NOT_BUILT) == cut.num_left_out

@@ -7,6 +7,7 @@ import pytest
 
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
+from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
@@ -36,9 +37,9 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
                 yield assemble_plan(of, pipeline(1, count), (stage,))
 
 
-def compared(of: Job) -> Plan:
-    tables = make_problem(of, PlanOptions())
-    found = plan_job(of, PlanOptions(), problem=tables).plan
+def compared(of: Job, options: PlanOptions = PlanOptions()) -> Plan:  # noqa: B008
+    tables = make_problem(of, options)
+    found = plan_job(of, options, problem=tables).plan
     assert found is not None
     return with_baselines(found, of, tables.settings)
 
@@ -66,7 +67,24 @@ def test_a_plain_plan_is_the_fastest_of_its_kind_that_fits(name: str, share: flo
     assert mine.step_time_s == pytest.approx(fastest) if fastest else mine.step_time_s is None
 
 
-@pytest.mark.parametrize("share", [1.0, 0.1])
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
+def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share: float) -> None:
+    of, options = tight(share), PlanOptions(num_stages=1)
+    offered = {str(replace(each, remat=Remat.NONE)) for each in make_problem(of, options).settings[0].strategies}
+    found = compared(of, options).prediction
+    assert found is not None
+    mine = next(each for each in found.baselines if each.name == "plain n-D")
+    costs = []
+    for text in sorted(offered):
+        try:
+            costs += [predict(plan, of) for plan in every_plan(of, (text,))]
+        except InvalidPlanError:  # a strategy that some layer does not allow
+            continue
+    fastest = min(cost.step_time_s for cost in costs if cost.fits)
+    assert mine.step_time_s == pytest.approx(fastest)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.1, 0.05])
 def test_no_plain_plan_is_faster_than_the_plan(share: float) -> None:
     prediction = compared(tight(share)).prediction
     assert prediction is not None
@@ -89,3 +107,9 @@ def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
     prediction = compared(tight(0.0)).prediction
     assert prediction is not None
     assert all((each.step_time_s is None) == (each.missing_bytes is not None) for each in prediction.baselines)
+
+
+def test_a_gap_that_memory_leaves_is_not_blamed_on_the_time_limit() -> None:
+    prediction = compared(tight(0.3)).prediction
+    assert prediction is not None
+    assert (prediction.certificate.status, prediction.certificate.time_limit_s) == ("gap", None)

@@ -89,6 +89,6 @@ def test_a_plan_with_context_parallelism_is_priced_from_it(profile, text, sent):
 
 def test_a_failing_process_ends_the_launch_and_shows_its_error(monkeypatch, capfd):
     monkeypatch.setattr(launch, "_MODULE", "steelyard.profiler.missing")
-    with pytest.raises(RankFailedError, match="exit code"):
+    with pytest.raises(RankFailedError, match="exit code") as raised:
         launch_profiler(tiny_chain(), empty_trace(), num_processes=2, samples=[1])
-    assert "steelyard.profiler.missing" in capfd.readouterr().err
+    assert "steelyard.profiler.missing" in capfd.readouterr().err + str(raised.value)

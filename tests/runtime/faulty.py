@@ -33,6 +33,9 @@ def misbehave(fault: str) -> None:
         raise UserError(field="--option", found="this", expected="that")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "exit":
+        os.write(2, b"the library gives up\n")
+        os._exit(3)
     if fault == "stuck":
         ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock: no thread of Python's runs
     time.sleep(600)

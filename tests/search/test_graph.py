@@ -154,10 +154,10 @@ def test_a_budget_keeps_the_points_within_it(graph: CostGraph, budget: int) -> N
     assert np.array_equal(some.frontier.bytes, every.bytes[fits])
     assert np.array_equal(some.frontier.seconds, every.seconds[fits])
     point = every.at(budget)
-    choices = some.choices_at(budget)
-    assert (point is None) == (choices is None)
-    if choices is not None and point is not None:
-        assert cost_of(graph, choices) == (every.bytes[point], every.seconds[point])
+    found = some.frontier.at(budget)
+    assert (point is None) == (found is None)
+    if found is not None and point is not None:
+        assert cost_of(graph, tuple(some.choices[found].tolist())) == (every.bytes[point], every.seconds[point])
 
 
 def test_an_output_that_every_layer_of_a_chain_reads_is_eliminated_exactly() -> None:

@@ -16,7 +16,8 @@ Status = Literal["optimal", "gap", "simulated", "priced"]
 class Certificate(PlanPart):
     """How sure the planner is that no plan is faster.
 
-    ``optimal``: none is, by the cost tables. ``gap``: time ran out, and this is the best so far. ``simulated``: the
+    ``optimal``: none is, by the cost tables. ``gap``: it is the best that was found, in the time that
+    there was or of those that fit. ``simulated``: the
     fastest in simulation of several that the search found. ``priced``: given, not searched.
     """
 
@@ -25,7 +26,7 @@ class Certificate(PlanPart):
     """The part of the plan's step by the cost tables that `Prediction.lower_bound_s` does not prove necessary; absent
     where nothing is proven."""
     time_limit_s: Seconds | None = None
-    """What the search might take, where it did not prove its plan; absent where it might take all it wanted."""
+    """What the search might take, where that ended it before it proved its plan; absent where it ended by itself."""
     num_simulated: int | None = Field(default=None, ge=2)
     """Plans among which the simulator chose; absent where it confirmed the search's best."""
     spared_bytes: int | None = Field(default=None, gt=0)
@@ -61,7 +62,12 @@ class Certificate(PlanPart):
             case "optimal":
                 return "optimal", "none that was searched is faster"
             case "gap":
-                return f"gap {self.gap:.2%}", "left when the time was up"
+                ended = (
+                    "left when the time was up"
+                    if self.time_limit_s is not None
+                    else "no plan that fits is faster by more"
+                )
+                return f"gap {self.gap:.2%}", ended
             case "simulated":
                 return "simulated", "the fastest of the search's best"
             case "priced":
@@ -76,8 +82,10 @@ class Certificate(PlanPart):
             case "optimal":
                 return "optimal for the cost tables"
             case "gap":
-                limit = f", searched for {format_seconds(self.time_limit_s)} at most" if self.time_limit_s else ""
-                return f"best so far, gap {self.gap:.2%}{limit}"
+                if self.time_limit_s is not None:
+                    limit = format_seconds(self.time_limit_s)
+                    return f"best so far, gap {self.gap:.2%}: the search ended at its limit of {limit}"
+                return f"best found, gap {self.gap:.2%}: no plan that fits is faster by more"
             case "simulated":
                 return (
                     f"fastest in simulation among the search's best {self.num_simulated}; in its closed form another is"

@@ -5,7 +5,8 @@ walk is below (`steelyard.cost.memory_floor`) stands for each pipeline setting b
 much above the walk. The fastest plan within a floor is a bound of all plans that the walk accepts, and where the walk
 accepts that very plan it is the answer: so it is wherever memory does not bind. Else the floor is searched within less
 and less, by as much as the walk of the plan found last exceeds its floor, until a plan is accepted, and the room
-between the last two is halved; what the setting's own tables allow competes with it, as far as the walk accepts it.
+between the last two is halved; what the setting's own tables allow and its plain plans compete with it, as far as the
+walk accepts them.
 Only settings whose bound is below the best accepted plan take part.
 """
 
@@ -22,6 +23,7 @@ from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan
+from steelyard.planning.plain import PLAIN_N_D, plain_choices
 from steelyard.planning.plan_from_search import bare_plan
 from steelyard.search import (
     NearestMiss,
@@ -198,11 +200,35 @@ def _compete(
     )
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])
+    _plain(contest, contest.open(), deadline)
     for index in contest.open():
         if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
             _between(contest, index, found.settings[index], deadline)
         if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
             _beyond(contest, index, deadline)
+
+
+def _plain(contest: _Contest, indices: Sequence[int], deadline: float | None) -> None:
+    """Tries the plain plans of these settings that promise to be of use."""
+    settings, floors = [contest.tables[index] for index in indices], [contest.floors(index)[0] for index in indices]
+    for choice in plain_choices(PLAIN_N_D, contest.job, settings, floors):
+        if choice.least_s >= contest.cutoff_s * (1 - SAME) or _left_s(deadline) == 0:
+            return
+        if choice.least_bytes > contest.room_bytes:
+            continue
+        index = indices[choice.index]
+        for whole, narrow, room_bytes in (
+            (choice.floor, choice.floor_tables(), contest.room_bytes),
+            (choice.setting, choice.tables(), usable_bytes(contest.job)),
+        ):
+            result = partition_exact(narrow, room_bytes, cutoff_s=contest.cutoff_s, deadline=deadline)
+            if result.solution is None:
+                break
+            places = [whole.strategies.index(strategy) for strategy in narrow.strategies]
+            chosen = tuple(places[strategy] for strategy in result.solution.strategies)
+            solution = replace(result.solution, strategies=chosen)
+            if contest.excess_bytes(_outcome(index, whole, replace(result, solution=solution))) == 0:
+                break
 
 
 def _left_s(deadline: float | None) -> float | None:

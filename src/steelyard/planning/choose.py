@@ -151,6 +151,7 @@ def plan_job(
         partition=options.partition,
         time_limit_s=None if limit_s is None else max(0.0, started + limit_s - time.monotonic()),
     )
+    searched_s = time.monotonic() - started
     result = PlanningResult(
         job=job,
         problem=problem,
@@ -168,7 +169,8 @@ def plan_job(
     candidates = [each.plan for each in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
     best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    prediction = _prediction(job, found, candidates, costs, best, limit_s)
+    was_cut = limit_s is not None and (bool(left_out) or searched_s >= limit_s)
+    prediction = _prediction(job, found, candidates, costs, best, limit_s if was_cut else None)
     not_built = tuple(Alternative(description=describe(each.pipeline), reason=NOT_BUILT) for each in left_out)
     prediction = prediction.model_copy(update={"alternatives": prediction.alternatives + not_built})
     plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})

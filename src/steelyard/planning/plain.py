@@ -1,21 +1,24 @@
 """Plans of the plain kinds that one takes without a planner, each the best of its kind that fits.
 
 A plain plan has one strategy for the whole model, one remat choice for all blocks and none for the embedding and the
-head, which no framework recomputes. Microbatches, and where the kind has a pipeline its stages and cuts, are searched
-like those of any other plan, so that what is gained over a plain plan is gained over the best of its kind.
+head, which no framework recomputes; layers without experts leave expert parallelism out. Microbatches, and where the
+kind has a pipeline its stages and cuts, are searched like those of any other plan, so that what is gained over a plain
+plan is gained over the best of its kind.
 
-| kind     | strategies                         | pipeline        |
-|----------|------------------------------------|-----------------|
-| DDP      | dp                                 | none            |
-| FSDP     | fsdp, ZeRO-2 or ZeRO-3             | none            |
-| 3D       | dp and tp (with or without sp)     | any, cuts free  |
+| kind     | strategies                                             | pipeline        |
+|----------|--------------------------------------------------------|-----------------|
+| DDP      | dp                                                     | none            |
+| FSDP     | fsdp, ZeRO-2 or ZeRO-3                                 | none            |
+| n-D      | dp, fsdp or hybrid, with any degrees of tp, cp and ep  | any, cuts free  |
 
-Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard` and Megatron-LM set.
+Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`, and Megatron-LM or torchtitan ("3D" to
+"5D") set.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +27,10 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
-from steelyard.plan.kinds import DP, FSDP, TP, Kind
-from steelyard.plan.strategy import Remat
+from steelyard.plan.kinds import DP, FSDP, KINDS, Kind
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search import search
+from steelyard.search.frontier import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +39,49 @@ class PlainKind:
 
     name: str
     kinds: frozenset[Kind]
-    """The kinds of parallelism that a layer may use, all or some of them."""
+    """The kinds of parallelism that a strategy may use, all or some of them."""
     has_pipeline: bool
 
 
 MOST_MISSES = 16
 """Plans that do not fit of which the nearest miss is looked for."""
 
+PLAIN_N_D = PlainKind(name="plain n-D", kinds=frozenset(KINDS.values()), has_pipeline=True)
+"""What has all others in it."""
 PLAIN_KINDS = (
     PlainKind(name="plain DDP", kinds=frozenset({DP}), has_pipeline=False),
     PlainKind(name="plain FSDP", kinds=frozenset({FSDP}), has_pipeline=False),
-    PlainKind(name="plain 3D (dp, tp, pp)", kinds=frozenset({DP, TP}), has_pipeline=True),
+    PLAIN_N_D,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlainChoice:
+    """One strategy for all layers of a setting, with one remat choice for the blocks."""
+
+    index: int
+    """Of the setting among those given."""
+    setting: CostTables
+    floor: CostTables
+    """The setting with bytes that no plan of it is below."""
+    column: NDArray[np.int64]
+    """[K] the strategy of each kind of layer."""
+    least_s: float
+    """What no plan of it is faster than: all stages alike, and nothing sent between them."""
+    least_bytes: float
+    """What the fullest device of any plan of it holds at least: all of them alike, by the floor of the setting."""
+
+    def tables(self) -> CostTables:
+        """The cost tables of this choice alone."""
+        return _narrowed(self.setting, self.column)
+
+    def floor_tables(self) -> CostTables:
+        """The same of the floor, whose kinds tell more places apart."""
+        column = np.full(len(self.floor.kinds), self.column[self.setting.layers[0]])
+        column[list(self.floor.layers)] = self.column[list(self.setting.layers)]
+        for kind in {*self.floor.layers} if self.floor.last_kinds else ():
+            column[self.floor.last_kinds[kind]] = column[kind]
+        return _narrowed(self.floor, column)
 
 
 def plain_tables(
@@ -58,74 +93,76 @@ def plain_tables(
 
     Left out are those that cannot fit, unless none can, and those that are slower than one that is found at once.
     """
-    pairs = zip(settings, floors, strict=True)
-    choices = [choice for setting, floor in pairs for choice in _choices(setting, floor, job, kind)]
+    choices = plain_choices(kind, job, settings, floors)
     fitting = [each for each in choices if each.least_bytes <= usable_bytes(job) + 1]
-    if not fitting:
-        return [each.tables() for each in sorted(choices, key=lambda each: each.least_bytes)[:MOST_MISSES]]
-    kept: list[CostTables] = []
+    kept: list[PlainChoice] = []
     best_s = math.inf
-    for choice in sorted(fitting, key=lambda each: each.least_s):
+    for choice in fitting:
         if choice.least_s > best_s:
             break
-        kept.append(choice.tables())
-        found = search(kept[-1:], usable_bytes(job), num_alternatives=0).best
-        best_s = min(best_s, math.inf if found is None else found.score_s)
-    return kept
+        bound = search([choice.floor_tables()], usable_bytes(job) + 1, num_alternatives=0).best
+        if bound is not None and bound.score_s <= best_s:
+            kept.append(choice)
+            found = search([choice.tables()], usable_bytes(job), num_alternatives=0).best
+            best_s = min(best_s, math.inf if found is None else found.score_s)
+    kept = kept or sorted(choices, key=lambda each: each.least_bytes)[:MOST_MISSES]
+    return [each.tables() for each in kept]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Choice:
-    """One strategy for all layers of a setting, with one remat choice for the blocks."""
-
-    setting: CostTables
-    ends: int
-    blocks: int
-    is_block: NDArray[np.bool_]
-    """[K]"""
-    least_s: float
-    """What no plan of it is faster than: all stages alike, and nothing sent between them."""
-    least_bytes: float
-    """What the fullest device of any plan of it holds at least: all of them alike, by the floor of the setting."""
-
-    def tables(self) -> CostTables:
-        """The cost tables of this choice alone."""
-        if self.blocks == self.ends:
-            return self.setting.select(strategies=[self.ends])
-        narrowed = self.setting.select(strategies=[self.ends, self.blocks])
-        narrowed.legal[self.is_block, 0] = False
-        narrowed.legal[~self.is_block, 1] = False
-        return narrowed
+def plain_choices(
+    kind: PlainKind, job: Job, settings: Sequence[CostTables], floors: Sequence[CostTables]
+) -> list[PlainChoice]:
+    """The choices of a plain kind that are legal for every layer, the one that promises the least time first."""
+    pairs = enumerate(zip(settings, floors, strict=True))
+    found = [choice for index, (setting, floor) in pairs for choice in _choices(index, setting, floor, job, kind)]
+    return sorted(found, key=lambda each: each.least_s)
 
 
-def _choices(tables: CostTables, floor: CostTables, job: Job, kind: PlainKind) -> Iterator[_Choice]:
+def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
+    """The tables with one strategy for each kind of layer."""
+    kept = np.unique(column)
+    narrowed = tables.select(strategies=kept.tolist())
+    narrowed.legal[column[:, None] != kept] = False
+    return narrowed
+
+
+def _choices(index: int, tables: CostTables, floor: CostTables, job: Job, kind: PlainKind) -> Iterator[PlainChoice]:
     """The choices of a setting that are of a plain kind and legal for every layer."""
     pipeline = tables.pipeline
     if pipeline.num_stages > 1 and not kind.has_pipeline:
         return
     roles = {each.name: each.role for each in job.chain.kinds}
-    is_block = np.array([roles[name.partition(" (")[0]] is LayerRole.BLOCK for name in tables.kinds], dtype=bool)
+    is_block = np.array([[roles[name.partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool)
+    blocks, dense, ends = _triples(tables.strategies, kind.kinds)
+    columns = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), ends)
+    rows = np.arange(len(tables.kinds))[:, None]
     counts = np.bincount(tables.layers, minlength=len(tables.kinds))
-    held, of_block = floor.static_bytes + floor.activation_bytes, is_block[list(tables.layers)]
-    places = {strategy: index for index, strategy in enumerate(tables.strategies)}
-    for strategy, ends in places.items():
-        if strategy.remat is not Remat.NONE or not set(strategy.kinds) <= kind.kinds:
-            continue
-        for remat in Remat:
-            blocks = places.get(replace(strategy, remat=remat))
-            if blocks is None:
-                continue
-            column = np.where(is_block, blocks, ends)
-            rows = np.arange(len(column))
-            if tables.legal[rows, column][counts > 0].all():
-                work_s = float(counts @ tables.time_s[rows, column])
-                least_s = work_s * (1 + (pipeline.num_passes - 1) / pipeline.num_stages)
-                whole = held[list(floor.layers), np.where(of_block, blocks, ends)].sum()
-                yield _Choice(
-                    setting=tables,
-                    ends=ends,
-                    blocks=blocks,
-                    is_block=is_block,
-                    least_s=least_s,
-                    least_bytes=floor.overhead_bytes + float(whole) / pipeline.num_stages,
-                )
+    has_all = tables.legal[rows, columns][counts > 0].all(axis=0) & np.any(columns == blocks, axis=0)
+    columns = columns[:, has_all]
+    work_s = counts @ tables.time_s[rows, columns]
+    held = floor.static_bytes + floor.activation_bytes
+    places = np.array(list(zip(floor.layers, tables.layers, strict=True)))
+    num_bytes = held[places[:, :1], columns[places[:, 1]]].sum(axis=0)
+    for number, (least_s, least_bytes) in enumerate(zip(work_s.tolist(), num_bytes.tolist(), strict=True)):
+        yield PlainChoice(
+            index=index,
+            setting=tables,
+            floor=floor,
+            column=columns[:, number],
+            least_s=least_s * (1 + (pipeline.num_passes - 1) / pipeline.num_stages),
+            least_bytes=floor.overhead_bytes + least_bytes / pipeline.num_stages,
+        )
+
+
+@lru_cache(maxsize=64)
+def _triples(strategies: tuple[Strategy, ...], kinds: frozenset[Kind]) -> tuple[IntArray, IntArray, IntArray]:
+    """For each strategy of these kinds that of blocks with experts, of blocks without, and of all other layers."""
+    places = {strategy: index for index, strategy in enumerate(strategies)}
+    found = []
+    for strategy, blocks in places.items():
+        whole = strategy.with_whole_experts()
+        dense, ends = places.get(whole), places.get(replace(whole, remat=Remat.NONE))
+        if dense is not None and ends is not None and set(strategy.kinds) <= kinds:
+            found.append((blocks, dense, ends))
+    triples = np.array(found, dtype=np.int64).reshape(-1, 3)
+    return triples[:, 0], triples[:, 1], triples[:, 2]

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -24,6 +25,8 @@ from torch.distributed.run import parse_args, run
 from steelyard.processes.failure import End, failures_folder, write_ends
 from steelyard.processes.parent import PARENT_VARIABLE, end_process, watch_parent
 from steelyard.processes.start import END_S
+
+_MOST_WORDS_BYTES = 4096
 
 
 def start_in_this_session(
@@ -56,7 +59,7 @@ def _run(arguments: list[str]) -> int:
     except ChildFailedError as error:
         folder = failures_folder()
         if folder is not None:
-            write_ends(_ends(error.failures), folder)
+            write_ends(_ends(error.failures, folder), folder)
         _, first = error.get_first_failure()
         return max(first.exitcode, 1)
     except SignalException as error:
@@ -64,16 +67,27 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _ends(failures: Mapping[int, ProcessFailure]) -> dict[int, End]:
+def _ends(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, End]:
     """How the failed processes ended. torchrun kills those that do not end within `END_S` seconds of its asking."""
     first_s = min(failure.timestamp for failure in failures.values())
     return {
         rank: End(
             exit_code=failure.exitcode,
             stood_still=failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s >= END_S - 1,
+            last_words=_last_words(folder, failure.local_rank),
         )
         for rank, failure in failures.items()
     }
+
+
+def _last_words(logs: Path, local_rank: int) -> str:
+    """The end of what a process wrote to stderr in its last attempt, where torchrun kept it in a file."""
+    attempts = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime_ns)
+    if not attempts:
+        return ""
+    with attempts[-1].open("rb") as stream:
+        stream.seek(max(0, attempts[-1].stat().st_size - _MOST_WORDS_BYTES))
+        return stream.read().decode(errors="replace").rstrip()
 
 
 if __name__ == "__main__":

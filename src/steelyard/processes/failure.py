@@ -102,6 +102,8 @@ class End:
     """Negative for a signal."""
     stood_still: bool = False
     """It did not end when torchrun asked it to, and was killed."""
+    last_words: str = ""
+    """The end of what it wrote to stderr; nothing of rank 0 of a host, which writes to the launcher's own."""
 
 
 def write_ends(ends: dict[int, End], folder: Path) -> None:

@@ -67,7 +67,13 @@ def run_processes(
             "--standalone",
             f"--nproc-per-node={num_processes}",
         ]
-        command += ["--local-ranks-filter=0", f"--shutdown-timeout={END_S:.0f}", "--monitor-interval=0.1"]
+        silent = ",".join(f"{rank}:2" for rank in range(1, num_processes))
+        command += [
+            f"--redirects={silent or 0}",
+            "--local-ranks-filter=0",
+            f"--shutdown-timeout={END_S:.0f}",
+            "--monitor-interval=0.1",
+        ]
         command += [f"--max-restarts={restarts}", "--log-dir", folder, "-m", module, *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}
         environment[PARENT_VARIABLE] = str(os.getpid())
@@ -133,6 +139,8 @@ def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
         message = f"was ended by {name}{_SIGNAL_HINTS.get(name, '')}"
     else:
         message = f"ended with exit code {end.exit_code} and no message"
+    if end.last_words and not end.stood_still:
+        message += "; the last that it wrote:\n" + _last_lines(end.last_words)
     return Failure(rank=rank, exit_code=1, time_s=0.0, kind="", message=message, traceback="")
 
 
@@ -142,6 +150,9 @@ def describe(failure: Failure) -> str:
         return f"rank {failure.rank} {failure.message}"
     if failure.is_final:
         return f"rank {failure.rank} stopped: {failure.message}"
-    lines = failure.traceback.rstrip().splitlines()
-    shown = lines if len(lines) <= _NUM_SHOWN_LINES else ["…", *lines[-_NUM_SHOWN_LINES:]]
-    return "\n".join([f"rank {failure.rank} failed: {failure.kind}: {failure.message}", *shown])
+    return f"rank {failure.rank} failed: {failure.kind}: {failure.message}\n{_last_lines(failure.traceback)}"
+
+
+def _last_lines(text: str) -> str:
+    lines = text.rstrip().splitlines()
+    return "\n".join(lines if len(lines) <= _NUM_SHOWN_LINES else ["…", *lines[-_NUM_SHOWN_LINES:]])

@@ -121,11 +121,6 @@ class GraphResult:
     lower_bound: Frontier
     """no joint choice beats it; equal to ``frontier`` where that is exact"""
 
-    def choices_at(self, budget_bytes: int) -> tuple[int, ...] | None:
-        """One choice per node: the fastest found within the budget, or None where nothing found fits."""
-        point = self.frontier.at(budget_bytes)
-        return None if point is None else tuple(self.choices[point].tolist())
-
     def gap(self, budget_bytes: int) -> float:
         """The fraction of the time found within the budget that is not proven necessary; 1 where nothing was found."""
         point, bound = self.frontier.at(budget_bytes), self.lower_bound.at(budget_bytes)
