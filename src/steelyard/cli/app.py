@@ -19,7 +19,7 @@ COMMANDS = {
     name: name
     for name in (
         *("plan", "frontier", "solve", "explain", "diff", "report", "timeline", "profile", "check", "parity"),
-        *("train", "export", "demo", "models"),
+        *("train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}
 """The module of each command, in the order in which they are listed."""

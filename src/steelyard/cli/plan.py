@@ -54,6 +54,7 @@ from steelyard.planning import (
     samples_not_measured,
     with_baselines,
     with_fallbacks,
+    with_next_best,
 )
 from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
@@ -138,7 +139,15 @@ def plan(
         typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even."),
     ] = "exact",
     time_limit: TimeLimit = TIME_LIMIT_S,
-    top: Annotated[int, typer.Option("--top", help="How many of the plans that lost to show.", min=0, max=1000)] = TOP,
+    top: Annotated[
+        int,
+        typer.Option(
+            "--top",
+            help="How many of the plans that lost to show; the best so many are kept for `measure`.",
+            min=0,
+            max=1000,
+        ),
+    ] = TOP,
     fallbacks: Annotated[
         int,
         typer.Option(
@@ -205,6 +214,7 @@ def plan(
         if result.num_left_out:
             notes.append(f"left out: {format_plural(result.num_left_out, 'pipeline setting')} ({NOT_BUILT})")
         if result.plan is not None:
+            result = with_next_best(result, num_plans=top - 1 if output is not None else 0)
             kept = _completed(result, options, num_fallbacks=fallbacks if output is not None else 0, show=show)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
         if problem is not None:
@@ -256,6 +266,10 @@ def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> 
         console.print(f"  why this plan: steelyard explain {output}", highlight=False)
         console.print(f"  see it: steelyard report {output} -o {output.with_suffix('.html')}", highlight=False)
         console.print(f"  run it: steelyard train {output}{builder} --data PATH", highlight=False)
+        if found.next_best:
+            count = len(found.next_best) + 1
+            command = f"steelyard measure {output}{builder} --alternatives"
+            console.print(f"  measure the best {count}: {command}", highlight=False)
     else:
         console.print("  keep it: add -o plan.json", highlight=False)
 

@@ -223,7 +223,7 @@ class Prediction(PlanPart):
 
 
 class Fallback(PlanPart):
-    """The plan to go on with where memory runs out: less of it, more time, the same model, batch and devices."""
+    """Another plan of the same model, batch and devices: to go on with where memory runs out, or to measure beside."""
 
     num_microbatches: Microbatches
     schedule: ScheduleName = USUAL.name
@@ -258,6 +258,8 @@ class Plan(PlanPart):
     """Days and money for as many tokens as were asked for; absent where none were."""
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
+    next_best: tuple[Fallback, ...] = ()
+    """The best plans of other pipeline settings, fastest first, for `steelyard measure` to run beside this one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -269,8 +271,8 @@ class Plan(PlanPart):
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
-        for fallback in self.fallbacks:
-            _plan_of(self, fallback)
+        for other in (*self.fallbacks, *self.next_best):
+            _plan_of(self, other)
         return self
 
     def chain(self) -> ModelChain:
@@ -288,6 +290,11 @@ class Plan(PlanPart):
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
         return _plan_of(self, self.fallbacks[index]).model_copy(update={"fallbacks": self.fallbacks[index + 1 :]})
+
+    def contenders(self) -> "tuple[Plan, ...]":
+        """This plan and the next best ones, each as a plan that goes on with no other."""
+        alone = self.model_copy(update={"fallbacks": (), "next_best": ()})
+        return (alone, *(_plan_of(self, other) for other in self.next_best))
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
         """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
@@ -347,8 +354,9 @@ class Plan(PlanPart):
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
-    """The plan with what its fallback has instead, and no fallbacks."""
-    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in ("fallbacks", "training")}
+    """The plan with what its fallback has instead, and no other plans."""
+    left_out = ("fallbacks", "next_best", "training")
+    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in left_out}
     return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
 
 

@@ -20,7 +20,7 @@
 | `framework_fit`    | job and plan → the best plan that another framework can run                      |
 | `not_searched`     | job → what was never searched, and why                                           |
 | `explain`          | job and plan → what binds, the rivals, what memory is worth                      |
-| `fallbacks`        | plan → plans of less memory in it, for where memory runs out                     |
+| `fallbacks`        | plan → others in it: of less memory to go on with, the next best to measure      |
 | `frontier`         | job → time against memory, time and money against devices                        |
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
@@ -31,7 +31,7 @@ from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResul
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.fallbacks import with_fallbacks
+from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.job import make_job
@@ -86,5 +86,6 @@ __all__ = [
     "with_cost",
     "with_devices",
     "with_fallbacks",
+    "with_next_best",
     "with_price",
 ]

@@ -50,6 +50,8 @@ class PlanningResult:
     cost: PlanCost | None
     miss: NearestMiss | None
     miss_text: str
+    others: tuple[tuple[Plan, PlanCost], ...] = ()
+    """The best plans of other pipeline settings that the simulator priced, without their predictions, fastest first."""
 
 
 class NothingFitsError(UserError):
@@ -174,7 +176,9 @@ def plan_job(
     not_built = tuple(Alternative(description=describe(each.pipeline), reason=NOT_BUILT) for each in left_out)
     prediction = prediction.model_copy(update={"alternatives": prediction.alternatives + not_built})
     plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
-    return replace(result, search=found.search, plan=plan, cost=costs[best], miss=None)
+    ranked = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    others = tuple((candidates[index], costs[index]) for index in ranked if index != best)
+    return replace(result, search=found.search, plan=plan, cost=costs[best], miss=None, others=others)
 
 
 def _not_searched_text(left_out: Sequence[Setting], settings: Sequence[Setting]) -> str:
