@@ -40,7 +40,8 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     made.callback()(options)
     for name in names:
-        made.command(name)(getattr(import_module(f"steelyard.cli.{COMMANDS[name]}"), name))
+        module = import_module(f"steelyard.cli.{COMMANDS[name]}")
+        made.command(name, context_settings=getattr(module, "WORDS", None))(getattr(module, name))
     return made
 
 

@@ -52,6 +52,7 @@ from steelyard.planning import (
     plan_fewest_devices,
     plan_job,
     samples_not_measured,
+    time_factors,
     with_baselines,
     with_fallbacks,
     with_next_best,
@@ -69,7 +70,12 @@ FALLBACKS = 2
 _MOST_DIGITS = 20
 
 
+WORDS = {"allow_extra_args": True}
+"""Further words behind the model are runs after --calibrate."""
+
+
 def plan(
+    context: typer.Context,
     model: Model,
     cluster: ClusterOption,
     global_batch: Annotated[
@@ -96,12 +102,12 @@ def plan(
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
     calibrate_by: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--calibrate",
-            help="A measured run that scales all predicted times: a record of `train`, or a file that names plan "
-            "and step_time_s.",
-            metavar="RUN",
+            help="Measured runs whose median scales all predicted times: records of `train` or `measure`, or files "
+            "that name plan and step_time_s. Several after one --calibrate, behind MODEL.",
+            metavar="RUN...",
         ),
     ] = None,
     imbalance: Annotated[
@@ -169,6 +175,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
+    runs = _runs(calibrate_by, context.args)
     whole = _parse_training(tokens, price)
     aim: Objective = check_choice("--objective", objective, Objective)
     batch = parse_size("--global-batch", global_batch, MOST_SAMPLES)
@@ -200,7 +207,7 @@ def plan(
             memory=memory,
             profile=profile,
             imbalance=imbalance,
-            calibrate_by=calibrate_by,
+            runs=runs,
             own=own,
         )
         chain = chain_of_own(own.own, name=own.name) if own else load_any_model(model)
@@ -211,6 +218,9 @@ def plan(
         else:
             job = job_of_length(length)
             result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+        if len(runs) > 1:
+            factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(result.job, runs))
+            notes.append(f"calibrated by the median of {factors}")
         if result.num_left_out:
             notes.append(f"left out: {format_plural(result.num_left_out, 'pipeline setting')} ({NOT_BUILT})")
         if result.plan is not None:
@@ -231,6 +241,18 @@ def plan(
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
     _print_plan(result.plan, output, top, builder=f" --builder {model}" if own else "")
+
+
+def _runs(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
+    """The runs of ``--calibrate a b c``; raises `UserError` for words that belong to nothing."""
+    if words and not named:
+        raise UserError(
+            field="plan",
+            found=f"{' '.join(words)!r} behind the model",
+            expected="one model, and options",
+            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
+        )
+    return (*(named or ()), *map(Path, words))
 
 
 def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, schedule: str | None) -> PlanOptions:
@@ -347,7 +369,7 @@ def _job_maker(
     memory: str | None,
     profile: str | None,
     imbalance: float,
-    calibrate_by: Path | None,
+    runs: Sequence[Path],
     own: Any,
 ) -> Callable[[int], Job]:
     """The job of a number of tokens."""
@@ -364,7 +386,7 @@ def _job_maker(
             imbalance=imbalance,
             own=own,
         )
-        return job if calibrate_by is None else calibrate(job, calibrate_by)
+        return calibrate(job, *runs) if runs else job
 
     return make
 

@@ -67,9 +67,8 @@ class CostSource(ProfileIdentity):
         return data | texts
 
     def __str__(self) -> str:
-        scaled = (
-            "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by a measured run"
-        )
+        runs = "a measured run" if self.num_calibrating < 2 else f"{self.num_calibrating} measured runs"
+        scaled = "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by {runs}"
         if self.is_measured:
             return f"measured on {self.device} ({self.created}){scaled}{self._routing}"
         rates = "" if self.rates is None else f", {self.rates}"

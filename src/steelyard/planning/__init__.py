@@ -12,7 +12,7 @@
 | `demands`          | options of a search ↔ what a user asked for, as it stands in a plan              |
 | `why_not`          | job and a pin → what it costs, or what forbids it                                |
 | `price`            | plan without prediction → plan with it                                           |
-| `calibration`      | job and a measured run → the job with all times scaled                           |
+| `calibration`      | job and measured runs → the job with all times scaled                            |
 | `devices`          | job → the same on other numbers of devices; the fewest that do                   |
 | `batch`            | job → the global batch that is worth its size                                    |
 | `length`           | jobs of any length → the longest sequences that fit                              |
@@ -26,7 +26,7 @@
 """
 
 from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
-from steelyard.planning.calibration import calibrate
+from steelyard.planning.calibration import calibrate, time_factors
 from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
@@ -79,6 +79,7 @@ __all__ = [
     "samples_not_measured",
     "search_for_report",
     "stage_strategies",
+    "time_factors",
     "uniform_plan",
     "why_not",
     "why_not_plan",

@@ -65,7 +65,8 @@ def job_of(
         return job
     imbalance = plan.prediction.profile.imbalance
     job = job if imbalance is None else replace(job, imbalance=imbalance)
-    return replace(job, time_factor=plan.prediction.time_factor)
+    source = plan.prediction.profile
+    return replace(job, time_factor=source.time_factor, num_calibrating=source.num_calibrating)
 
 
 def job_or_reason(

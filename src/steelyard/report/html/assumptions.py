@@ -114,7 +114,8 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     if any(kind.num_experts for kind in job.chain.kinds):
         yield "routing", f"{job.imbalance:g} times the mean on the rank whose experts most tokens take: assumed"
     if job.time_factor != 1.0:
-        yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from a measured run"
+        runs = "a measured run" if job.num_calibrating < 2 else f"{job.num_calibrating} measured runs"
+        yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from {runs}"
     yield "upper bound", "memory terms are added as if their peaks came together; see each bar for the terms"
 
 
