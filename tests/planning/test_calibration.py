@@ -7,11 +7,11 @@ import pytest
 
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
-from steelyard.hardware import find_device, parse_cluster
+from steelyard.hardware import find_device, is_same_device, parse_cluster
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import PlanOptions, calibrate, plan_job, time_factors
-from steelyard.planning.calibration import InvalidRunError, is_same_device
+from steelyard.planning.calibration import InvalidRunError
 from steelyard.planning.price import job_of, with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from tests.cost.examples import job, plan

@@ -13,6 +13,8 @@ command, date and what part of the runs of each source that was left out lay ins
 | three measured runs        | the same, scaled by the median of three others                                  |
 | measured profile           | plans of 2 and of 4 CPU processes of one machine                                |
 
+A profile of one device whose links are assumed counts as the catalogue, whose links they are.
+
 Not known: errors of a measured profile on GPUs, and of devices that are slower in some way that no such run was.
 """
 
@@ -53,7 +55,7 @@ SEVERAL = 3
 
 def spread_of(source: CostSource, strategies: Iterable[Strategy]) -> Spread | None:
     """The errors of runs like a plan of these strategies with these costs; None where none is known."""
-    if source.is_measured:
+    if source.is_measured and not source.links_assumed:
         return MEASURED
     if source.rates is None:
         return None

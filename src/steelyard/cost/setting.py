@@ -89,17 +89,29 @@ class Job:
     def cost_source(self) -> CostSource:
         """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
         identity = self.profile.identity
-        priced_by_catalogue = not (identity.is_measured or self.cluster.device.needs_profile or self.rates)
-        rates = catalogue_rates(self.cluster.device.name) if priced_by_catalogue else None
+        has_rates = not self.cluster.device.needs_profile
+        priced_by_catalogue = self.assumes_links or not (identity.is_measured or self.rates)
+        rates = catalogue_rates(self.cluster.device.name) if has_rates and priced_by_catalogue else None
         divides_experts = any(kind.num_experts for kind in self.chain.kinds)
         return CostSource(
             **identity.model_dump(),
             time_factor=self.time_factor,
             num_calibrating=self.num_calibrating,
             rates=rates,
+            links_assumed=self.assumes_links,
             file=self.profile_file,
             imbalance=self.imbalance if divides_experts else None,
         )
+
+    @property
+    def assumes_links(self) -> bool:
+        """Whether layers were measured on one device, and what lies between devices is as the cluster says."""
+        return self.profile.identity.is_measured and self.profile.identity.num_devices < self.cluster.num_devices
+
+    @property
+    def has_measured_links(self) -> bool:
+        """Whether what lies between devices was measured, on as many as there are."""
+        return self.profile.identity.is_measured and not self.assumes_links
 
     @cached_property
     def efficiency(self) -> Efficiency:

@@ -4,6 +4,7 @@
 |--------------------|----------------------------------------------------------------------------------|
 | `job`              | config, cluster, batch → job, with its profile (traced, or given as measured)    |
 | `profile_file`     | plan from a measured profile → that profile's file, if it is as it was           |
+| `assumed_links`    | job with a profile of one device → the same for many, links as the cluster says  |
 | `problem`          | job and options → cost tables, one for every pipeline setting                    |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
 | `plan_from_search` | outcome of a search → plan without prediction                                    |

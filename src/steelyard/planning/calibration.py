@@ -16,7 +16,6 @@ A record holds the prediction of its plan; a plan in a file is predicted again w
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.files import parse_json, parse_yaml, read_text
-from steelyard.hardware.values import Device
+from steelyard.hardware import is_same_device
 from steelyard.limits import PositiveSeconds
 from steelyard.plan.file import parse_value, read_plan
 from steelyard.plan.plan import Plan
@@ -131,16 +130,6 @@ def _factor_of_record(job: Job, record: RunRecord, path: Path) -> float:
             hint="write a file with version, plan and step_time_s instead",
         )
     return record.median_step_s / (record.predicted_step_s / record.predicted_time_factor)
-
-
-def is_same_device(found: str, device: Device) -> bool:
-    """Whether a driver's name of a device (NVIDIA H100 80GB HBM3) means one of the catalogue (h100-80gb).
-
-    Sizes of memory are left out: every other part of the catalogue's name must occur.
-    """
-    words = re.findall(r"[a-z0-9]+", found.lower())
-    parts = [part for part in device.name.lower().split("-") if not part.endswith("gb")]
-    return all(any(word.startswith(part) for word in words) for part in parts)
 
 
 def _check_model(job: Job, config_hash: str, path: Path) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
-from steelyard.hardware import Cluster, parse_cluster
+from steelyard.hardware import Cluster, is_same_device, known_device, parse_cluster
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
+from steelyard.planning.assumed_links import with_assumed_links
 from steelyard.planning.profile_file import read_profile
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -76,7 +77,7 @@ def make_job(
         profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     else:
         _check_profile(profile, chain, machines, seq_len, precision)
-    return Job(
+    job = Job(
         chain=chain,
         profile=profile,
         cluster=machines,
@@ -86,6 +87,12 @@ def make_job(
         budget_bytes=machines.device.known_memory_bytes(),
         imbalance=imbalance,
         profile_file=file,
+    )
+    if not job.assumes_links:
+        return job
+    degrees = divisors(machines.devices_per_node)
+    return with_assumed_links(
+        job, lambda: cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     )
 
 
@@ -104,13 +111,16 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
     ]
     if identity.device_kind is not None:
         wanted.append(("device_kind", identity.device_kind, cluster.device.kind))
-    if identity.is_measured:
+    if identity.is_measured and identity.num_devices > 1:
         wanted.append(("num_devices", identity.num_devices, cluster.num_devices))
+    is_named = known_device(cluster.device.name) is not None
+    if identity.is_measured and is_named and not is_same_device(identity.device, cluster.device):
+        wanted.append(("device", identity.device, cluster.device.name))
     for field, found, expected in wanted:
         if found != expected:
             raise InvalidProfileError(
                 field=f"identity.{field}",
                 found=str(found),
                 expected=f"{expected}, as in this job",
-                hint="profile again for this model, length, precision and kind and number of devices",
+                hint="profile again for this model, length, precision and kind of device, on as many devices or on one",
             )

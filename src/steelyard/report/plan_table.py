@@ -97,7 +97,8 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         return []
     between = machines.inter_link if machines.num_nodes > 1 else None
     links = [(machines.intra_link, "inside a node"), *([(between, "between nodes")] if between is not None else [])]
-    if prediction.profile.is_measured or machines.intra_link.needs_profile:
+    source = prediction.profile
+    if (source.is_measured and not source.links_assumed) or machines.intra_link.needs_profile:
         return []
     words = [f"{link.name} {where}, {link.bytes_per_s / GB:,.3g} GB/s" for link, where in links]
     return [f"Links assumed, per device and direction: {'; '.join(words)}"]
