@@ -56,7 +56,7 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
 
 def job_on(job: Job, count: int) -> Job:
     """The same job on ``count`` devices; raises `UserError` where its profile was measured on another number."""
-    if job.profile.identity.is_measured and count != job.cluster.num_devices:
+    if job.has_measured_links and count != job.cluster.num_devices:
         raise UserError(
             field="--devices",
             found=str(count),
@@ -71,7 +71,7 @@ def plan_fewest_devices(
 ) -> FewestDevices:
     """The fastest plan on the fewest devices of the job's cluster that hold any; infeasible if all of them do not."""
     tried: list[tuple[int, str]] = []
-    measured = job.profile.identity.is_measured
+    measured = job.has_measured_links
     for count in (job.cluster.num_devices,) if measured else device_counts(job.cluster):
         progress(f"planning for {format_plural(count, 'device')}")
         result = plan_or_reason(job_on(job, count), options, top=top)

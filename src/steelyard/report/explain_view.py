@@ -13,6 +13,7 @@ from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,
     alternative_table,
+    as_good_line,
     headline,
     link_lines,
     stage_table,
@@ -41,6 +42,8 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
     parts += [Text(f"Note: {note}", style="yellow") for note in explanation.notes]
     if explanation.rivals:
         parts.append(rival_table("Best plan instead", explanation.rivals, whole=everything))
+        if plan.prediction is not None and (line := as_good_line(plan.prediction, explanation.rivals)):
+            parts.append(Text(line))
     if explanation.budgets:
         parts.append(rival_table("Best plan with another memory per device", explanation.budgets, whole=everything))
     if everything:

@@ -1,5 +1,7 @@
 """Predicted against measured after a run."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from steelyard.plan.plan import Plan
@@ -32,6 +34,30 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
             "–" if expected is None else format_bytes(expected),
             format_bytes(rank.peak_bytes),
             "–" if expected is None else f"{expected / rank.peak_bytes:.2f}",
+        )
+    return table
+
+
+def trial_table(trials: Sequence[tuple[Plan, RunRecord | None, str]]) -> Table:
+    """A row for each plan that was tried with its words: predicted and measured step and memory of a rank."""
+    table = Table(title="Predicted and measured", title_justify="left", header_style="bold")
+    table.add_column("")
+    for column in ("predicted", "measured", "ratio", "memory", "measured"):
+        table.add_column(column, justify="right")
+    table.add_column("plan")
+    for number, (plan, record, words) in enumerate(trials):
+        expected_s = plan.prediction.step_time_s if plan.prediction else None
+        expected = max(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else None
+        peak = None if record is None else max(rank.peak_bytes for rank in record.ranks)
+        ratio = None if record is None or expected_s is None else expected_s / record.median_step_s
+        table.add_row(
+            str(number),
+            "–" if expected_s is None else format_seconds(expected_s),
+            "–" if record is None else format_seconds(record.median_step_s),
+            "–" if ratio is None else f"{ratio:.2f}",
+            "–" if expected is None else format_bytes(expected),
+            "–" if peak is None else format_bytes(peak),
+            words,
         )
     return table
 
