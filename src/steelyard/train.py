@@ -3,7 +3,20 @@
 `steelyard train` starts the processes of one host by itself (`steelyard.runtime.launch`).
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from steelyard.plan.plan import Plan
+from steelyard.plan.replanned import Replanned
 from steelyard.runtime.process import main
 
+
+def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
+    """As `steelyard.planning.elastic.replan`; the search is imported by a process that needs it."""
+    from steelyard.planning.elastic import replan
+
+    return replan(plan, hosts, folder)
+
+
 if __name__ == "__main__":
-    main()
+    main(replan=replan)

@@ -204,6 +204,18 @@ class Fallback(PlanPart):
     prediction: Prediction | None = None
 
 
+class Spare(Fallback):
+    """The plan for what is left of the cluster when nodes are lost: the same model, batch and memory."""
+
+    cluster: str
+    hardware: ClusterFile | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the whole plan."""
+        return sum(last - first + 1 for first, last in {stage.ranks for stage in self.stages})
+
+
 class Plan(PlanPart):
     """A strategy for every layer, stages, microbatches and schedule. Valid once constructed.
 
@@ -231,6 +243,8 @@ class Plan(PlanPart):
     """Days and money for as many tokens as were asked for; absent where none were."""
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
+    spares: tuple[Spare, ...] = ()
+    """Most devices first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -242,8 +256,8 @@ class Plan(PlanPart):
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
-        for fallback in self.fallbacks:
-            _plan_of(self, fallback)
+        for other in (*self.fallbacks, *self.spares):
+            _plan_of(self, other)
         return self
 
     def chain(self) -> ModelChain:
@@ -261,6 +275,10 @@ class Plan(PlanPart):
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
         return _plan_of(self, self.fallbacks[index]).model_copy(update={"fallbacks": self.fallbacks[index + 1 :]})
+
+    def spare_plan(self, spare: Spare) -> "Plan":
+        """The plan for a part of the cluster; raises `InvalidPlanError` if it contradicts itself."""
+        return _plan_of(self, spare)
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
         """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
@@ -320,9 +338,9 @@ class Plan(PlanPart):
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
-    """The plan with what its fallback has instead, and no fallbacks."""
-    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in ("fallbacks", "training")}
-    return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
+    """The plan with what its fallback or spare has instead, and neither of them."""
+    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in ("fallbacks", "spares", "training")}
+    return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields})
 
 
 def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:

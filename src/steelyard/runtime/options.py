@@ -55,6 +55,9 @@ class TrainOptions:
     resume: str | None = _option(
         None, "a checkpoint or a folder of them to go on from; of --checkpoint-dir: latest, or auto", str
     )
+    elastic: bool = _option(
+        False, "go on with the hosts and devices that are left, under a new plan; needs --checkpoint-dir", parse_yes
+    )
     init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
     builder: str | None = _option(
