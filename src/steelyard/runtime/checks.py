@@ -29,7 +29,7 @@ def check_elastic(options: TrainOptions) -> None:
     if options.elastic and options.checkpoint_every >= options.steps:
         raise UserError(
             field="--elastic",
-            found=f"--checkpoint-every {options.checkpoint_every}, no checkpoint before the last of {options.steps} steps",
+            found=f"--checkpoint-every {options.checkpoint_every}, no checkpoint before the last of {options.steps}",
             expected="a checkpoint on the way, which those that are left go on from",
             hint="lower --checkpoint-every",
         )

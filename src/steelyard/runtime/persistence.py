@@ -80,7 +80,7 @@ class Persistence:
             if options.metrics is not None:
                 on_first_rank(lambda: _keep_lines(options.metrics, info.step))
             lost = read_standing().num_steps - info.step
-            again = f"; {format_plural(lost, 'step')} that were lost are trained again" if restarts and lost > 0 else ""
+            again = f"; {format_plural(lost, 'step')} lost, trained again" if restarts and lost > 0 else ""
             _say(*notices, f"resumed after step {info.step} from {path}{again}")
         elif options.init is not None:
             notices = load_weights(options.init, self._state, self._model.chain)
