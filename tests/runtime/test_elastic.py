@@ -172,7 +172,7 @@ def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("BAD_RANK", "3")
-    monkeypatch.setenv("SLOW_WORLD", "1")
+    monkeypatch.setenv("SLOW_HOSTS", "1")
     ended: list[str] = []
 
     def host(name: str, faults: str = "") -> threading.Thread:
@@ -191,7 +191,7 @@ def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
     threads = [host("first")]
     wait_for(lambda: listens(port))
     threads.append(host("second", "0:kill-agent:7"))
-    wait_for((tmp_path / "checkpoints" / "plan-1.json").exists)  # which is faster for so small a model than two
+    wait_for(lambda: list((tmp_path / "checkpoints").glob("plan-*.json")) != [])
     assert ended == ["second is lost"]
     threads.append(host("third"))
     for thread in threads:

@@ -15,6 +15,7 @@ from steelyard.limits import (
     MOST_LAYERS,
     MOST_PER_S,
     Bytes,
+    Count,
     Microbatches,
     PositiveSeconds,
     Samples,
@@ -207,13 +208,10 @@ class Fallback(PlanPart):
 class Spare(Fallback):
     """The plan for what is left of the cluster when nodes are lost: the same model, batch and memory."""
 
+    num_left: Count
+    """Devices that are left, of which the plan takes all or a part."""
     cluster: str
     hardware: ClusterFile | None = None
-
-    @property
-    def num_devices(self) -> int:
-        """Ranks of the whole plan."""
-        return sum(last - first + 1 for first, last in {stage.ranks for stage in self.stages})
 
 
 class Plan(PlanPart):
@@ -340,7 +338,7 @@ class Plan(PlanPart):
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
     """The plan with what its fallback or spare has instead, and neither of them."""
     own = {name: getattr(plan, name) for name in Plan.model_fields if name not in ("fallbacks", "spares", "training")}
-    return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields})
+    return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields if name in own})
 
 
 def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:

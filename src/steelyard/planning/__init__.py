@@ -20,6 +20,7 @@
 | `framework_fit`    | job and plan → the best plan that another framework can run                      |
 | `not_searched`     | job → what was never searched, and why                                           |
 | `explain`          | job and plan → what binds, the rivals, what memory is worth                      |
+| `elastic`          | plan → the plan for what is left of its cluster, when it is or beforehand         |
 | `fallbacks`        | plan → plans of less memory in it, for where memory runs out                     |
 | `frontier`         | job → time against memory, time and money against devices                        |
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
@@ -30,6 +31,7 @@ from steelyard.planning.calibration import calibrate
 from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
+from steelyard.planning.elastic import check_replannable, with_spares
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
@@ -58,6 +60,7 @@ __all__ = [
     "PlanningResult",
     "Space",
     "calibrate",
+    "check_replannable",
     "demands_of",
     "device_counts",
     "explain_plan",
@@ -87,4 +90,5 @@ __all__ = [
     "with_devices",
     "with_fallbacks",
     "with_price",
+    "with_spares",
 ]

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
+from steelyard.hardware import Cluster
 from steelyard.plan.plan import Plan, Spare
 from steelyard.plan.replanned import Replanned
-from steelyard.planning.choose import NothingFitsError
+from steelyard.planning.choose import NUM_RESCORED, NothingFitsError
 from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.plan_from_search import describe, summarise
@@ -24,7 +25,7 @@ from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 SEARCH_S = 1.0
-"""Seconds of one search; no other is begun once so many have passed and a plan is found."""
+"""Seconds after which no other candidate is searched once a plan is found."""
 LEAST_SHARE = 0.5
 """Of the devices of the largest candidate that has a plan, what a candidate must have."""
 
@@ -38,10 +39,12 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
     """
     if sum(hosts) == plan.num_devices:
         return Replanned(plan=plan, taken=tuple(hosts))
-    known = [spare for spare in plan.spares if spare.num_devices == sum(hosts)]
-    if known:
-        found = plan.spare_plan(known[0])
-        return Replanned(plan=found, taken=tuple(hosts), notice=_notice(plan, found, ()))
+    for spare in plan.spares:
+        found = plan.spare_plan(spare)
+        machines = found.machines()
+        taken = _taken(hosts, (machines.num_nodes, machines.devices_per_node), has_hosts=plan.machines().num_nodes > 1)
+        if spare.num_left == sum(hosts) and sum(taken) == found.num_devices:
+            return Replanned(plan=found, taken=taken, notice=_notice(plan, found, ()))
     job = job_of(plan, folder=folder)
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
     best, given_up = fastest_plan(job, hosts, demands), ()
@@ -56,12 +59,16 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
             hint="the last checkpoint is whole: start again when devices are back, or with a plan for fewer of them",
         )
     found, shape = best
-    return Replanned(plan=found, taken=_taken(hosts, shape, job), notice=_notice(plan, found, given_up))
+    return Replanned(
+        plan=found,
+        taken=_taken(hosts, shape, has_hosts=job.cluster.num_nodes > 1),
+        notice=_notice(plan, found, given_up),
+    )
 
 
 def fastest_plan(job: Job, hosts: Sequence[int], demands: Sequence[Demand]) -> tuple[Plan, tuple[int, int]] | None:
     """The fastest plan on a part of these hosts, with the nodes and the devices of each that it takes."""
-    options = narrowed(PlanOptions(time_limit_s=SEARCH_S), demands)
+    options = narrowed(PlanOptions(), demands)
     began_s = time.monotonic()
     found: list[tuple[Plan, tuple[int, int]]] = []
     for nodes, per_node in _shapes(hosts, job):
@@ -69,7 +76,9 @@ def fastest_plan(job: Job, hosts: Sequence[int], demands: Sequence[Demand]) -> t
             nodes * per_node < LEAST_SHARE * found[0][0].num_devices or time.monotonic() > began_s + SEARCH_S
         ):
             break
-        result = plan_or_reason(replace(job, cluster=with_shape(job.cluster, nodes, per_node)), options, top=1)
+        result = plan_or_reason(
+            replace(job, cluster=with_shape(job.cluster, nodes, per_node)), options, top=NUM_RESCORED
+        )
         if not isinstance(result, str) and result.plan is not None:
             found.append((result.plan, (nodes, per_node)))
     return min(found, key=lambda each: _step_s(each[0])) if found else None
@@ -88,15 +97,13 @@ def _shapes(hosts: Sequence[int], job: Job) -> Iterator[tuple[int, int]]:
     yield from sorted(shapes, key=lambda shape: (-shape[0] * shape[1], shape))
 
 
-def _taken(hosts: Sequence[int], shape: tuple[int, int], job: Job) -> tuple[int, ...]:
-    """Of each host the processes that take part."""
+def _taken(hosts: Sequence[int], shape: tuple[int, int], *, has_hosts: bool) -> tuple[int, ...]:
+    """Of each host the processes that take part: of one node's devices as many as there are, else equal parts."""
     nodes, per_node = shape
-    taken = []
+    taken: list[int] = []
     for size in hosts:
-        if job.cluster.num_nodes == 1:
-            taken.append(min(size, per_node - sum(taken)))
-        else:
-            taken.append(per_node if size >= per_node and sum(taken) < nodes * per_node else 0)
+        left = nodes * per_node - sum(taken)
+        taken.append((per_node if size >= per_node and left else 0) if has_hosts else min(size, left))
     return tuple(taken)
 
 
@@ -120,25 +127,31 @@ def _step_s(plan: Plan) -> float:
 def with_spares(plan: Plan, job: Job, *, num_spares: int) -> Plan:
     """The plan with those for one and more lost nodes in it, up to ``num_spares``; devices where it has one node.
 
-    Fewer where so many are not left, or have no plan.
+    Fewer where what is left has no plan.
     """
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    nodes, per_node = job.cluster.num_nodes, job.cluster.devices_per_node
     spares = []
     for lost in range(1, num_spares + 1):
-        hosts = (per_node,) * (nodes - lost) if nodes > 1 else (per_node - lost,)
-        if sum(hosts) < 1:
+        hosts = _without(job.cluster, lost)
+        best = (fastest_plan(job, hosts, demands) or fastest_plan(job, hosts, ())) if hosts else None
+        if best is None:
             break
-        best = fastest_plan(job, hosts, demands) or fastest_plan(job, hosts, ())
-        if best is not None:
-            spares.append(_as_spare(best[0]))
+        spares.append(_as_spare(best[0], num_left=sum(hosts)))
     return plan.model_copy(update={"spares": tuple(spares)})
 
 
-def _as_spare(plan: Plan) -> Spare:
+def _without(cluster: Cluster, lost: int) -> tuple[int, ...]:
+    """The devices of each node that is left."""
+    nodes, per_node = cluster.num_nodes, cluster.devices_per_node
+    if nodes == 1:
+        return (per_node - lost,) if per_node > lost else ()
+    return (per_node,) * (nodes - lost)
+
+
+def _as_spare(plan: Plan, *, num_left: int) -> Spare:
     prediction = plan.prediction.model_copy(update={"alternatives": ()}) if plan.prediction else None
-    own = {name: getattr(plan, name) for name in Spare.model_fields}
-    return Spare(**own | {"prediction": prediction})
+    own = {name: getattr(plan, name) for name in Spare.model_fields if name in Plan.model_fields}
+    return Spare(**own | {"prediction": prediction, "num_left": num_left})
 
 
 def check_replannable(plan: Plan, folder: Path) -> None:
