@@ -28,6 +28,9 @@ BAD_RANK = os.environ.get("BAD_RANK", "1")
 SMALL_FILE_BYTES = 20_000
 
 
+SLOW_S = 0.03
+
+
 def end_now(*_arguments: Any, **_options: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -99,12 +102,26 @@ def bring_back(_step: int) -> None:
     os.kill(int(os.environ["LAUNCHER"]), RETURN_SIGNAL)
 
 
+def compute_slowly(_step: int) -> None:
+    """As a device that is too hot, from this step on."""
+    forward = LayerLoop.forward
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        until_s = time.perf_counter() + SLOW_S
+        while time.perf_counter() < until_s:
+            pass
+        return forward(*arguments, **options)
+
+    LayerLoop.forward = slow  # type: ignore[method-assign]
+
+
 def kill_agent(_step: int) -> None:
     """As a host that loses power: its agent is gone and its processes with it."""
     os.kill(os.getppid(), signal.SIGKILL)
 
 
 FAULTS = {
+    "slow": compute_slowly,
     "kill-agent": kill_agent,
     "return": bring_back,
     "kill-step": die_in_forward,

@@ -40,6 +40,8 @@ from steelyard.schedules.name import ScheduleName
 
 Precision = Literal["fp32", "bf16"]
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
+OWN_TERMS = ("compute", "remat", "host", "optimizer")
+"""Terms of time in which a rank computes by itself; those of kinds of parallelism wait for others."""
 RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 
 

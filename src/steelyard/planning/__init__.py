@@ -21,6 +21,7 @@
 | `not_searched`     | job → what was never searched, and why                                           |
 | `explain`          | job and plan → what binds, the rivals, what memory is worth                      |
 | `elastic`          | plan → the plan for what is left of its cluster, when it is or beforehand         |
+| `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains    |
 | `fallbacks`        | plan → plans of less memory in it, for where memory runs out                     |
 | `frontier`         | job → time against memory, time and money against devices                        |
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
@@ -44,6 +45,7 @@ from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
+from steelyard.planning.slow_rank import slow_nodes
 from steelyard.planning.why_not import pin_error, why_not, why_not_plan
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "price_plan",
     "samples_not_measured",
     "search_for_report",
+    "slow_nodes",
     "stage_strategies",
     "uniform_plan",
     "why_not",

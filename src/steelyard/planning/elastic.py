@@ -132,7 +132,7 @@ def with_spares(plan: Plan, job: Job, *, num_spares: int) -> Plan:
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
     spares = []
     for lost in range(1, num_spares + 1):
-        hosts = _without(job.cluster, lost)
+        hosts = hosts_without(job.cluster, lost)
         best = (fastest_plan(job, hosts, demands) or fastest_plan(job, hosts, ())) if hosts else None
         if best is None:
             break
@@ -140,8 +140,8 @@ def with_spares(plan: Plan, job: Job, *, num_spares: int) -> Plan:
     return plan.model_copy(update={"spares": tuple(spares)})
 
 
-def _without(cluster: Cluster, lost: int) -> tuple[int, ...]:
-    """The devices of each node that is left."""
+def hosts_without(cluster: Cluster, lost: int) -> tuple[int, ...]:
+    """The devices of each node that is left when so many nodes are lost, or devices where there is one node."""
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node
     if nodes == 1:
         return (per_node - lost,) if per_node > lost else ()
