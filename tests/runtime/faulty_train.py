@@ -28,7 +28,7 @@ BAD_RANK = os.environ.get("BAD_RANK", "1")
 SMALL_FILE_BYTES = 20_000
 
 
-SLOW_S = 0.03
+SLOW_S = 0.15
 
 
 def end_now(*_arguments: Any, **_options: Any) -> None:

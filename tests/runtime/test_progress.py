@@ -3,13 +3,16 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
+from steelyard.profiles.slowness import SlowRank
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.outputs import check_outputs
 from steelyard.runtime.progress import Step, model_flop_utilisation, reported, step_metrics
@@ -166,5 +169,5 @@ def test_the_clock_leaves_out_of_own_work_what_waits_for_a_collective(monkeypatc
 
 def test_the_progress_line_names_slow_ranks() -> None:
     slow = SlowRank(rank=3, stage=1, host="node7", factor=1.84)
-    line = step_metrics(1, replace(step(), slow=(slow,)), plan()).line(10, counts_tokens=True)
+    line = step_metrics(1, replace(step(), slow=(slow,)), plan_with(None)).line(10, counts_tokens=True)
     assert line.endswith("slow: rank 3 (stage 1) on node7 computes 1.8 × as long")

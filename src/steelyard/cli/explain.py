@@ -41,9 +41,7 @@ def explain(
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(
-            "--record", help="A record of `train`: which ranks were slow, what planning around them gains."
-        ),
+        typer.Option("--record", help="A record of `train`: which ranks were slow, what planning around them gains."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list all that lost, was dominated or was never searched, with reasons.")
