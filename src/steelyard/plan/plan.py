@@ -32,12 +32,13 @@ from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds import variants
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
+from steelyard.plan.margin import margin_text
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.plan.training import Training
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_seconds
 
 Precision = Literal["fp32", "bf16"]
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
@@ -225,9 +226,7 @@ class Prediction(PlanPart):
     @property
     def margin_text(self) -> str:
         """What is left free beside the budget, where something is."""
-        if not self.margin_bytes:
-            return ""
-        return f"{self.margin_bytes / self.device_bytes:.0%} of {format_bytes(self.device_bytes)} left free"
+        return margin_text(self.budget_bytes, self.margin_bytes)
 
     @property
     def time_factor(self) -> float:
