@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 from least_squares import least
 from numpy.typing import NDArray
-from published_runs.forecast import Forecast
+from published_runs.forecast import Forecast, has_margin
 from published_runs.jobs import Case, case_of
 from published_runs.rows import PublishedRun, of_sources, read_runs
 from published_runs.score import ErrorSummary, LeftOut, regret, scaled_errors, time_errors
@@ -42,7 +42,7 @@ from published_runs.targets import MIN_JUDGED, is_recommended_dense
 from rich.console import Console
 
 from steelyard.cost.efficiency import Efficiency, LinkEfficiency, catalogue_rates
-from steelyard.cost.predict import predict
+from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.setting import Job
 
 EFFICIENCY_FILE = Path(__file__).parents[1] / "src/steelyard/cost/efficiency.yaml"
@@ -256,7 +256,13 @@ def _left_out(
 ) -> LeftOut:
     ratios = Rows(runs, pool).log_ratios([parameters])[0]
     forecasts = [
-        Forecast(run=run, step_time_s=float(np.exp(ratio)) * (run.step_time_s or 0.0), peak_bytes=0, fits=True)
+        Forecast(
+            run=run,
+            step_time_s=float(np.exp(ratio)) * (run.step_time_s or 0.0),
+            peak_bytes=0,
+            fits=True,
+            has_margin=_has_margin(run),
+        )
         for run, ratio in zip(runs, ratios, strict=True)
     ]
     seconds = {each.run.id: each.step_time_s for each in forecasts}
@@ -270,6 +276,11 @@ def _left_out(
         regret=regret(forecasts, seconds),
         log_ratios={run.id: float(ratio) for run, ratio in zip(runs, ratios, strict=True)},
     )
+
+
+def _has_margin(run: PublishedRun) -> bool:
+    case = _case(run)
+    return has_margin(case, predict_memory(case.plan, case.job))
 
 
 def _reached(rows: Rows, log_ratios: Array) -> str:

@@ -1,13 +1,14 @@
 """What the cost model says of each published run: seconds, memory and whether it fits, or why it says nothing."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from published_runs.jobs import Case, Skipped, case_of
 from published_runs.rows import PublishedRun
 from steelyard.cost.predict import predict
+from steelyard.planning.margin import MARGIN
 from steelyard.units import GIB
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -27,6 +28,8 @@ class Forecast:
     peak_bytes: int
     """Upper bound of what the row's measurement counts (`counted_bytes`) on the rank that it is of."""
     fits: bool
+    has_margin: bool
+    """Whether it leaves as much free as a plan is searched with (`steelyard.planning.margin`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,21 @@ def forecast_case(case: Case) -> Forecast:
         step_bytes = execution.step_bytes(stage.memory_bytes["parameters"], data_degree)
         peaks.append(counted_bytes(stage.memory_bytes, kind, step_bytes) + case.workspace_bytes)
     peak = {"first": peaks[0], "last": peaks[-1], "fullest": max(peaks)}[case.reports]
-    return Forecast(run=case.run, step_time_s=cost.step_time_s, peak_bytes=peak, fits=cost.fits)
+    return Forecast(
+        run=case.run,
+        step_time_s=cost.step_time_s,
+        peak_bytes=peak,
+        fits=cost.fits,
+        has_margin=has_margin(case, [stage.memory_bytes for stage in cost.stages]),
+    )
+
+
+def has_margin(case: Case, stages: Sequence[Mapping[str, int]]) -> bool:
+    """Whether a plan whose stages take so much leaves its margin free with all that an allocator usually keeps.
+
+    These runs had none that expands its segments, as those of this project have.
+    """
+    return max(counted_bytes(terms, "reserved, nvidia-smi") for terms in stages) <= case.job.budget_bytes * (1 - MARGIN)
 
 
 def counted_bytes(memory_bytes: Mapping[str, int], kind: str, step_bytes: int = 0) -> int:

@@ -1,11 +1,15 @@
 r"""How far predictions are from what was published: errors, verdicts on memory, and regret, per source and in all.
 
-| figure | formula                                                            | over                              |
-|--------|--------------------------------------------------------------------|-----------------------------------|
-| error  | predicted / measured − 1                                           | runs with the measurement         |
-| bias   | median error                                                       | runs of a source                  |
-| regret | time of the plan that is ranked first / fastest measured time − 1  | jobs of five measured plans or more |
-| scaled | error after one factor per source, framework and device: the median of measured / predicted | runs     |
+| figure | formula                                                            | over                        |
+|--------|--------------------------------------------------------------------|-----------------------------|
+| error  | predicted / measured − 1                                           | runs with the measurement   |
+| bias   | median error                                                       | runs of a source            |
+| regret | time of the plan that is ranked first / fastest measured time − 1  | jobs of five plans or more  |
+| of all | the same of that plan over any plan of the job                     | the same jobs               |
+| scaled | error after one factor per source, framework and device: the       | runs                        |
+|        | median of measured / predicted                                     |                             |
+
+Ranked are a job's plans that leave their margin of memory free, or all where none does.
 
 A job's plans differ in nothing but the plan, so a factor per device and framework cannot change the regret by much: it
 is scored with both all the same. In the summary every source weighs the same, whatever its number of runs.
@@ -99,6 +103,7 @@ class SourceScore:
     memory: MemorySummary | None
     verdicts: Verdicts
     regret: RegretSummary | None
+    regret_of_all: RegretSummary | None
     scaled_regret: RegretSummary | None
 
 
@@ -141,6 +146,7 @@ def _score(source: str, outcomes: Sequence[Outcome]) -> SourceScore:
         memory=_memory(forecasts),
         verdicts=_verdicts(forecasts),
         regret=regret(timed, zero_shot),
+        regret_of_all=regret(timed, zero_shot, of_all=True),
         scaled_regret=regret(timed, scaled),
     )
 
@@ -173,8 +179,14 @@ def scaled_errors(timed: Sequence[Forecast]) -> list[float]:
     return [factors[_scale_key(each.run)] * each.step_time_s / _measured_s(each) - 1 for each in timed]
 
 
-def regret(timed: Sequence[Forecast], predicted_s: Mapping[str, float]) -> RegretSummary | None:
-    """How much slower the plan that is predicted fastest is than the fastest, over jobs with enough plans."""
+def regret(
+    timed: Sequence[Forecast], predicted_s: Mapping[str, float], *, of_all: bool = False
+) -> RegretSummary | None:
+    """How much slower the plan that is predicted fastest is than the fastest, over jobs with enough plans.
+
+    Of the plans that leave their margin free, which the search prefers, or of any plan where none does; with
+    ``of_all`` the choice is the same, and held against any plan.
+    """
     jobs: dict[str, list[Forecast]] = defaultdict(list)
     for each in timed:
         jobs[each.run.job].append(each)
@@ -182,8 +194,9 @@ def regret(timed: Sequence[Forecast], predicted_s: Mapping[str, float]) -> Regre
     for runs in jobs.values():
         if len(runs) < MIN_PLANS:
             continue
-        chosen = min(runs, key=lambda each: (predicted_s[each.run.id], each.run.id))
-        found.append(_measured_s(chosen) / min(map(_measured_s, runs)) - 1)
+        searched = [each for each in runs if each.has_margin] or runs
+        chosen = min(searched, key=lambda each: (predicted_s[each.run.id], each.run.id))
+        found.append(_measured_s(chosen) / min(map(_measured_s, runs if of_all else searched)) - 1)
     if not found:
         return None
     return RegretSummary(

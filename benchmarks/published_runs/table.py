@@ -30,7 +30,7 @@ def time_table(scores: Sequence[SourceScore]) -> Table:
     """Errors of time and regret, a row per source."""
     table = Table(title="time: predicted over measured minus one (recommended dense bf16 and fp16 runs)")
     table.add_column("source")
-    names = ("runs", "|error|", "90 %", "worst", "bias", "scaled", "90 %", "regret", "90 %", "jobs")
+    names = ("runs", "|error|", "90 %", "worst", "bias", "scaled", "90 %", "regret", "90 %", "of all", "jobs")
     for name in names:
         table.add_column(name, justify="right")
     for score in scores:
@@ -39,7 +39,7 @@ def time_table(scores: Sequence[SourceScore]) -> Table:
             str(0 if score.zero_shot is None else score.zero_shot.count),
             *_errors(score.zero_shot, "median_abs", "p90_abs", "worst", "bias"),
             *_errors(score.scaled, "median_abs", "p90_abs"),
-            *_regret(score.regret),
+            *_regret(score.regret, score.regret_of_all),
         )
     return table
 
@@ -160,8 +160,10 @@ def _errors(summary: ErrorSummary | None, *names: str) -> tuple[str, ...]:
 _SIGNED = frozenset({"worst", "bias"})
 
 
-def _regret(summary: RegretSummary | None) -> tuple[str, ...]:
-    return ("–", "–", "0") if summary is None else (f"{summary.mean:.1%}", f"{summary.p90:.1%}", str(summary.jobs))
+def _regret(summary: RegretSummary | None, of_all: RegretSummary | None) -> tuple[str, ...]:
+    if summary is None or of_all is None:
+        return ("–", "–", "–", "0")
+    return (f"{summary.mean:.1%}", f"{summary.p90:.1%}", f"{of_all.mean:.1%}", str(summary.jobs))
 
 
 def _fraction(count: int, total: int) -> str:

@@ -110,6 +110,19 @@ def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
 
 
 def test_a_gap_that_memory_leaves_is_not_blamed_on_the_time_limit() -> None:
-    prediction = compared(tight(0.3)).prediction
+    prediction = compared(tight(0.1)).prediction
     assert prediction is not None
     assert (prediction.certificate.status, prediction.certificate.time_limit_s) == ("gap", None)
+
+
+def test_a_comparison_without_time_names_the_first_that_fits_of_each_kind() -> None:
+    of, options = tight(1.0), PlanOptions()
+    tables = make_problem(of, options).settings
+    found = plan_job(of, options).plan
+    assert found is not None
+    whole, cut = (with_baselines(found, of, tables, time_limit_s=limit_s).prediction for limit_s in (None, 0))
+    assert whole is not None
+    assert cut is not None
+    for best, first in zip(whole.baselines, cut.baselines, strict=True):
+        assert (best.step_time_s is None) == (first.step_time_s is None)
+        assert best.step_time_s is None or best.step_time_s <= (first.step_time_s or 0) * (1 + 1e-9)

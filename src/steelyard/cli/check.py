@@ -98,7 +98,7 @@ def _expected(
     if prediction is not None and not (cluster or network or memory or profile):
         backend = prediction.backend or plan.machines().device.backend
         budgets = [
-            StageBudget(predicted=stage.memory_bytes, budget_bytes=prediction.budget_bytes)
+            StageBudget(predicted=stage.memory_bytes, budget_bytes=prediction.device_bytes)
             for stage in prediction.stages
         ]
         return budgets, backend

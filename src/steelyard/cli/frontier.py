@@ -13,6 +13,7 @@ from steelyard.cli.options import (
     GlobalBatch,
     MaxTp,
     Memory,
+    MemoryMargin,
     Model,
     NetworkOption,
     PrecisionOption,
@@ -50,6 +51,7 @@ def frontier(
         typer.Option("--output", "-o", callback=tried, help="Write the figures: a path that ends in .html."),
     ] = None,
     memory: Memory = None,
+    memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
     points: Annotated[
@@ -80,6 +82,7 @@ def frontier(
             seq_len=seq_len,
             precision=check_precision(precision),
             memory=memory,
+            memory_margin=memory_margin,
             profile=profile,
         )
         found = find_trade_offs(

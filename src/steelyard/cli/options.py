@@ -48,6 +48,15 @@ PrecisionOption = Annotated[
 Memory = Annotated[
     str | None, typer.Option("--memory", help="What one device may hold, as in 20GiB; default: all it has.")
 ]
+MemoryMargin = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-margin",
+        help="Part of the memory to leave free where a plan fits so; default: 0.05 of a GPU's own, none of --memory.",
+        min=0,
+        max=0.9,
+    ),
+]
 ProfileOption = Annotated[
     str | None,
     typer.Option("--profile", help="Measured costs from `steelyard profile`; default: traced and catalogue."),

@@ -14,6 +14,7 @@ from steelyard.cli.options import (
     ClusterOption,
     MaxTp,
     Memory,
+    MemoryMargin,
     Model,
     NetworkOption,
     PrecisionOption,
@@ -99,6 +100,7 @@ def plan(
         Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")
     ] = None,
     memory: Memory = None,
+    memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
     calibrate_by: Annotated[
@@ -205,6 +207,7 @@ def plan(
             global_batch=batch or 1,
             precision=check_precision(precision),
             memory=memory,
+            memory_margin=memory_margin,
             profile=profile,
             imbalance=imbalance,
             runs=runs,
@@ -273,7 +276,8 @@ def _completed(
     """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
     assert result.plan is not None, "asked for a plan that is there"
     show("searching the plain plans to compare with")
-    compared = with_baselines(result.plan, result.job, result.problem.settings)
+    tables, limit_s = result.problem.settings, options.time_limit_s
+    compared = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s)
     if num_fallbacks:
         show("searching plans of less memory")
     return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
@@ -367,6 +371,7 @@ def _job_maker(
     global_batch: int,
     precision: Precision,
     memory: str | None,
+    memory_margin: float | None,
     profile: str | None,
     imbalance: float,
     runs: Sequence[Path],
@@ -382,6 +387,7 @@ def _job_maker(
             seq_len=seq_len,
             precision=precision,
             memory=memory,
+            memory_margin=memory_margin,
             profile=profile,
             imbalance=imbalance,
             own=own,

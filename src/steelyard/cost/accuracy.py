@@ -22,7 +22,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steelyard.plan.cost_source import CostSource
-from steelyard.plan.kinds import EP
 from steelyard.plan.plan import Interval
 from steelyard.plan.strategy import Strategy
 
@@ -61,7 +60,7 @@ def spread_of(source: CostSource, strategies: Iterable[Strategy]) -> Spread | No
         return None
     if source.time_factor != 1.0:
         return SCALED if source.num_calibrating < SEVERAL else SCALED_BY_SEVERAL
-    divides_experts = any(EP in strategy.kinds for strategy in strategies)
+    divides_experts = any(strategy.expert_degree > 1 for strategy in strategies)
     return BEYOND_FIT if source.rates.is_assumed or divides_experts else CATALOGUE
 
 

@@ -30,7 +30,8 @@ measures and reports it."""
 class Job:
     """What is trained on what: everything that does not change while pipeline settings are compared.
 
-    ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold.
+    ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold, and
+    ``margin_bytes`` what is left free beside it.
     ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
     all times are multiplied by ``time_factor``, which ``num_calibrating`` measured runs give. ``imbalance`` is how many
     times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
@@ -50,6 +51,7 @@ class Job:
     num_calibrating: int = 0
     imbalance: float = ASSUMED_IMBALANCE
     profile_file: ProfileFile | None = None
+    margin_bytes: int = 0
 
     @cached_property
     def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:

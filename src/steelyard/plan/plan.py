@@ -36,7 +36,7 @@ from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.plan.training import Training
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
-from steelyard.units import format_seconds
+from steelyard.units import format_bytes, format_seconds
 
 Precision = Literal["fp32", "bf16"]
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
@@ -198,6 +198,9 @@ class Prediction(PlanPart):
     warnings: tuple[str, ...] = ()
     """What is allowed and should be known all the same: sequences longer than the model was made for."""
     budget_bytes: Bytes
+    """What a device may hold."""
+    margin_bytes: Bytes = 0
+    """What each device has beside it and is left free, for the allocator's sake."""
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
     lower_bound_s: Seconds
@@ -210,6 +213,18 @@ class Prediction(PlanPart):
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     """The best plain plans; none where they were not searched."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What a device has, the margin that is left free included."""
+        return self.budget_bytes + self.margin_bytes
+
+    @property
+    def margin_text(self) -> str:
+        """What is left free beside the budget, where something is."""
+        if not self.margin_bytes:
+            return ""
+        return f"{self.margin_bytes / self.device_bytes:.0%} of {format_bytes(self.device_bytes)} left free"
 
     @property
     def time_factor(self) -> float:

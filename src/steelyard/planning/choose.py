@@ -22,6 +22,7 @@ from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.demands import asked_in
 from steelyard.planning.job import make_job
+from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
 from steelyard.profiles.profile import Profile
@@ -68,6 +69,7 @@ def find_plan(
     seq_len: int | None = None,
     precision: Precision = "bf16",
     memory: str | int | None = None,
+    memory_margin: float | None = None,
     profile: str | Path | Profile | None = None,
     options: PlanOptions | None = None,
     sample: Any = None,
@@ -77,7 +79,8 @@ def find_plan(
     """The fastest plan to train a model on a cluster within the memory of its devices.
 
     ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
-    ``8x8xh100-80gb`` or a YAML file's path; ``memory`` per device as in ``20GiB`` or in bytes, else all it has;
+    ``8x8xh100-80gb`` or a YAML file's path; ``memory`` per device as in ``20GiB`` or in bytes, else all it has,
+    of which ``memory_margin`` is left free where a plan fits so (of a GPU 0.05);
     ``profile`` a measured profile (its path or value), else the model is traced and the catalogue's rates are used.
 
     Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/your-own-model.md). ``sample`` is then what is
@@ -103,6 +106,7 @@ def find_plan(
         seq_len=seq_len,
         precision=precision,
         memory=memory,
+        memory_margin=memory_margin,
         profile=profile,
         own=own,
     )
@@ -110,7 +114,7 @@ def find_plan(
     if result.plan is None:
         raise NothingFitsError(
             field="memory",
-            found=f"{format_bytes(job.budget_bytes)} per device, in which no plan fits",
+            found=f"{format_bytes(result.job.budget_bytes)} per device, in which no plan fits",
             expected=result.miss_text,
             hint="more memory per device, more devices, or a smaller sequence length",
         )
@@ -138,7 +142,18 @@ def plan_job(
 
     The time limit is that of tables and search together. Settings without tables by half of it are not searched: what
     is proven is then no more than that no plan takes fewer FLOP.
+
+    Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
+    found = _plan_within(job, options, top, problem)
+    if found.plan is not None or not job.margin_bytes:
+        return found
+    whole = without_margin(job)
+    return _plan_within(whole, options, top, replace(found.problem, budget_bytes=usable_bytes(whole)))
+
+
+def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | None) -> PlanningResult:
+    """As `plan_job`, within the budget of the job."""
     settings, started, limit_s = pipeline_settings(job, options), time.monotonic(), options.time_limit_s
     if problem is None:
         deadline = math.inf if limit_s is None else started + TABLES_SHARE * limit_s
@@ -221,8 +236,9 @@ def _prediction(
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
         mfu_attention=cost.mfu_attention,
-        warnings=job.chain.warnings(job.seq_len),
+        warnings=(*job.chain.warnings(job.seq_len), *pressure(job, cost.stages)),
         budget_bytes=job.budget_bytes,
+        margin_bytes=job.margin_bytes,
         stages=cost.stages,
         certificate=_certificate(found, best, len(candidates), time_limit_s),
         lower_bound_s=found.lower_bound_s,

@@ -11,6 +11,7 @@ from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
+from steelyard.planning.margin import without_margin
 from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_problem, stage_strategies
@@ -77,15 +78,16 @@ def is_worth_showing(rival: Rival) -> bool:
 
 
 def other_budgets(contest: Contest) -> tuple[Rival, ...]:
-    """The best plans with a GiB per device more and less, or with a sixteenth of a small budget."""
+    """The best plans with a GiB per device more and less, or a sixteenth of a small budget, and without the margin."""
     budget = contest.job.budget_bytes
     change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
-    return tuple(
-        replace(contest, job=replace(contest.job, budget_bytes=changed)).rival(
-            f"{format_bytes(change)} {word}", contest.tables
-        )
-        for word, changed in (("more", budget + change), ("less", budget - change))
-    )
+    jobs = {
+        f"{format_bytes(change)} more": replace(contest.job, budget_bytes=budget + change),
+        f"{format_bytes(change)} less": replace(contest.job, budget_bytes=budget - change),
+    }
+    if contest.job.margin_bytes:
+        jobs[f"no margin ({format_bytes(contest.job.margin_bytes)} more)"] = without_margin(contest.job)
+    return tuple(replace(contest, job=job).rival(name, contest.tables) for name, job in jobs.items())
 
 
 def what_binds(contest: Contest, best: Rival) -> str:

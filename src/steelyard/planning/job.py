@@ -13,6 +13,7 @@ from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
 from steelyard.planning.assumed_links import with_assumed_links
+from steelyard.planning.margin import with_margin
 from steelyard.planning.profile_file import read_profile
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -31,17 +32,19 @@ def make_job(
     precision: Precision,
     memory: str | int | None,
     profile: str | Path | Profile | None,
+    memory_margin: float | None = None,
     imbalance: float = ASSUMED_IMBALANCE,
     own: Any = None,
 ) -> Job:
     """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given.
 
-    ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
+    ``memory_margin`` is the part of the memory to leave free, see `steelyard.planning.margin`. ``own`` is a user's own
+    module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
     """
     chain = _chain_of(config)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    if memory is not None:
-        machines = machines.with_memory(parse_bytes(memory) if isinstance(memory, str) else memory)
+    given = parse_bytes(memory) if isinstance(memory, str) else memory
+    budgeted = machines if given is None else machines.with_memory(given)
     for field, value, most in (("global_batch", global_batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
         if not 1 <= value <= most:
             raise UserError(
@@ -84,10 +87,11 @@ def make_job(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
-        budget_bytes=machines.device.known_memory_bytes(),
+        budget_bytes=budgeted.device.known_memory_bytes(),
         imbalance=imbalance,
         profile_file=file,
     )
+    job = with_margin(job, memory_margin, is_asked=memory is not None)
     if not job.assumes_links:
         return job
     degrees = divisors(machines.devices_per_node)

@@ -16,6 +16,7 @@ Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -85,20 +86,26 @@ class PlainChoice:
 
 
 def plain_tables(
-    kind: PlainKind, job: Job, settings: Sequence[CostTables], floors: Sequence[CostTables]
+    kind: PlainKind,
+    job: Job,
+    settings: Sequence[CostTables],
+    floors: Sequence[CostTables],
+    *,
+    deadline: float = math.inf,
 ) -> list[CostTables]:
     """Cost tables of the plain plans of a kind that may be its fastest, for each strategy and remat choice its own.
 
     ``floors`` are of every setting the tables with bytes that no plan of it is below.
 
-    Left out are those that cannot fit, unless none can, and those that are slower than one that is found at once.
+    Left out are those that cannot fit, unless none can, those that are slower than one that is found at once, and after
+    ``deadline``, a `time.monotonic` value, all that promise less than those before.
     """
     choices = plain_choices(kind, job, settings, floors)
     fitting = [each for each in choices if each.least_bytes <= usable_bytes(job) + 1]
     kept: list[PlainChoice] = []
     best_s = math.inf
     for choice in fitting:
-        if choice.least_s > best_s:
+        if choice.least_s > best_s or (kept and time.monotonic() > deadline):
             break
         bound = search([choice.floor_tables()], usable_bytes(job) + 1, num_alternatives=0).best
         if bound is not None and bound.score_s <= best_s:

@@ -13,6 +13,7 @@ from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import divisors, parse_strategy
 from steelyard.planning.job import make_job
+from steelyard.planning.margin import pressure
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.profile_file import recorded_profile
 from steelyard.profiles.profile import Profile
@@ -59,10 +60,13 @@ def job_of(
         seq_len=plan.seq_len,
         precision=plan.precision,
         memory=memory,
+        memory_margin=0,
         profile=profile,
     )
     if plan.prediction is None:
         return job
+    if job.budget_bytes == plan.prediction.budget_bytes:
+        job = replace(job, margin_bytes=plan.prediction.margin_bytes)
     imbalance = plan.prediction.profile.imbalance
     job = job if imbalance is None else replace(job, imbalance=imbalance)
     source = plan.prediction.profile
@@ -108,8 +112,9 @@ def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
         mfu_attention=cost.mfu_attention,
-        warnings=job.chain.warnings(job.seq_len),
+        warnings=(*job.chain.warnings(job.seq_len), *pressure(job, cost.stages)),
         budget_bytes=job.budget_bytes,
+        margin_bytes=job.margin_bytes,
         stages=cost.stages,
         certificate=Certificate(status="priced"),
         lower_bound_s=0.0,

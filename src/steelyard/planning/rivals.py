@@ -3,6 +3,8 @@
 The cost tables are built once; a restriction takes pipeline settings away and forbids strategies in the rest.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,7 +22,7 @@ from steelyard.plan.plan import Baseline, Plan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.plain import PLAIN_KINDS, plain_tables
+from steelyard.planning.plain import PLAIN_KINDS, PlainKind, plain_tables
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
@@ -112,10 +114,12 @@ def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Re
 
 def _plain(contest: Contest) -> list[Restriction]:
     floors = cache(lambda: [contest.floors.of(each)[0] for each in contest.tables])
-    return [
-        _among(contest, each.name, lambda kind=each: plain_tables(kind, contest.job, contest.tables, floors()))
-        for each in PLAIN_KINDS
-    ]
+
+    def tables(kind: PlainKind) -> list[CostTables]:
+        limit_s = math.inf if contest.time_limit_s is None else contest.time_limit_s
+        return plain_tables(kind, contest.job, contest.tables, floors(), deadline=time.monotonic() + limit_s)
+
+    return [_among(contest, each.name, partial(tables, each)) for each in PLAIN_KINDS]
 
 
 def _all_restricted(contest: Contest, keeps: Keeps) -> list[CostTables]:
@@ -128,11 +132,22 @@ def restricted(tables: CostTables, keeps: Keeps) -> CostTables:
     return replace(tables, legal=tables.legal & kept)
 
 
-def with_baselines(plan: Plan, job: Job, tables: Sequence[CostTables]) -> Plan:
-    """The plan with the best plan of each plain kind in its prediction, searched among all settings of these tables."""
+def with_baselines(
+    plan: Plan, job: Job, tables: Sequence[CostTables], *, time_limit_s: float | None = TIME_LIMIT_S
+) -> Plan:
+    """The plan with the best plan of each plain kind in its prediction, searched among all settings of these tables.
+
+    The time limit is of each kind; what is found by then is the best so far.
+    """
     if plan.prediction is None:
         return plan
-    contest = Contest(job=job, tables=tuple(tables), step_s=plan.prediction.step_time_s, floors=Floors(job))
+    contest = Contest(
+        job=job,
+        tables=tuple(tables),
+        step_s=plan.prediction.step_time_s,
+        floors=Floors(job),
+        time_limit_s=time_limit_s,
+    )
     found = tuple(
         Baseline(**{name: getattr(rival, name) for name in Baseline.model_fields})
         for rival in (each.rival() for each in _plain(contest))

@@ -85,7 +85,8 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     lines.append(
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}, of it "
         f"{shares(stages[fullest].memory_bytes)}; "
-        + (f"{format_bytes(left)} left." if left >= 0 else f"{format_bytes(-left)} too much.")
+        + (f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much")
+        + (f", beside {prediction.margin_text}." if prediction.margin_text else ".")
     )
     return [
         *lines,

@@ -65,7 +65,7 @@ class MemoryLimit:
         if prediction is None:
             return "the plan has no prediction"
         predicted = format_bytes(prediction.stages[self._stage].total_bytes)
-        return f"predicted for stage {self._stage}: {predicted}, of a budget of {format_bytes(prediction.budget_bytes)}"
+        return f"predicted for stage {self._stage}: {predicted}, of a budget of {format_bytes(prediction.device_bytes)}"
 
 
 def _budget_bytes(plan: Plan) -> int:
@@ -76,4 +76,4 @@ def _budget_bytes(plan: Plan) -> int:
             expected="a plan with a budget, for --enforce-memory",
             hint="write the plan with `steelyard plan`, or leave the option out",
         )
-    return plan.prediction.budget_bytes
+    return plan.prediction.device_bytes

@@ -12,13 +12,15 @@ from steelyard.units import GB, GIB
 from tests.benchmarks.published_runs.examples import outcomes, run_of
 
 
-def made(measured_s: float, predicted_s: float, *, job: str = "j", number: int = 0, **cells: str) -> Forecast:
+def made(
+    measured_s: float, predicted_s: float, *, job: str = "j", number: int = 0, has_margin: bool = True, **cells: str
+) -> Forecast:
     run = run_of(
         "vtrain",
         **{"id": f"made-{number}", "job": job, "step_time_s": str(measured_s), "recommended": "True", "status": "ok"}
         | cells,
     )
-    return Forecast(run=run, step_time_s=predicted_s, peak_bytes=10 * GIB, fits=True)
+    return Forecast(run=run, step_time_s=predicted_s, peak_bytes=10 * GIB, fits=True, has_margin=has_margin)
 
 
 def test_errors_are_signed_and_relative_to_the_measurement() -> None:
@@ -47,6 +49,24 @@ def test_the_right_order_has_no_regret_whatever_the_scale() -> None:
     (score,) = score_sources(runs, is_dense)
     assert score.regret is not None
     assert score.regret.worst == 0
+
+
+def test_regret_is_among_plans_that_leave_their_margin_free_and_beside_it_of_all() -> None:
+    """The plan that is ranked first of all has no margin; the fastest of all neither."""
+    runs = [made(4.0 + index, 5.0 - 0.1 * index, number=index) for index in range(4)]
+    runs += [made(9.0, 1.0, number=4, has_margin=False), made(3.5, 8.0, number=5, has_margin=False)]
+    (score,) = score_sources(runs, is_dense)
+    assert score.regret is not None
+    assert score.regret_of_all is not None
+    assert score.regret.mean == pytest.approx(7.0 / 4.0 - 1)
+    assert score.regret_of_all.mean == pytest.approx(7.0 / 3.5 - 1)
+
+
+def test_a_job_without_a_plan_that_leaves_its_margin_free_is_of_all_plans() -> None:
+    runs = [made(1.0 + index, 2.0 - 0.1 * index, number=index, has_margin=False) for index in range(5)]
+    (score,) = score_sources(runs, is_dense)
+    assert score.regret is not None
+    assert score.regret.mean == pytest.approx(4.0)
 
 
 def test_a_job_of_four_plans_has_no_regret() -> None:
@@ -104,6 +124,8 @@ def test_a_target_that_nothing_measured_is_neither_met_nor_missed() -> None:
 def test_skipped_rows_count_against_the_part_that_is_predicted() -> None:
     run = run_of("vtrain", tier="A")
     part = summarise(
-        (), (), [Unpredicted(run=run, reason="x"), Forecast(run=run, step_time_s=1, peak_bytes=1, fits=True)]
+        (),
+        (),
+        [Unpredicted(run=run, reason="x"), Forecast(run=run, step_time_s=1, peak_bytes=1, fits=True, has_margin=True)],
     )
     assert part[-1].reached == pytest.approx(0.5)

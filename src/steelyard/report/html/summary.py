@@ -114,7 +114,11 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
         (
             "memory of the fullest device",
             format_bytes(found.peak_bytes),
-            [f"{share:.0%} of {format_bytes(prediction.budget_bytes)}", _gauge(share)],
+            [
+                f"{share:.0%} of {format_bytes(prediction.budget_bytes)}"
+                + (f"; {prediction.margin_text}" if prediction.margin_text else ""),
+                _gauge(share),
+            ],
         )
     )
     if plan.training is not None:

@@ -1,0 +1,56 @@
+"""How much of a device's memory a plan leaves free, so that the allocator does not come under pressure.
+
+PyTorch's allocator keeps what was freed for the next tensor of that size. Where the device is nearly full it gives all
+of that back and asks for it again, in every step. In published runs (`benchmarks/README.md`) those that were measured
+above 90 % of their device took 3 to 8 times as long as their neighbours; where 94 % or more was predicted, which is an
+upper bound, the median run of that source took 1.14 times what was predicted, below 84 % 1.03 times. Others show
+nothing of it. So plans are searched within `MARGIN` less than a GPU has, and within all of it where none fits so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.plan.plan import StagePrediction
+from steelyard.units import format_bytes
+
+MARGIN = 0.05
+"""Part of a GPU's memory that is left free unless something else is asked for."""
+MOST_MARGIN = 0.9
+
+
+def with_margin(job: Job, share: float | None, *, is_asked: bool) -> Job:
+    """The job within so much less memory, by default `MARGIN` of a GPU's own and nothing of a budget ``is_asked`` for.
+
+    The CPU's allocator keeps nothing. Raises `UserError` for a share that is none.
+    """
+    if share is None:
+        share = MARGIN if job.cluster.device.is_gpu and not is_asked else 0.0
+    if not 0 <= share <= MOST_MARGIN:
+        raise UserError(
+            field="memory_margin",
+            found=f"{share:g}",
+            expected=f"a share of the memory from 0 to {MOST_MARGIN:g}",
+            hint=f"give for example --memory-margin {MARGIN:g}, or leave it out",
+        )
+    margin = int(job.budget_bytes * share)
+    return replace(job, budget_bytes=job.budget_bytes - margin, margin_bytes=margin)
+
+
+def without_margin(job: Job) -> Job:
+    """The job within all the memory that there is."""
+    return replace(job, budget_bytes=job.budget_bytes + job.margin_bytes, margin_bytes=0)
+
+
+def pressure(job: Job, stages: Sequence[StagePrediction]) -> tuple[str, ...]:
+    """The warning that a device is so full that its allocator may slow the steps; nothing where none is."""
+    device = job.cluster.device
+    fullest = max(stage.total_bytes for stage in stages)
+    if not device.is_gpu or device.memory_bytes is None or fullest <= device.memory_bytes * (1 - MARGIN):
+        return ()
+    return (
+        f"the fullest device holds {format_bytes(fullest)}, {fullest / device.memory_bytes:.1%} of what it has; an "
+        "allocator so full may free and allocate again in every step, which has slowed published runs; a plan with "
+        f"--memory-margin {MARGIN:g} leaves more free, where one fits",
+    )

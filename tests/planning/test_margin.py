@@ -1,0 +1,126 @@
+"""A plan leaves a part of a GPU's memory free where one fits so, and says what it does."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.planning import PlanOptions, job_of, make_job, plan_job
+from steelyard.planning.choose import PlanningResult
+from steelyard.planning.explain import other_budgets
+from steelyard.planning.margin import MARGIN, pressure, without_margin
+from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.rivals import Contest, Floors
+from steelyard.report.plan_table import headline
+from steelyard.units import GIB
+
+CONFIG = "llama3.2-1b"
+
+
+def of(*, memory: str | None = None, margin: float | None = None) -> Job:
+    return make_job(
+        CONFIG,
+        "1x2xa100-80gb",
+        global_batch=64,
+        seq_len=4096,
+        precision="bf16",
+        memory=memory,
+        memory_margin=margin,
+        profile=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def comfortable() -> PlanningResult:
+    return plan_job(of(), PlanOptions())
+
+
+def test_by_default_a_part_of_a_gpu_is_left_free(comfortable: PlanningResult) -> None:
+    job, has = comfortable.job, of().cluster.device.memory_bytes
+    assert has is not None
+    assert job.budget_bytes + job.margin_bytes == has
+    assert job.margin_bytes == int(has * MARGIN)
+    assert comfortable.plan is not None
+    assert peak_bytes(comfortable.plan) <= job.budget_bytes
+
+
+def test_a_budget_that_was_asked_for_is_used_whole_unless_a_margin_is_asked_for_too() -> None:
+    assert (of(memory="40GiB").budget_bytes, of(memory="40GiB").margin_bytes) == (40 * GIB, 0)
+    both = of(memory="40GiB", margin=0.1)
+    assert (both.budget_bytes, both.margin_bytes) == (36 * GIB, 4 * GIB)
+
+
+def test_the_allocator_of_a_cpu_needs_no_margin() -> None:
+    profiled = make_job(CONFIG, "1x2xcpu", global_batch=4, seq_len=64, precision="fp32", memory="40GiB", profile=None)
+    assert profiled.margin_bytes == 0
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.95, float("nan")])
+def test_a_share_that_is_none_is_an_error(share: float) -> None:
+    with pytest.raises(UserError, match=r"memory_margin: found .*\n.*from 0 to 0.9"):
+        of(margin=share)
+
+
+def test_no_margin_is_never_slower(comfortable: PlanningResult) -> None:
+    full = plan_job(of(margin=0), PlanOptions())
+    assert full.cost is not None
+    assert comfortable.cost is not None
+    assert full.cost.step_time_s <= comfortable.cost.step_time_s * (1 + 1e-9)
+
+
+def test_the_first_lines_say_what_is_left_free(comfortable: PlanningResult) -> None:
+    assert comfortable.plan is not None
+    assert "(5% of 79.1 GiB left free)" in headline(comfortable.plan)
+    assert "left free" not in headline(with_price(comfortable.plan, of(memory="60GiB")))
+
+
+def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable: PlanningResult) -> None:
+    """A device with a little more than what the plan of least memory takes, less than the margin on top of it."""
+    job = of()
+    missed = plan_job(replace(job, budget_bytes=GIB, margin_bytes=0), PlanOptions())
+    assert missed.miss is not None
+    least = int(missed.miss.needed_bytes * 1.09)
+    device = replace(job.cluster.device, memory_bytes=int(least * 1.01))
+    tight = replace(
+        job,
+        cluster=replace(job.cluster, device=device),
+        budget_bytes=int(least * 1.01 * (1 - MARGIN)),
+        margin_bytes=int(least * 1.01) - int(least * 1.01 * (1 - MARGIN)),
+    )
+    found = plan_job(tight, PlanOptions())
+    assert found.plan is not None
+    assert found.plan.prediction is not None
+    assert found.job == without_margin(tight)
+    assert found.plan.prediction.margin_bytes == 0
+    assert peak_bytes(found.plan) > tight.budget_bytes
+    (warning,) = found.plan.prediction.warnings
+    assert "--memory-margin 0.05" in warning
+    assert f"{peak_bytes(found.plan) / device.memory_bytes:.1%} of what it has" in warning
+    assert comfortable.plan is not None
+    assert comfortable.plan.prediction is not None
+    assert comfortable.plan.prediction.warnings == ()
+
+
+def test_a_cpu_is_under_no_pressure(comfortable: PlanningResult) -> None:
+    assert comfortable.cost is not None
+    job = of()
+    full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))  # type: ignore[arg-type]
+    cpu = make_job(CONFIG, "1x2xcpu", global_batch=4, seq_len=64, precision="fp32", memory="40GiB", profile=None)
+    assert pressure(replace(job, cluster=replace(job.cluster, device=full)), comfortable.cost.stages)
+    assert pressure(cpu, comfortable.cost.stages) == ()
+
+
+def test_a_plan_keeps_its_margin_and_explain_says_what_it_costs(comfortable: PlanningResult) -> None:
+    assert comfortable.plan is not None
+    again = job_of(comfortable.plan)
+    assert (again.budget_bytes, again.margin_bytes) == (comfortable.job.budget_bytes, comfortable.job.margin_bytes)
+    assert comfortable.cost is not None
+    contest = Contest(
+        job=again,
+        tables=comfortable.problem.settings,
+        step_s=comfortable.cost.step_time_s,
+        floors=Floors(again),
+    )
+    names = [rival.name for rival in other_budgets(contest)]
+    assert names == ["1.00 GiB more", "1.00 GiB less", "no margin (3.96 GiB more)"]
