@@ -10,7 +10,20 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 if not any(name in os.environ for name in ALLOCATOR):
     os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # leaves fewer holes, so that a full device goes on longer
 
+from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from steelyard.plan.plan import Plan  # noqa: E402
+from steelyard.plan.replanned import Replanned  # noqa: E402
 from steelyard.runtime.process import main  # noqa: E402
 
+
+def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
+    """As `steelyard.planning.elastic.replan`; the search is imported by a process that needs it."""
+    from steelyard.planning.elastic import replan
+
+    return replan(plan, hosts, folder)
+
+
 if __name__ == "__main__":
-    main()
+    main(replan=replan)

@@ -57,8 +57,9 @@ from steelyard.planning import (
     with_baselines,
     with_fallbacks,
     with_next_best,
+    with_spares,
 )
-from steelyard.report.plan_table import plan_view
+from steelyard.report.plan_table import missing_spare_lines, plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S, Partition, save_problem
 from steelyard.units import format_bytes, format_count, format_plural, parse_count
@@ -165,6 +166,15 @@ def plan(
             max=100,
         ),
     ] = FALLBACKS,
+    spares: Annotated[
+        int,
+        typer.Option(
+            "--spares",
+            help="Plan ahead for so many lost nodes (devices, of one node): what they cost, and for `train --elastic`.",
+            min=0,
+            max=100,
+        ),
+    ] = 0,
     tokens: Annotated[
         str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
     ] = None,
@@ -230,6 +240,10 @@ def plan(
             show("searching the best plans of other pipeline settings")
             result = with_next_best(result, num_plans=top - 1 if output is not None else 0)
             kept = _completed(result, options, num_fallbacks=fallbacks if output is not None else 0, show=show)
+            if spares:
+                show("searching plans for what is left after a loss")
+                kept = with_spares(kept, result.job, num_spares=spares)
+                notes += missing_spare_lines(kept, spares)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
         if problem is not None:
             save_problem(problem, result.problem)

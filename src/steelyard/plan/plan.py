@@ -15,6 +15,7 @@ from steelyard.limits import (
     MOST_LAYERS,
     MOST_PER_S,
     Bytes,
+    Count,
     Microbatches,
     PositiveSeconds,
     Samples,
@@ -40,6 +41,8 @@ from steelyard.units import format_bytes, format_seconds
 
 Precision = Literal["fp32", "bf16"]
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
+OWN_TERMS = ("compute", "remat", "host", "optimizer")
+"""Terms of time in which a rank computes by itself; those of kinds of parallelism wait for others."""
 RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 
 
@@ -246,6 +249,15 @@ class Fallback(PlanPart):
     prediction: Prediction | None = None
 
 
+class Spare(Fallback):
+    """The plan for what is left of the cluster when nodes are lost: the same model, batch and memory."""
+
+    num_left: Count
+    """Devices that are left, of which the plan takes all or a part."""
+    cluster: str
+    hardware: ClusterFile | None = None
+
+
 class Plan(PlanPart):
     """A strategy for every layer, stages, microbatches and schedule. Valid once constructed.
 
@@ -275,6 +287,8 @@ class Plan(PlanPart):
     """Most memory first."""
     next_best: tuple[Fallback, ...] = ()
     """The best plans of other pipeline settings, fastest first, for `steelyard measure` to run beside this one."""
+    spares: tuple[Spare, ...] = ()
+    """Most devices first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -286,7 +300,7 @@ class Plan(PlanPart):
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
-        for other in (*self.fallbacks, *self.next_best):
+        for other in (*self.fallbacks, *self.next_best, *self.spares):
             _plan_of(self, other)
         return self
 
@@ -308,8 +322,12 @@ class Plan(PlanPart):
 
     def contenders(self) -> "tuple[Plan, ...]":
         """This plan and the next best ones, each as a plan that goes on with no other."""
-        alone = self.model_copy(update={"fallbacks": (), "next_best": ()})
+        alone = self.model_copy(update={"fallbacks": (), "next_best": (), "spares": ()})
         return (alone, *(_plan_of(self, other) for other in self.next_best))
+
+    def spare_plan(self, spare: Spare) -> "Plan":
+        """The plan for a part of the cluster; raises `InvalidPlanError` if it contradicts itself."""
+        return _plan_of(self, spare)
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
         """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
@@ -369,10 +387,10 @@ class Plan(PlanPart):
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
-    """The plan with what its fallback has instead, and no other plans."""
-    left_out = ("fallbacks", "next_best", "training")
+    """The plan with what its fallback or spare has instead, and no other plans."""
+    left_out = ("fallbacks", "next_best", "spares", "training")
     own = {name: getattr(plan, name) for name in Plan.model_fields if name not in left_out}
-    return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
+    return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields if name in own})
 
 
 def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:

@@ -21,6 +21,8 @@
 | `framework_fit`    | job and plan → the best plan that another framework can run                      |
 | `not_searched`     | job → what was never searched, and why                                           |
 | `explain`          | job and plan → what binds, the rivals, what memory is worth                      |
+| `elastic`          | plan → the plan for what is left of its cluster, when it is or beforehand         |
+| `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains    |
 | `fallbacks`        | plan → others in it: of less memory to go on with, the next best to measure      |
 | `frontier`         | job → time against memory, time and money against devices                        |
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
@@ -31,6 +33,7 @@ from steelyard.planning.calibration import calibrate, time_factors
 from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
+from steelyard.planning.elastic import check_replannable, with_spares
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
@@ -43,6 +46,7 @@ from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
+from steelyard.planning.slow_rank import slow_nodes
 from steelyard.planning.why_not import pin_error, why_not, why_not_plan
 
 __all__ = [
@@ -59,6 +63,7 @@ __all__ = [
     "PlanningResult",
     "Space",
     "calibrate",
+    "check_replannable",
     "demands_of",
     "device_counts",
     "explain_plan",
@@ -79,6 +84,7 @@ __all__ = [
     "price_plan",
     "samples_not_measured",
     "search_for_report",
+    "slow_nodes",
     "stage_strategies",
     "time_factors",
     "uniform_plan",
@@ -90,4 +96,5 @@ __all__ = [
     "with_fallbacks",
     "with_next_best",
     "with_price",
+    "with_spares",
 ]

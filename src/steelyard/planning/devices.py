@@ -46,7 +46,12 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
             expected=f"a multiple of the {size} devices of a node" + (f", or {parts}" if parts else ""),
             hint="name counts such as --devices " + ",".join(str(nodes * size) for nodes in (1, 2, 4)),
         )
-    nodes, per_node = (1, count) if count < size else (count // size, size)
+    return with_shape(cluster, *((1, count) if count < size else (count // size, size)))
+
+
+def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
+    """The same sort of cluster with so many nodes and devices of each."""
+    size = cluster.devices_per_node
     if is_as_named(cluster):
         return replace(parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}"), device=cluster.device)
     is_short = cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}"

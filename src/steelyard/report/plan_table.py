@@ -31,6 +31,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.profile}", style="dim"),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
+            *(Text(line) for line in spare_lines(plan, plan.prediction)),
         ]
         if plan.prediction.alternatives and num_alternatives > 0:
             parts.append(alternative_table(plan.prediction, num_alternatives))
@@ -103,6 +104,31 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         return []
     words = [f"{link.name} {where}, {link.bytes_per_s / GB:,.3g} GB/s" for link, where in links]
     return [f"Links assumed, per device and direction: {'; '.join(words)}"]
+
+
+def spare_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """What a step takes after each loss that was planned for."""
+    lines = []
+    for lost, spare in enumerate(plan.spares, start=1):
+        if spare.prediction is None:
+            continue
+        step_s, needed = spare.prediction.step_time_s, max(each.total_bytes for each in spare.prediction.stages)
+        change = step_s / prediction.step_time_s - 1
+        lines.append(
+            f"With {_loss(plan, lost)} less: {format_seconds(step_s)} a step ({change:+.1%}), "
+            f"{format_bytes(needed)} per device, on {spare.cluster}"
+        )
+    return lines
+
+
+def missing_spare_lines(plan: Plan, num_asked: int) -> list[str]:
+    """That a loss has no plan, where so many were asked for."""
+    missing = len(plan.spares) + 1
+    return [] if missing > num_asked else [f"with {_loss(plan, missing)} less there is no plan that fits"]
+
+
+def _loss(plan: Plan, lost: int) -> str:
+    return format_plural(lost, "node" if plan.machines().num_nodes > 1 else "device")
 
 
 def gain_sentence(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds
 
 
-def comparison_table(plan: Plan, record: RunRecord) -> Table:
+def comparison_table(record: RunRecord) -> Table:
     """Step time and memory per rank, predicted and measured, with the prediction's error."""
     table = Table(title="Predicted against measured", title_justify="left", header_style="bold")
     table.add_column("")
@@ -23,14 +23,15 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
         "–" if predicted_s is None else f"{predicted_s / record.median_step_s:.2f}",
         end_section=True,
     )
-    for stage in range(plan.num_stages if plan.num_stages > 1 else 0):
-        _add_busy_row(table, record, stage, is_last=stage == plan.num_stages - 1)
+    num_stages = 1 + max(rank.stage for rank in record.ranks)  # an elastic run may end under another plan
+    for stage in range(num_stages if num_stages > 1 else 0):
+        _add_busy_row(table, record, stage, is_last=stage == num_stages - 1)
     _add_imbalance_row(table, record)
     predicted_bytes = record.predicted_peak_bytes
     for rank in record.ranks:
         expected = None if predicted_bytes is None else predicted_bytes[rank.stage]
         table.add_row(
-            f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if plan.num_stages > 1 else ""),
+            f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if num_stages > 1 else ""),
             "–" if expected is None else format_bytes(expected),
             format_bytes(rank.peak_bytes),
             "–" if expected is None else f"{expected / rank.peak_bytes:.2f}",
