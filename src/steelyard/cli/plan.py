@@ -20,15 +20,16 @@ from steelyard.cli.options import (
     ProfileOption,
     TimeLimit,
     built_module,
-    cluster_with,
     most_tp,
+    pools_with,
     print_json,
     tried,
 )
 from steelyard.cli.progress import progress
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
-from steelyard.hardware import Cluster
+from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.own import chain_of_own
@@ -47,10 +48,12 @@ from steelyard.planning import (
     grow_batch,
     longest_sequence,
     make_job,
+    make_pooled_job,
     parse_pin,
     pin_error,
     plan_fewest_devices,
     plan_job,
+    plan_pools,
     samples_not_measured,
     with_baselines,
     with_fallbacks,
@@ -182,10 +185,16 @@ def plan(
         time_limit_s=time_limit,
     )
     options = _narrowed(options, remat=remat, zero=zero, schedule=schedule)
+    machines = pools_with(cluster, network)
+    if isinstance(machines, MixedCluster):
+        wholly = {"--seq-len max": length is None, "--global-batch max": batch is None, "--pin": bool(pin)}
+        wholly |= {"--objective devices": aim == "devices", "--profile": profile is not None}
+        wholly |= {"--calibrate": calibrate_by is not None, "--save-problem": problem is not None}
+        _check_not_with_pools(wholly | {"--partition": partition != "exact"})
     with progress("counting the model's layers", silent=as_json) as show:
         job_of_length = _job_maker(
             model,
-            cluster_with(cluster, network),
+            machines,
             global_batch=batch or 1,
             precision=check_precision(precision),
             memory=memory,
@@ -207,11 +216,12 @@ def plan(
         if result.plan is not None:
             kept = _completed(result, options, num_fallbacks=fallbacks if output is not None else 0, show=show)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
-        if problem is not None:
+        if problem is not None and result.problem is not None:
             save_problem(problem, result.problem)
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
         if result.miss is None and pins:
+            assert isinstance(result.job, Job), "pins are refused for several pools"
             raise pin_error(result.job, options)
         _print_nothing_fits(result, as_json)
         raise typer.Exit(1)
@@ -240,6 +250,9 @@ def _completed(
 ) -> Plan:
     """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
     assert result.plan is not None, "asked for a plan that is there"
+    if result.problem is None:
+        return result.plan
+    assert isinstance(result.job, Job), "a problem is of one pool"
     show("searching the plain plans to compare with")
     compared = with_baselines(result.plan, result.job, result.problem.settings)
     if num_fallbacks:
@@ -266,11 +279,25 @@ def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
         console.print(note, style="dim", highlight=False)
 
 
+def _check_not_with_pools(asked: Mapping[str, bool]) -> None:
+    """Raises `UserError` for the first option of these that was asked for: none goes with several pools."""
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise UserError(
+                field=option.partition(" ")[0],
+                found=f"{option} with several pools of devices",
+                expected="a --cluster of one kind of device",
+                hint="leave it out, or name one of the pools",
+            )
+
+
 def _search(
-    job: Job, options: PlanOptions, *, aim: Objective, grows: bool, top: int, show: Callable[[str], None]
+    job: AnyJob, options: PlanOptions, *, aim: Objective, grows: bool, top: int, show: Callable[[str], None]
 ) -> tuple[PlanningResult, list[str]]:
     """The result under the objective, and lines that say what was tried on the way."""
     show(f"searching plans for {job.chain.name} on {job.cluster.name}")
+    if isinstance(job, PooledJob):
+        return plan_pools(job, options, top=top), []
     if grows:
         growth = grow_batch(job, options, top=top, progress=show)
         return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch)
@@ -326,7 +353,7 @@ def length_lines(longest: LongestSequence) -> list[str]:
 
 def _job_maker(
     model: str,
-    cluster: Cluster,
+    cluster: Cluster | MixedCluster,
     *,
     global_batch: int,
     precision: Precision,
@@ -335,12 +362,24 @@ def _job_maker(
     imbalance: float,
     calibrate_by: Path | None,
     own: Any,
-) -> Callable[[int], Job]:
-    """The job of a number of tokens."""
+) -> Callable[[int], Any]:
+    """The job of a number of tokens, on one pool or several."""
 
-    def make(seq_len: int) -> Job:
+    def make(seq_len: int) -> AnyJob:
+        config = chain_of_own(own.own, name=own.name) if own else model
+        if isinstance(cluster, MixedCluster):
+            return make_pooled_job(
+                config,
+                cluster,
+                global_batch=global_batch,
+                seq_len=seq_len,
+                precision=precision,
+                memory=memory,
+                imbalance=imbalance,
+                own=own,
+            )
         job = make_job(
-            chain_of_own(own.own, name=own.name) if own else model,
+            config,
             cluster,
             global_batch=global_batch,
             seq_len=seq_len,

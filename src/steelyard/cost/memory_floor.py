@@ -67,7 +67,8 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
     ``tables`` are of a pipeline setting of the job; ``known`` saves work between settings. For a framework with states
     of its own the tables are a bound already.
     """
-    setting = Setting(job=job, pipeline=tables.pipeline)
+    size = tables.strategies[0].num_devices if tables.strategies else None
+    setting = Setting(job=job, pipeline=tables.pipeline, stage_size=size)
     if setting.job.execution.keeps_own_buffers:
         return (tables,)
     known = {} if known is None else known

@@ -6,6 +6,7 @@
 | `profile_file`     | plan from a measured profile → that profile's file, if it is as it was           |
 | `problem`          | job and options → cost tables, one for every pipeline setting                    |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
+| `pools`            | job on pools of unlike devices → their order, stages and plan                    |
 | `plan_from_search` | outcome of a search → plan without prediction                                    |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
 | `impossible`       | job and a pin → what of it no strategy could have                                |
@@ -38,6 +39,7 @@ from steelyard.planning.job import make_job
 from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.pins import Pin, parse_pin
+from steelyard.planning.pools import make_pooled_job, plan_pools
 from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.report_search import search_for_report
@@ -68,6 +70,7 @@ __all__ = [
     "job_or_reason",
     "longest_sequence",
     "make_job",
+    "make_pooled_job",
     "make_problem",
     "parse_pin",
     "pin_error",
@@ -75,6 +78,7 @@ __all__ = [
     "plan_fewest_devices",
     "plan_for_framework",
     "plan_job",
+    "plan_pools",
     "price_plan",
     "samples_not_measured",
     "search_for_report",

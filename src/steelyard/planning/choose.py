@@ -10,6 +10,7 @@ from typing import Any
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
+from steelyard.cost.pools import AnyJob
 from steelyard.cost.predict import PlanCost, least_step_s, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
@@ -39,9 +40,9 @@ NOT_BUILT = "not searched: the time was up before its cost tables were built"
 class PlanningResult:
     """Outcome of planning: a plan with its cost, or the nearest miss where nothing fits."""
 
-    job: Job
-    problem: Problem
-    """What was searched."""
+    job: AnyJob
+    problem: Problem | None
+    """What was searched; None for several pools, whose settings are built as they are needed."""
     num_left_out: int
     """Settings for whose cost tables there was no time."""
     search: SearchResult

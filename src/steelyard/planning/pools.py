@@ -1,0 +1,366 @@
+"""Chooses a plan over unlike pools of devices: their order along the pipeline, the stages of each, and all the rest.
+
+Every order of every choice of pools, every number of stages that divides each pool, every number of microbatches and
+schedule is a pipeline setting of its own, with the tables of its pools side by side (`steelyard.cost.pools`). There
+are thousands, so a setting gets its tables only when it may still be the best: settings are taken in the order of what
+their times alone let them be at best (`steelyard.search.pool_bounds`), until no other can be faster than the best plan
+that was accepted. So what is optimal is so among all of them. A pool alone is searched as its own cluster would be.
+
+Not searched: a part of a pool, stages of unlike sizes within one, and chunks over several.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from steelyard.cost.build import KnownCosts, build_tables
+from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Setting
+from steelyard.cost.tables import CostTables
+from steelyard.errors import UserError
+from steelyard.hardware import MixedCluster
+from steelyard.limits import MOST_MICROBATCHES
+from steelyard.plan.certificate import Certificate
+from steelyard.plan.plan import Alternative, Plan, PoolUse, Precision, Prediction
+from steelyard.plan.strategy import Strategy, divisors
+from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.planning.choose import NUM_RESCORED, PlanningResult
+from steelyard.planning.demands import asked_in
+from steelyard.planning.job import make_job
+from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
+from steelyard.search.pool_bounds import least_step_s
+from steelyard.units import format_bytes, format_plural, format_seconds
+
+FIRST_ROUND = 24
+"""Settings that are searched before the bound of the best plan among them decides on the others."""
+ROUND = 96
+"""Settings that are searched together after that."""
+SAME = 1e-9
+"""Times that differ by no more than this fraction are equal."""
+
+
+def make_pooled_job(
+    config: Any,
+    cluster: MixedCluster,
+    *,
+    global_batch: int,
+    seq_len: int,
+    precision: Precision,
+    memory: str | int | None = None,
+    **more: Any,
+) -> PooledJob:
+    """The job that these arguments describe on several pools; as `make_job` for each."""
+    pools = []
+    for pool, link in zip(cluster.pools, cluster.links, strict=True):
+        job = make_job(
+            config,
+            pool,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            precision=precision,
+            memory=memory,
+            profile=None,
+            **more,
+        )
+        pools.append(replace(job, outer_link=link))
+    return PooledJob(pools=tuple(pools), cluster=cluster)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledSetting:
+    """A pipeline over some of the pools, and what no plan of it is faster than by its times alone."""
+
+    placement: Placement
+    pipeline: PipelineConfig
+    bound_s: float
+
+
+class PooledSpace:
+    """All settings of a job on several pools, and their tables, made when they are asked for."""
+
+    def __init__(self, job: PooledJob, options: PlanOptions) -> None:
+        _check_options(options)
+        self._job, self._options = job, options
+        self._known: list[KnownCosts] = [{} for _ in job.pools]
+        self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
+        self._fastest: dict[tuple[int, int, int], tuple[np.ndarray, float]] = {}
+        self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
+        self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
+
+    def settings(self) -> list[PooledSetting]:
+        """Every setting that can run, most promising first."""
+        found = [*self._alone(), *self._joined()]
+        return sorted((each for each in found if math.isfinite(each.bound_s)), key=lambda each: each.bound_s)
+
+    def tables(self, setting: PooledSetting) -> CostTables:
+        """The cost tables of a setting."""
+        key = setting.placement, setting.pipeline
+        if key not in self._made:
+            offered = [
+                self._strategies(pool, self._job.pools[pool].cluster.num_devices // stages)
+                for pool, stages in zip(setting.placement.pools, setting.placement.stages, strict=True)
+            ]
+            known = [self._known[pool] for pool in setting.placement.pools]
+            self._made[key] = pooled_tables(self._job, *key, offered, known)
+        return self._made[key]
+
+    def _alone(self) -> Iterator[PooledSetting]:
+        for pool, job in enumerate(self._job.pools):
+            for setting in pipeline_settings(job, self._options):
+                placement = Placement(pools=(pool,), stages=(setting.pipeline.num_stages,))
+                yield PooledSetting(
+                    placement=placement, pipeline=setting.pipeline, bound_s=self._bound_s(placement, setting.pipeline)
+                )
+
+    def _joined(self) -> Iterator[PooledSetting]:
+        for pools in _choices(len(self._job.pools)):
+            sizes = [divisors(self._job.pools[pool].cluster.num_devices) for pool in pools]
+            for stages in itertools.product(*sizes):
+                if sum(stages) <= self._job.chain.num_layers:
+                    yield from self._orders(Placement(pools=pools, stages=stages))
+
+    def _orders(self, placement: Placement) -> Iterator[PooledSetting]:
+        """The settings of these stages of these pools, in every order."""
+        for pipeline in self._pipelines(sum(placement.stages)):
+            bound_s = self._bound_s(placement, pipeline)
+            for order in itertools.permutations(range(len(placement.pools))):
+                ordered = Placement(
+                    pools=tuple(placement.pools[place] for place in order),
+                    stages=tuple(placement.stages[place] for place in order),
+                )
+                yield PooledSetting(placement=ordered, pipeline=pipeline, bound_s=bound_s)
+
+    def _pipelines(self, num_stages: int) -> Iterator[PipelineConfig]:
+        options = self._options
+        if options.num_stages not in (None, num_stages):
+            return
+        for count in divisors(self._job.global_batch):
+            if count > MOST_MICROBATCHES or options.num_microbatches not in (None, count):
+                continue
+            for schedule in SCHEDULES.values():
+                if schedule.takes_chunks or schedule.name not in options.schedules:
+                    continue
+                pipeline = PipelineConfig(num_stages=num_stages, num_microbatches=count, schedule=schedule)
+                if schedule.refusal(pipeline) is None and schedule.is_tried(pipeline):
+                    yield pipeline
+
+    def _bound_s(self, placement: Placement, pipeline: PipelineConfig) -> float:
+        usual = replace(pipeline, num_chunks=1, schedule=USUAL)
+        found = [
+            self._pool_times(pool, stages, usual)
+            for pool, stages in zip(placement.pools, placement.stages, strict=True)
+        ]
+        fastest = np.stack([times for times, _ in found])
+        handed = [(stages - 1) * each for stages, (_, each) in zip(placement.stages, found, strict=True)]
+        scale = 1 / pipeline.num_chunks
+        bound_s = least_step_s(fastest * scale, self._counts, placement.stages, handed, pipeline.num_passes)
+        return bound_s * (1 - SAME)
+
+    def _pool_times(self, pool: int, stages: int, pipeline: PipelineConfig) -> tuple[np.ndarray, float]:
+        """[K] fastest times of a microbatch in the layers of each kind, and handing it over between stages."""
+        size = self._job.pools[pool].cluster.num_devices // stages
+        key = pool, size, pipeline.num_microbatches, min(pipeline.num_stages, 2)
+        if key not in self._fastest:
+            setting = Setting(job=self._job.pools[pool], pipeline=pipeline, stage_size=size)
+            tables = build_tables(setting, self._strategies(pool, size), self._known[pool])
+            fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1, initial=np.inf)
+            self._fastest[key] = fastest, tables.transfer_s
+        return self._fastest[key]
+
+    def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
+        if (pool, size) not in self._offered:
+            self._offered[pool, size] = stage_strategies(self._job.pools[pool], size, self._options)
+        return self._offered[pool, size]
+
+
+def _choices(count: int) -> Iterator[tuple[int, ...]]:
+    """Every choice of two pools or more."""
+    for size in range(2, count + 1):
+        yield from itertools.combinations(range(count), size)
+
+
+def _check_options(options: PlanOptions) -> None:
+    if options.pins or options.partition != "exact":
+        raise UserError(
+            field="--pin" if options.pins else "--partition",
+            found="with several pools of devices",
+            expected="a cluster of one kind of device",
+            hint="leave it out, or name one of the pools",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledSearch:
+    """What a search over several pools found: accepted plans, fastest first, and what is proven."""
+
+    accepted: tuple[Accepted, ...]
+    acceptance: Acceptance
+    settings: tuple[PooledSetting, ...]
+    lower_bound_s: float
+    is_optimal: bool
+
+
+def search_pools(
+    job: PooledJob, space: PooledSpace, *, num_alternatives: int = 4, time_limit_s: float | None = None
+) -> PooledSearch:
+    """The fastest accepted plans of all settings of a space."""
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    settings, floors = space.settings(), PooledFloors(job)
+    best: dict[PooledSetting, Accepted] = {}
+    bounds: list[float] = []
+    start, found = 0, None
+    while start < len(settings):
+        fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
+        size = ROUND if start else FIRST_ROUND
+        taken = [each for each in settings[start : start + size] if each.bound_s < fastest_s * (1 - SAME)]
+        if not taken or (found is not None and time.monotonic() > deadline):
+            break
+        start += size
+        leader = min(best, key=lambda each: best[each].outcome.score_s, default=None)
+        if leader is not None:
+            taken = [leader, *taken]
+        found = accept(
+            job,
+            [space.tables(each) for each in taken],
+            num_alternatives=num_alternatives,
+            time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
+            floors=floors,
+        )
+        bounds.append(found.search.lower_bound_s)
+        best.update({taken[each.outcome.index]: each for each in found.ranked})
+    assert found is not None, "there is always a setting"
+    ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
+    if not ranked:
+        return PooledSearch(
+            accepted=(), acceptance=found, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
+        )
+    fastest_s = ranked[0].outcome.score_s
+    left = [each.bound_s for each in settings[start:]]
+    lower = min(*bounds, fastest_s, *left)
+    proven = lower >= fastest_s * (1 - SAME)
+    return PooledSearch(
+        accepted=ranked,
+        acceptance=found,
+        settings=tuple(settings),
+        lower_bound_s=fastest_s if proven else lower,
+        is_optimal=proven,
+    )
+
+
+def plan_pools(job: PooledJob, options: PlanOptions, *, top: int = NUM_RESCORED) -> PlanningResult:
+    """Searches every setting of a job on several pools and turns the best into a plan; as `plan_job` for one."""
+    found = search_pools(
+        job,
+        PooledSpace(job, options),
+        num_alternatives=max(top, NUM_RESCORED) - 1,
+        time_limit_s=options.time_limit_s,
+    )
+    search = found.acceptance.search
+    result = PlanningResult(
+        job=job,
+        problem=None,
+        num_left_out=0,
+        search=search,
+        plan=None,
+        cost=None,
+        miss=search.nearest_miss,
+        miss_text="",
+    )
+    if not found.accepted:
+        return replace(result, miss_text=_miss_text(job, found))
+    candidates = found.accepted[: max(top, NUM_RESCORED)]
+    costs = [predict(each.plan, job) for each in candidates]
+    best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    plan, cost = candidates[best].plan, costs[best]
+    alternatives = [
+        Alternative(
+            description=f"{_described(each.plan)}, {describe(each.plan.pipeline).partition(', ')[2]}",
+            step_time_s=other.step_time_s,
+            memory_bytes=max(stage.total_bytes for stage in other.stages),
+            is_bound=not each.is_settled,
+            reason=("" if each.is_settled else "at most ")
+            + f"{other.step_time_s / cost.step_time_s - 1:.1%} slower: {summarise(each.plan)}",
+        )
+        for each, other in sorted(zip(candidates, costs, strict=True), key=lambda pair: pair[1].step_time_s)
+        if each is not candidates[best]
+    ]
+    prediction = Prediction(
+        step_time_s=cost.step_time_s,
+        tokens_per_s_per_device=cost.tokens_per_s_per_device,
+        mfu=cost.mfu,
+        mfu_attention=cost.mfu_attention,
+        warnings=job.chain.warnings(job.seq_len),
+        budget_bytes=job.budget_bytes,
+        stages=cost.stages,
+        certificate=_certificate(found, best, len(candidates), options.time_limit_s),
+        lower_bound_s=found.lower_bound_s,
+        profile=job.jobs(plan)[0].cost_source(),
+        backend=job.jobs(plan)[0].cluster.device.backend,
+        alternatives=tuple(alternatives),
+        pools=pool_uses(job, plan, cost.step_time_s, found),
+    )
+    plan = plan.model_copy(update={"prediction": prediction, "asked": asked_in(options)})
+    return replace(result, plan=plan, cost=cost, miss=None)
+
+
+def pool_uses(job: PooledJob, plan: Plan, step_time_s: float, found: PooledSearch | None = None) -> tuple[PoolUse, ...]:
+    """The pools of a job as a plan uses them; ``found`` says what those it leaves out would have cost."""
+    names = plan.cluster.split("+")
+    own = job.jobs(plan)
+    uses = []
+    for name, pool in sorted(
+        ((pool.cluster.name, pool) for pool in job.pools),
+        key=lambda pair: names.index(pair[0]) if pair[0] in names else len(names),
+    ):
+        uses.append(
+            PoolUse(
+                name=name,
+                num_devices=pool.cluster.num_devices,
+                num_stages=sum(each is pool for each in own),
+                budget_bytes=pool.budget_bytes,
+                profile=pool.cost_source(),
+                reason=None if name in names or found is None else _why_left_out(name, step_time_s, found),
+            )
+        )
+    return tuple(uses)
+
+
+def _why_left_out(name: str, step_time_s: float, found: PooledSearch) -> str:
+    using = [each.outcome.score_s for each in found.accepted if name in each.plan.cluster.split("+")]
+    if not using:
+        return f"no plan with it that fits is known; none with it was found below {format_seconds(step_time_s)} a step"
+    more = min(using) / step_time_s - 1
+    return f"the fastest plan found with it takes {format_seconds(min(using))} a step, {more:.1%} more"
+
+
+def _described(plan: Plan) -> str:
+    """The pools of a plan with their stages: ``4x8xh100-80gb (4 stages), 8x8xa100-40gb (2 stages)``."""
+    names = [pool.name for pool in plan.stage_pools()]
+    return ", ".join(f"{name} ({format_plural(names.count(name), 'stage')})" for name in dict.fromkeys(names))
+
+
+def _certificate(found: PooledSearch, best: int, num_simulated: int, time_limit_s: float | None) -> Certificate:
+    gap = max(0.0, 1 - found.lower_bound_s / found.accepted[best].outcome.score_s)
+    if best > 0:
+        return Certificate(status="simulated", gap=gap, num_simulated=num_simulated)
+    if found.is_optimal:
+        return Certificate(status="optimal", gap=0.0)
+    return Certificate(status="gap", gap=gap, time_limit_s=time_limit_s)
+
+
+def _miss_text(job: PooledJob, found: PooledSearch) -> str:
+    miss = found.acceptance.search.nearest_miss
+    if miss is None:
+        return "a strategy for every layer, but some layer has no legal one"
+    return (
+        f"{format_bytes(miss.miss_bytes)} more per device: {job.chain.layer_name(miss.layer)} on stage {miss.stage} "
+        "binds in the nearest plan found"
+    )
