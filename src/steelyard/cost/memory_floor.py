@@ -86,6 +86,17 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
     return tuple(floors)
 
 
+def held_floors(
+    strategies: tuple[Strategy, ...], legal: NDArray[np.bool_], setting: Setting, known: KnownLayers
+) -> tuple[IntTable, IntTable]:
+    """[K, S] bytes that a layer has on its stage throughout a step, and those of a microbatch in flight, at least."""
+    static, saved = np.zeros(legal.shape, dtype=np.int64), np.zeros(legal.shape, dtype=np.int64)
+    for row, column in np.argwhere(legal).tolist():
+        memory = _memory(row, strategies[column], setting, known)
+        static[row, column], saved[row, column] = 3 * memory.shard + memory.buffers, memory.saved
+    return static, saved
+
+
 def _with_places(tables: CostTables) -> CostTables:
     """The tables with kinds of their own for the layer behind the embedding and the one before the head."""
     if len(tables.layers) < _LEAST_LAYERS:

@@ -128,12 +128,15 @@ class Placement:
     pools: tuple[int, ...]
     stages: tuple[int, ...]
 
+    def sizes(self, job: PooledJob) -> tuple[int, ...]:
+        """The ranks of a stage of each pool."""
+        pairs = zip(self.pools, self.stages, strict=True)
+        return tuple(job.pools[pool].cluster.num_devices // stages for pool, stages in pairs)
+
     def settings(self, job: PooledJob, pipeline: PipelineConfig) -> tuple[Setting, ...]:
         """The setting of the stages of each pool, which are all alike."""
-        return tuple(
-            Setting(job=job.pools[pool], pipeline=pipeline, stage_size=job.pools[pool].cluster.num_devices // stages)
-            for pool, stages in zip(self.pools, self.stages, strict=True)
-        )
+        sizes = zip(self.pools, self.sizes(job), strict=True)
+        return tuple(Setting(job=job.pools[pool], pipeline=pipeline, stage_size=size) for pool, size in sizes)
 
 
 def pooled_tables(

@@ -9,16 +9,18 @@ that was accepted. So what is optimal is so among all of them. A pool alone is s
 Not searched: a part of a pool, stages of unlike sizes within one, and chunks over several.
 """
 
+import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from steelyard.cost.build import KnownCosts, build_tables
+from steelyard.cost.build import KnownCosts, build_tables, context_bytes, usable_bytes
+from steelyard.cost.memory_floor import KnownLayers, held_floors
 from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Setting
@@ -36,12 +38,12 @@ from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
-from steelyard.search.pool_bounds import least_step_s
+from steelyard.search.pool_bounds import PricedLayers, least_step_s, priced_layers
 from steelyard.units import format_bytes, format_plural, format_seconds
 
-FIRST_ROUND = 24
+FIRST_ROUND = 8
 """Settings that are searched before the bound of the best plan among them decides on the others."""
-ROUND = 96
+ROUND = 256
 """Settings that are searched together after that."""
 SAME = 1e-9
 """Times that differ by no more than this fraction are equal."""
@@ -91,52 +93,58 @@ class PooledSpace:
         self._job, self._options = job, options
         self._known: list[KnownCosts] = [{} for _ in job.pools]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
-        self._fastest: dict[tuple[int, int, int], tuple[np.ndarray, float]] = {}
+        self._stage_layers: dict[tuple[int, int, int, int], _StageLayers] = {}
+        self._known_layers: list[KnownLayers] = [{} for _ in job.pools]
         self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
 
     def settings(self) -> list[PooledSetting]:
-        """Every setting that can run, most promising first."""
+        """Every setting that can run, with the bound by its times alone."""
         found = [*self._alone(), *self._joined()]
-        return sorted((each for each in found if math.isfinite(each.bound_s)), key=lambda each: each.bound_s)
+        return [each for each in found if math.isfinite(each.bound_s)]
 
     def tables(self, setting: PooledSetting) -> CostTables:
         """The cost tables of a setting."""
         key = setting.placement, setting.pipeline
         if key not in self._made:
-            offered = [
-                self._strategies(pool, self._job.pools[pool].cluster.num_devices // stages)
-                for pool, stages in zip(setting.placement.pools, setting.placement.stages, strict=True)
-            ]
+            sizes = setting.placement.sizes(self._job)
+            offered = [self._strategies(*each) for each in zip(setting.placement.pools, sizes, strict=True)]
             known = [self._known[pool] for pool in setting.placement.pools]
             self._made[key] = pooled_tables(self._job, *key, offered, known)
         return self._made[key]
+
+    def bound_within_s(self, setting: PooledSetting) -> float:
+        """What no plan of a setting that fits is faster than."""
+        placement, pipeline = setting.placement, _without_chunks(setting.pipeline)
+        stage, priced, rooms = 0, [], []
+        for pool, size, count in zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True):
+            stage += count
+            in_flight = min(setting.pipeline.in_flight(each) for each in range(stage - count, stage))
+            layers = self._layers(pool, size, pipeline)
+            priced.append(layers.within(1 if setting.pipeline.num_chunks > 1 else in_flight, self._counts))
+            rooms.append(layers.room_bytes)
+        return self._least_s(setting, priced, rooms)
 
     def _alone(self) -> Iterator[PooledSetting]:
         for pool, job in enumerate(self._job.pools):
             for setting in pipeline_settings(job, self._options):
                 placement = Placement(pools=(pool,), stages=(setting.pipeline.num_stages,))
-                yield PooledSetting(
-                    placement=placement, pipeline=setting.pipeline, bound_s=self._bound_s(placement, setting.pipeline)
-                )
+                yield self._with_bound(placement, setting.pipeline)
 
     def _joined(self) -> Iterator[PooledSetting]:
         for pools in _choices(len(self._job.pools)):
-            sizes = [divisors(self._job.pools[pool].cluster.num_devices) for pool in pools]
-            for stages in itertools.product(*sizes):
+            counts = [divisors(self._job.pools[pool].cluster.num_devices) for pool in pools]
+            for stages in itertools.product(*counts):
                 if sum(stages) <= self._job.chain.num_layers:
                     yield from self._orders(Placement(pools=pools, stages=stages))
 
     def _orders(self, placement: Placement) -> Iterator[PooledSetting]:
-        """The settings of these stages of these pools, in every order."""
+        """The settings of these stages of these pools, in every order, which the times alone do not tell apart."""
         for pipeline in self._pipelines(sum(placement.stages)):
-            bound_s = self._bound_s(placement, pipeline)
+            known = self._with_bound(placement, pipeline)
             for order in itertools.permutations(range(len(placement.pools))):
-                ordered = Placement(
-                    pools=tuple(placement.pools[place] for place in order),
-                    stages=tuple(placement.stages[place] for place in order),
-                )
-                yield PooledSetting(placement=ordered, pipeline=pipeline, bound_s=bound_s)
+                pools, stages = ([each[place] for place in order] for each in (placement.pools, placement.stages))
+                yield replace(known, placement=Placement(pools=tuple(pools), stages=tuple(stages)))
 
     def _pipelines(self, num_stages: int) -> Iterator[PipelineConfig]:
         options = self._options
@@ -152,33 +160,66 @@ class PooledSpace:
                 if schedule.refusal(pipeline) is None and schedule.is_tried(pipeline):
                     yield pipeline
 
-    def _bound_s(self, placement: Placement, pipeline: PipelineConfig) -> float:
-        usual = replace(pipeline, num_chunks=1, schedule=USUAL)
-        found = [
-            self._pool_times(pool, stages, usual)
-            for pool, stages in zip(placement.pools, placement.stages, strict=True)
-        ]
-        fastest = np.stack([times for times, _ in found])
-        handed = [(stages - 1) * each for stages, (_, each) in zip(placement.stages, found, strict=True)]
-        scale = 1 / pipeline.num_chunks
-        bound_s = least_step_s(fastest * scale, self._counts, placement.stages, handed, pipeline.num_passes)
-        return bound_s * (1 - SAME)
+    def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PooledSetting:
+        setting = PooledSetting(placement=placement, pipeline=pipeline, bound_s=0.0)
+        sizes = zip(placement.pools, placement.sizes(self._job), strict=True)
+        priced = [self._layers(*each, _without_chunks(pipeline)).fastest for each in sizes]
+        return replace(setting, bound_s=self._least_s(setting, priced, None))
 
-    def _pool_times(self, pool: int, stages: int, pipeline: PipelineConfig) -> tuple[np.ndarray, float]:
-        """[K] fastest times of a microbatch in the layers of each kind, and handing it over between stages."""
-        size = self._job.pools[pool].cluster.num_devices // stages
+    def _least_s(self, setting: PooledSetting, priced: Sequence[PricedLayers], rooms: Sequence[float] | None) -> float:
+        placement, pipeline = setting.placement, setting.pipeline
+        sizes = placement.sizes(self._job)
+        handed = [
+            (count - 1) * self._layers(pool, size, _without_chunks(pipeline)).transfer_s
+            for pool, size, count in zip(placement.pools, sizes, placement.stages, strict=True)
+        ]
+        chunks = pipeline.num_chunks
+        if chunks > 1:
+            handed = [0.0] * len(handed)
+        step_s = least_step_s(priced, self._counts, placement.stages, handed, pipeline.num_passes, rooms) / chunks
+        return step_s * (1 - SAME)
+
+    def _layers(self, pool: int, size: int, pipeline: PipelineConfig) -> "_StageLayers":
         key = pool, size, pipeline.num_microbatches, min(pipeline.num_stages, 2)
-        if key not in self._fastest:
+        if key not in self._stage_layers:
             setting = Setting(job=self._job.pools[pool], pipeline=pipeline, stage_size=size)
             tables = build_tables(setting, self._strategies(pool, size), self._known[pool])
-            fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1, initial=np.inf)
-            self._fastest[key] = fastest, tables.transfer_s
-        return self._fastest[key]
+            self._stage_layers[key] = _StageLayers(
+                setting=setting, tables=tables, known=self._known_layers[pool], counts=self._counts
+            )
+        return self._stage_layers[key]
 
     def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
         if (pool, size) not in self._offered:
             self._offered[pool, size] = stage_strategies(self._job.pools[pool], size, self._options)
         return self._offered[pool, size]
+
+
+def _without_chunks(pipeline: PipelineConfig) -> PipelineConfig:
+    return replace(pipeline, num_chunks=1, schedule=USUAL)
+
+
+class _StageLayers:
+    """What the layers take on stages of one size of one pool, with one number of microbatches."""
+
+    def __init__(self, *, setting: Setting, tables: CostTables, known: KnownLayers, counts: Sequence[int]) -> None:
+        self._setting, self._tables, self._known_layers = setting, tables, known
+        self._held: tuple[np.ndarray, np.ndarray] | None = None
+        self._within: dict[int, PricedLayers] = {}
+        self.transfer_s = tables.transfer_s
+        self.fastest = priced_layers(tables.legal, tables.time_s, np.zeros_like(tables.static_bytes), counts)
+        """By their times alone."""
+        self.room_bytes = usable_bytes(setting.job) + 1 - context_bytes(setting)
+
+    def within(self, in_flight: int, counts: Sequence[int]) -> PricedLayers:
+        """With the bytes that they hold with so many microbatches in flight, at least."""
+        if in_flight not in self._within:
+            tables = self._tables
+            if self._held is None:
+                self._held = held_floors(tables.strategies, tables.legal, self._setting, self._known_layers)
+            static, saved = self._held
+            self._within[in_flight] = priced_layers(tables.legal, tables.time_s, static + in_flight * saved, counts)
+        return self._within[in_flight]
 
 
 def _choices(count: int) -> Iterator[tuple[int, ...]]:
@@ -214,28 +255,30 @@ def search_pools(
     """The fastest accepted plans of all settings of a space."""
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     settings, floors = space.settings(), PooledFloors(job)
-    best: dict[PooledSetting, Accepted] = {}
+    waiting = [(setting.bound_s, index, False) for index, setting in enumerate(settings)]
+    heapq.heapify(waiting)
+    best: dict[int, Accepted] = {}
     bounds: list[float] = []
-    start, found = 0, None
-    while start < len(settings):
-        fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
-        size = ROUND if start else FIRST_ROUND
-        taken = [each for each in settings[start : start + size] if each.bound_s < fastest_s * (1 - SAME)]
-        if not taken or (found is not None and time.monotonic() > deadline):
+    found, fastest_s = None, math.inf
+    while waiting and waiting[0][0] < fastest_s * (1 - SAME):
+        if found is not None and time.monotonic() > deadline:
             break
-        start += size
-        leader = min(best, key=lambda each: best[each].outcome.score_s, default=None)
-        if leader is not None:
-            taken = [leader, *taken]
+        taken = _most_promising(waiting, space, settings, fastest_s, ROUND if found else FIRST_ROUND)
+        leader = min(best, key=lambda index: best[index].outcome.score_s, default=None)
+        if leader is not None and taken:
+            taken.append(leader)
+        if not taken:
+            continue
         found = accept(
             job,
-            [space.tables(each) for each in taken],
-            num_alternatives=num_alternatives,
+            [space.tables(settings[index]) for index in taken],
+            num_alternatives=num_alternatives if found else 0,
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
             floors=floors,
         )
         bounds.append(found.search.lower_bound_s)
         best.update({taken[each.outcome.index]: each for each in found.ranked})
+        fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
     assert found is not None, "there is always a setting"
     ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
     if not ranked:
@@ -243,7 +286,7 @@ def search_pools(
             accepted=(), acceptance=found, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
         )
     fastest_s = ranked[0].outcome.score_s
-    left = [each.bound_s for each in settings[start:]]
+    left = [bound_s for bound_s, _, _ in waiting]
     lower = min(*bounds, fastest_s, *left)
     proven = lower >= fastest_s * (1 - SAME)
     return PooledSearch(
@@ -253,6 +296,24 @@ def search_pools(
         lower_bound_s=fastest_s if proven else lower,
         is_optimal=proven,
     )
+
+
+def _most_promising(
+    waiting: list[tuple[float, int, bool]],
+    space: PooledSpace,
+    settings: Sequence[PooledSetting],
+    fastest_s: float,
+    most: int,
+) -> list[int]:
+    """Takes the settings of the least bounds from those that wait, memory counted, as far as they may be faster."""
+    taken: list[int] = []
+    while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME):
+        bound_s, index, is_within = heapq.heappop(waiting)
+        if is_within:
+            taken.append(index)
+        else:
+            heapq.heappush(waiting, (max(bound_s, space.bound_within_s(settings[index])), index, True))
+    return taken
 
 
 def plan_pools(job: PooledJob, options: PlanOptions, *, top: int = NUM_RESCORED) -> PlanningResult:

@@ -54,6 +54,15 @@ class StageMemory:
         reach = (bisect_right(ended, room_bytes - peak + row[start]) - 1 for row, ended, peak in self.rows)
         return max(start, *reach)
 
+    def all_farthest(self, room_bytes: int) -> IntArray:
+        """[L] `farthest` from every layer."""
+        first = np.arange(self.prefix.shape[1] - 1)
+        found = first
+        for row, ended, peak in zip(self.prefix, self.ended, self.threshold, strict=True):
+            reach = np.searchsorted(ended, room_bytes - peak + row[:-1], side="right") - 1
+            found = np.maximum(found, reach)
+        return found
+
     def least_bytes(self, start: int, end: int) -> int:
         """Least bytes of the layers ``start..end-1``."""
         return min(ended[end] - row[start] + peak for row, ended, peak in self.rows)
@@ -154,7 +163,7 @@ def memory_reaches(tables: CostTables, memories: Sequence[StageMemory], budget_b
     for stage, (memory, room_bytes) in enumerate(zip(memories, tables.rooms(budget_bytes), strict=True)):
         key = tables.likeness(stage)
         if key not in known:
-            known[key] = np.array([memory.farthest(start, room_bytes) for start in range(len(tables.layers))])
+            known[key] = memory.all_farthest(room_bytes)
         found.append(known[key])
     return found
 

@@ -39,7 +39,7 @@ from steelyard.search.least_memory import (
     stage_memories,
 )
 from steelyard.search.pipeline_dp import Pipeline, join_runs
-from steelyard.search.pool_bounds import least_step_s
+from steelyard.search.pool_bounds import least_step_s, priced_layers
 from steelyard.search.runs import (
     PreparedTables,
     StageRuns,
@@ -167,15 +167,14 @@ def quick_bound_s(tables: CostTables) -> float:
 
 
 def _pooled_bound_s(tables: CostTables, pools: Pools) -> float:
-    numbers = range(max(pools.of_stages) + 1)
-    fastest = [
-        np.where(tables.legal & (pools.of_strategies == pool), tables.time_s, np.inf).min(axis=1) for pool in numbers
+    numbers, counts = range(max(pools.of_stages) + 1), np.bincount(tables.layers, minlength=len(tables.kinds)).tolist()
+    nothing = np.zeros_like(tables.static_bytes)
+    priced = [
+        priced_layers(tables.legal & (pools.of_strategies == pool), tables.time_s, nothing, counts) for pool in numbers
     ]
-    handed = np.bincount(pools.of_stages, weights=pools.transfer_s)
-    counts = np.bincount(tables.layers, minlength=len(tables.kinds))
+    handed = np.bincount(pools.of_stages, weights=pools.transfer_s).tolist()
     stages = [pools.of_stages.count(pool) for pool in numbers]
-    bound_s = least_step_s(np.stack(fastest), counts.tolist(), stages, handed.tolist(), tables.pipeline.num_passes)
-    return bound_s * (1 - ROUNDING)
+    return least_step_s(priced, counts, stages, handed, tables.pipeline.num_passes) * (1 - ROUNDING)
 
 
 def _least_slowest_s(setting: PreparedTables, known_s: float) -> tuple[float, float]:

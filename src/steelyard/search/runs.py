@@ -75,6 +75,8 @@ class PreparedTables:
     bounds: list[StageBounds]
     fastest_total_s: float
     """Least sum of the stage times, memory and switches ignored."""
+    fitting: list[IntArray]
+    """[P] of [L] the largest end of a run that fits on a stage from each layer; none where stages lie in one pool."""
     solved: dict[tuple[object, ...], BestRuns] = field(default_factory=dict)
     run_bounds: dict[int, FloatArray] = field(default_factory=dict)
     """[L, L] of each of the bounds by its identity, first layer and last; as `reaches` asks for them."""
@@ -93,7 +95,6 @@ class PreparedTables:
 
     def reaches(self, limit_s: float) -> list[IntArray]:
         """[P] of [L] the largest end of a run from each layer that fits on a stage and has a bound within the limit."""
-        fitting = memory_reaches(self.tables, self.memories, self.budget_bytes)
         starts = np.arange(self.num_layers)
         within: dict[int, IntArray] = {}
         for bounds in self.bounds:
@@ -102,7 +103,7 @@ class PreparedTables:
                 self.run_bounds[key] = bounds.matrix((0, self.num_layers), (1, self.num_layers))
             if key not in within:
                 within[key] = starts + (self.run_bounds[key] <= limit_s).sum(axis=1)
-        return [np.minimum(fits, within[id(bounds)]) for fits, bounds in zip(fitting, self.bounds, strict=True)]
+        return [np.minimum(fits, within[id(bounds)]) for fits, bounds in zip(self.fitting, self.bounds, strict=True)]
 
     def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
         """Step times from the sums and the maxima of the stage times."""
@@ -126,7 +127,7 @@ class StageRuns:
 
 def prepare(tables: CostTables, budget_bytes: int, memories: list[StageMemory] | None = None) -> PreparedTables:
     """Options, dominance and bounds of every stage; stages that are alike share theirs."""
-    options, rooms = option_table(tables), tables.rooms(budget_bytes)
+    options, rooms, memories = option_table(tables), tables.rooms(budget_bytes), memories or stage_memories(tables)
     costs: dict[tuple[int, int], StageCosts] = {}
     shared: dict[tuple[object, ...], StageBounds] = {}
     bounds: list[StageBounds] = []
@@ -142,7 +143,8 @@ def prepare(tables: CostTables, budget_bytes: int, memories: list[StageMemory] |
         tables=tables,
         budget_bytes=budget_bytes,
         rooms=rooms,
-        memories=memories or stage_memories(tables),
+        memories=memories,
+        fitting=[] if tables.pools is None else memory_reaches(tables, memories, budget_bytes),
         bounds=bounds,
         fastest_total_s=float(fastest.sum()) + tables.all_received_s,
     )
