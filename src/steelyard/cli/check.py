@@ -9,13 +9,14 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json
 from steelyard.cli.progress import progress
+from steelyard.cost.pools import stage_settings
 from steelyard.cost.predict import predict_memory
 from steelyard.hardware import Backend
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import job_of
+from steelyard.planning import any_job_of
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
 from steelyard.units import format_plural
 
@@ -96,15 +97,14 @@ def _expected(
     """
     prediction = plan.prediction
     if prediction is not None and not (cluster or network or memory or profile):
-        backend = prediction.backend or plan.machines().device.backend
-        budgets = [
-            StageBudget(predicted=stage.memory_bytes, budget_bytes=prediction.budget_bytes)
-            for stage in prediction.stages
-        ]
-        return budgets, backend
-    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
-    budgets = [StageBudget(predicted=terms, budget_bytes=job.budget_bytes) for terms in predict_memory(plan, job)]
-    return budgets, job.cluster.device.backend
+        backend = prediction.backend or plan.pools()[0].device.backend
+        pairs = zip(prediction.stages, prediction.stage_budgets(), strict=True)
+        return [StageBudget(predicted=stage.memory_bytes, budget_bytes=budget) for stage, budget in pairs], backend
+    job = any_job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
+    settings = stage_settings(plan, job)
+    pairs = zip(predict_memory(plan, job), settings, strict=True)
+    budgets = [StageBudget(predicted=terms, budget_bytes=each.job.budget_bytes) for terms, each in pairs]
+    return budgets, settings[0].job.cluster.device.backend
 
 
 def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:

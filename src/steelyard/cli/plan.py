@@ -49,6 +49,7 @@ from steelyard.planning import (
     longest_sequence,
     make_job,
     make_pooled_job,
+    not_with_pools,
     parse_pin,
     pin_error,
     plan_fewest_devices,
@@ -57,6 +58,7 @@ from steelyard.planning import (
     samples_not_measured,
     with_baselines,
     with_fallbacks,
+    with_pool_baselines,
 )
 from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
@@ -250,9 +252,10 @@ def _completed(
 ) -> Plan:
     """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
     assert result.plan is not None, "asked for a plan that is there"
-    if result.problem is None:
-        return result.plan
-    assert isinstance(result.job, Job), "a problem is of one pool"
+    if isinstance(result.job, PooledJob):
+        show("searching each pool alone, and even cuts, to compare with")
+        return with_pool_baselines(result.plan, result.job, options)
+    assert result.problem is not None, "what one pool was searched with"
     show("searching the plain plans to compare with")
     compared = with_baselines(result.plan, result.job, result.problem.settings)
     if num_fallbacks:
@@ -283,12 +286,7 @@ def _check_not_with_pools(asked: Mapping[str, bool]) -> None:
     """Raises `UserError` for the first option of these that was asked for: none goes with several pools."""
     for option, is_asked in asked.items():
         if is_asked:
-            raise UserError(
-                field=option.partition(" ")[0],
-                found=f"{option} with several pools of devices",
-                expected="a --cluster of one kind of device",
-                hint="leave it out, or name one of the pools",
-            )
+            raise not_with_pools(option)
 
 
 def _search(

@@ -88,13 +88,16 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
 
 def held_floors(
     strategies: tuple[Strategy, ...], legal: NDArray[np.bool_], setting: Setting, known: KnownLayers
-) -> tuple[IntTable, IntTable]:
-    """[K, S] bytes that a layer has on its stage throughout a step, and those of a microbatch in flight, at least."""
-    static, saved = np.zeros(legal.shape, dtype=np.int64), np.zeros(legal.shape, dtype=np.int64)
+) -> IntTable:
+    """[3, K, S] bytes that a layer has on its stage at least: always, of each microbatch in flight, and of gradients.
+
+    These it has when most microbatches are in flight, if they are not all.
+    """
+    found = np.zeros((3, *legal.shape), dtype=np.int64)
     for row, column in np.argwhere(legal).tolist():
         memory = _memory(row, strategies[column], setting, known)
-        static[row, column], saved[row, column] = 3 * memory.shard + memory.buffers, memory.saved
-    return static, saved
+        found[:, row, column] = 3 * memory.shard + memory.buffers, memory.saved, memory.kept_gradients
+    return found
 
 
 def _with_places(tables: CostTables) -> CostTables:

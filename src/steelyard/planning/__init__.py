@@ -39,7 +39,16 @@ from steelyard.planning.job import make_job
 from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.pins import Pin, parse_pin
-from steelyard.planning.pools import make_pooled_job, plan_pools
+from steelyard.planning.pools import (
+    any_job_of,
+    explain_pools,
+    make_pooled_job,
+    not_with_pools,
+    plan_pools,
+    pooled_job_of,
+    price_pools,
+    with_pool_baselines,
+)
 from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.report_search import search_for_report
@@ -59,10 +68,12 @@ __all__ = [
     "PlanOptions",
     "PlanningResult",
     "Space",
+    "any_job_of",
     "calibrate",
     "demands_of",
     "device_counts",
     "explain_plan",
+    "explain_pools",
     "find_plan",
     "find_trade_offs",
     "grow_batch",
@@ -72,6 +83,7 @@ __all__ = [
     "make_job",
     "make_pooled_job",
     "make_problem",
+    "not_with_pools",
     "parse_pin",
     "pin_error",
     "pipeline_settings",
@@ -79,7 +91,9 @@ __all__ = [
     "plan_for_framework",
     "plan_job",
     "plan_pools",
+    "pooled_job_of",
     "price_plan",
+    "price_pools",
     "samples_not_measured",
     "search_for_report",
     "stage_strategies",
@@ -90,5 +104,6 @@ __all__ = [
     "with_cost",
     "with_devices",
     "with_fallbacks",
+    "with_pool_baselines",
     "with_price",
 ]

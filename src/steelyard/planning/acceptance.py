@@ -79,14 +79,16 @@ def accept(
     partition: Partition = "exact",
     time_limit_s: float | None = None,
     floors: Floors | PooledFloors | None = None,
+    cutoff_s: float = np.inf,
 ) -> Acceptance:
     """The fastest accepted plans of a job, of all settings whose cost tables are given.
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
-    ``floors`` saves making those of the tables again for another budget.
+    ``floors`` saves making those of the tables again for another budget. Plans that are no faster than ``cutoff_s`` are
+    of no use.
     """
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
-    contest = _Contest(job=job, tables=tables, num_exact=num_exact, made=made)
+    contest = _Contest(job=job, tables=tables, num_exact=num_exact, made=made, known_s=cutoff_s)
     if partition != "exact":
         found = search(tables, usable_of(job), partition=partition)
         contest.bounds_s = [quick_bound_s(each) for each in tables]
@@ -100,6 +102,7 @@ def accept(
         num_alternatives=num_alternatives,
         time_limit_s=time_limit_s,
         stand_in=lambda index: contest.floors(index)[0],
+        cutoff_s=cutoff_s,
     )
     contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
     refused = contest.admit(found.ranked[: num_exact + num_alternatives])
@@ -117,6 +120,8 @@ class _Contest:
     tables: Sequence[CostTables]
     num_exact: int
     made: Floors | PooledFloors
+    known_s: float
+    """What a plan of another contest takes."""
     room_bytes: int = field(init=False)
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
@@ -135,7 +140,7 @@ class _Contest:
     def cutoff_s(self) -> float:
         """What an accepted plan has to be faster than to be of use."""
         best = sorted(each.outcome.score_s for each in self.accepted.values())
-        return best[self.num_exact - 1] if len(best) >= self.num_exact else np.inf
+        return min(self.known_s, best[self.num_exact - 1] if len(best) >= self.num_exact else np.inf)
 
     def open(self) -> list[int]:
         """The settings of which a faster plan may be accepted, most promising first."""
@@ -201,6 +206,7 @@ def _compete(
         num_exact=contest.num_exact,
         num_alternatives=num_alternatives,
         time_limit_s=_left_s(deadline),
+        cutoff_s=contest.known_s,
     )
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])
@@ -288,7 +294,7 @@ def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOu
 
 def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
     """What was accepted, best first, with the bound that holds for all accepted plans."""
-    least = None if contest.accepted else _least(contest)
+    least = None if contest.accepted or contest.known_s < np.inf else _least(contest)
     if least is not None:
         contest.admit([least.outcome])
     accepted = (replace(each, is_settled=contest.is_settled(index)) for index, each in contest.accepted.items())

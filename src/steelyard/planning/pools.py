@@ -15,36 +15,43 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from steelyard.cost.build import KnownCosts, build_tables, context_bytes, usable_bytes
-from steelyard.cost.memory_floor import KnownLayers, held_floors
-from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
-from steelyard.cost.predict import predict
+from steelyard.cost.memory_floor import IntTable, KnownLayers, held_floors
+from steelyard.cost.pools import AnyJob, Placement, PooledFloors, PooledJob, pooled_tables
+from steelyard.cost.predict import PlanCost, least_sample_s, predict
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.hardware import MixedCluster
+from steelyard.hardware import MixedCluster, parse_pools, with_network
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.plan import Alternative, Plan, PoolUse, Precision, Prediction
+from steelyard.plan.choices import Explanation, Rival
+from steelyard.plan.plan import Alternative, Baseline, Plan, PoolUse, Precision, Prediction
 from steelyard.plan.strategy import Strategy, divisors
 from steelyard.planning.acceptance import Acceptance, Accepted, accept
-from steelyard.planning.choose import NUM_RESCORED, PlanningResult
+from steelyard.planning.choose import NUM_RESCORED, PlanningResult, plan_job
 from steelyard.planning.demands import asked_in
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.price import job_of
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
+from steelyard.search import NearestMiss
+from steelyard.search.balance import even_boundaries
 from steelyard.search.pool_bounds import PricedLayers, least_step_s, priced_layers
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 FIRST_ROUND = 8
 """Settings that are searched before the bound of the best plan among them decides on the others."""
-ROUND = 256
+ROUND = 24
 """Settings that are searched together after that."""
+LEVELS = 2
+"""Bounds of a setting beyond that by its products: by its times, and by its memory."""
 SAME = 1e-9
 """Times that differ by no more than this fraction are equal."""
 
@@ -97,11 +104,15 @@ class PooledSpace:
         self._known_layers: list[KnownLayers] = [{} for _ in job.pools]
         self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
+        self._sample_s = [PricedLayers.unpriced(least_sample_s(pool), self._counts) for pool in job.pools]
 
     def settings(self) -> list[PooledSetting]:
-        """Every setting that can run, with the bound by its times alone."""
-        found = [*self._alone(), *self._joined()]
-        return [each for each in found if math.isfinite(each.bound_s)]
+        """Every setting that can run, with a bound by its products alone."""
+        return [*self._alone(), *self._joined()]
+
+    def next_bound_s(self, setting: PooledSetting, level: int) -> float:
+        """What no plan of a setting is faster than: by its times, or after them those and its memory."""
+        return self._bound_by_times_s(setting) if level == 0 else self._bound_within_s(setting)
 
     def tables(self, setting: PooledSetting) -> CostTables:
         """The cost tables of a setting."""
@@ -113,17 +124,25 @@ class PooledSpace:
             self._made[key] = pooled_tables(self._job, *key, offered, known)
         return self._made[key]
 
-    def bound_within_s(self, setting: PooledSetting) -> float:
-        """What no plan of a setting that fits is faster than."""
+    def _bound_by_times_s(self, setting: PooledSetting) -> float:
+        stages = self._stages(setting)
+        return self._least_s(setting, [each.fastest for each in stages], [each.transfer_s for each in stages], None)
+
+    def _bound_within_s(self, setting: PooledSetting) -> float:
+        pipeline, stages = setting.pipeline, self._stages(setting)
+        in_flight = [pipeline.in_flight(stage) if pipeline.num_chunks == 1 else 1 for stage in range(len(stages))]
+        has_gradients = pipeline.num_chunks == 1 and max(in_flight) < pipeline.num_microbatches
+        priced = [
+            each.within(count, self._counts, has_gradients=has_gradients)
+            for each, count in zip(stages, in_flight, strict=True)
+        ]
+        transfers = [each.transfer_s for each in stages]
+        return self._least_s(setting, priced, transfers, [each.room_bytes for each in stages])
+
+    def _stages(self, setting: PooledSetting) -> list["_StageLayers"]:
         placement, pipeline = setting.placement, _without_chunks(setting.pipeline)
-        stage, priced, rooms = 0, [], []
-        for pool, size, count in zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True):
-            stage += count
-            in_flight = min(setting.pipeline.in_flight(each) for each in range(stage - count, stage))
-            layers = self._layers(pool, size, pipeline)
-            priced.append(layers.within(1 if setting.pipeline.num_chunks > 1 else in_flight, self._counts))
-            rooms.append(layers.room_bytes)
-        return self._least_s(setting, priced, rooms)
+        pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
+        return [each for pool, size, count in pools for each in [self._layers(pool, size, pipeline)] * count]
 
     def _alone(self) -> Iterator[PooledSetting]:
         for pool, job in enumerate(self._job.pools):
@@ -162,22 +181,22 @@ class PooledSpace:
 
     def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PooledSetting:
         setting = PooledSetting(placement=placement, pipeline=pipeline, bound_s=0.0)
-        sizes = zip(placement.pools, placement.sizes(self._job), strict=True)
-        priced = [self._layers(*each, _without_chunks(pipeline)).fastest for each in sizes]
-        return replace(setting, bound_s=self._least_s(setting, priced, None))
+        samples = self._job.global_batch // pipeline.num_microbatches
+        pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
+        priced = [each for pool, size, count in pools for each in [self._sample_s[pool].scaled(samples / size)] * count]
+        return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced), None))
 
-    def _least_s(self, setting: PooledSetting, priced: Sequence[PricedLayers], rooms: Sequence[float] | None) -> float:
-        placement, pipeline = setting.placement, setting.pipeline
-        sizes = placement.sizes(self._job)
-        handed = [
-            (count - 1) * self._layers(pool, size, _without_chunks(pipeline)).transfer_s
-            for pool, size, count in zip(placement.pools, sizes, placement.stages, strict=True)
-        ]
-        chunks = pipeline.num_chunks
-        if chunks > 1:
-            handed = [0.0] * len(handed)
-        step_s = least_step_s(priced, self._counts, placement.stages, handed, pipeline.num_passes, rooms) / chunks
-        return step_s * (1 - SAME)
+    def _least_s(
+        self,
+        setting: PooledSetting,
+        stages: Sequence[PricedLayers],
+        transfers: Sequence[float],
+        rooms: Sequence[float] | None,
+    ) -> float:
+        """The bound of priced layers; what is handed over between pools, and between chunks, counts for nothing."""
+        chunks, borders = setting.pipeline.num_chunks, {0, *itertools.accumulate(setting.placement.stages)}
+        handed = [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
+        return least_step_s(stages, self._counts, handed, setting.pipeline.num_passes, rooms) / chunks * (1 - SAME)
 
     def _layers(self, pool: int, size: int, pipeline: PipelineConfig) -> "_StageLayers":
         key = pool, size, pipeline.num_microbatches, min(pipeline.num_stages, 2)
@@ -204,22 +223,24 @@ class _StageLayers:
 
     def __init__(self, *, setting: Setting, tables: CostTables, known: KnownLayers, counts: Sequence[int]) -> None:
         self._setting, self._tables, self._known_layers = setting, tables, known
-        self._held: tuple[np.ndarray, np.ndarray] | None = None
-        self._within: dict[int, PricedLayers] = {}
+        self._held: IntTable | None = None
+        self._within: dict[tuple[int, bool], PricedLayers] = {}
         self.transfer_s = tables.transfer_s
         self.fastest = priced_layers(tables.legal, tables.time_s, np.zeros_like(tables.static_bytes), counts)
         """By their times alone."""
         self.room_bytes = usable_bytes(setting.job) + 1 - context_bytes(setting)
 
-    def within(self, in_flight: int, counts: Sequence[int]) -> PricedLayers:
+    def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
         """With the bytes that they hold with so many microbatches in flight, at least."""
-        if in_flight not in self._within:
+        key = in_flight, has_gradients
+        if key not in self._within:
             tables = self._tables
             if self._held is None:
                 self._held = held_floors(tables.strategies, tables.legal, self._setting, self._known_layers)
-            static, saved = self._held
-            self._within[in_flight] = priced_layers(tables.legal, tables.time_s, static + in_flight * saved, counts)
-        return self._within[in_flight]
+            static, saved, gradients = self._held
+            num_bytes = static + in_flight * saved + has_gradients * gradients
+            self._within[key] = priced_layers(tables.legal, tables.time_s, num_bytes, counts)
+        return self._within[key]
 
 
 def _choices(count: int) -> Iterator[tuple[int, ...]]:
@@ -230,12 +251,7 @@ def _choices(count: int) -> Iterator[tuple[int, ...]]:
 
 def _check_options(options: PlanOptions) -> None:
     if options.pins or options.partition != "exact":
-        raise UserError(
-            field="--pin" if options.pins else "--partition",
-            found="with several pools of devices",
-            expected="a cluster of one kind of device",
-            hint="leave it out, or name one of the pools",
-        )
+        raise not_with_pools("--pin" if options.pins else "--partition")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,12 +266,12 @@ class PooledSearch:
 
 
 def search_pools(
-    job: PooledJob, space: PooledSpace, *, num_alternatives: int = 4, time_limit_s: float | None = None
+    job: PooledJob, space: PooledSpace, *, num_alternatives: int = 0, time_limit_s: float | None = None
 ) -> PooledSearch:
     """The fastest accepted plans of all settings of a space."""
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     settings, floors = space.settings(), PooledFloors(job)
-    waiting = [(setting.bound_s, index, False) for index, setting in enumerate(settings)]
+    waiting = [(setting.bound_s, index, 0) for index, setting in enumerate(settings)]
     heapq.heapify(waiting)
     best: dict[int, Accepted] = {}
     bounds: list[float] = []
@@ -264,17 +280,15 @@ def search_pools(
         if found is not None and time.monotonic() > deadline:
             break
         taken = _most_promising(waiting, space, settings, fastest_s, ROUND if found else FIRST_ROUND)
-        leader = min(best, key=lambda index: best[index].outcome.score_s, default=None)
-        if leader is not None and taken:
-            taken.append(leader)
         if not taken:
             continue
         found = accept(
             job,
             [space.tables(settings[index]) for index in taken],
-            num_alternatives=num_alternatives if found else 0,
+            num_alternatives=num_alternatives,
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
             floors=floors,
+            cutoff_s=fastest_s,
         )
         bounds.append(found.search.lower_bound_s)
         best.update({taken[each.outcome.index]: each for each in found.ranked})
@@ -299,20 +313,22 @@ def search_pools(
 
 
 def _most_promising(
-    waiting: list[tuple[float, int, bool]],
+    waiting: list[tuple[float, int, int]],
     space: PooledSpace,
     settings: Sequence[PooledSetting],
     fastest_s: float,
     most: int,
 ) -> list[int]:
-    """Takes the settings of the least bounds from those that wait, memory counted, as far as they may be faster."""
+    """Takes the settings of the least bounds from those that wait, each bound as sharp as it gets without a search."""
     taken: list[int] = []
     while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME):
-        bound_s, index, is_within = heapq.heappop(waiting)
-        if is_within:
+        bound_s, index, level = heapq.heappop(waiting)
+        if level == LEVELS:
             taken.append(index)
         else:
-            heapq.heappush(waiting, (max(bound_s, space.bound_within_s(settings[index])), index, True))
+            sharper_s = space.next_bound_s(settings[index], level)
+            if math.isfinite(sharper_s):
+                heapq.heappush(waiting, (max(bound_s, sharper_s), index, level + 1))
     return taken
 
 
@@ -321,7 +337,6 @@ def plan_pools(job: PooledJob, options: PlanOptions, *, top: int = NUM_RESCORED)
     found = search_pools(
         job,
         PooledSpace(job, options),
-        num_alternatives=max(top, NUM_RESCORED) - 1,
         time_limit_s=options.time_limit_s,
     )
     search = found.acceptance.search
@@ -425,3 +440,150 @@ def _miss_text(job: PooledJob, found: PooledSearch) -> str:
         f"{format_bytes(miss.miss_bytes)} more per device: {job.chain.layer_name(miss.layer)} on stage {miss.stage} "
         "binds in the nearest plan found"
     )
+
+
+def pooled_job_of(
+    plan: Plan, *, cluster: str | None = None, network: str | None = None, memory: str | None = None
+) -> PooledJob:
+    """The job that a plan over several pools is for, as `job_of` makes that of one pool.
+
+    Raises `InvalidPlanError` where a pool of the plan is not one of the ``cluster``, and `UserError` where that has one
+    pool alone.
+    """
+    machines = plan.hardware_value() if cluster is None else parse_pools(cluster)
+    if not isinstance(machines, MixedCluster):
+        raise UserError(
+            field="--cluster",
+            found=f"{machines.name} for a plan over {plan.cluster}",
+            expected="the pools of the plan, or others of the same names",
+            hint="leave --cluster out, or plan for this cluster",
+        )
+    source = plan.prediction.profile if plan.prediction else None
+    job = make_pooled_job(
+        plan.chain(),
+        machines if network is None else with_network(machines, network),
+        global_batch=plan.global_batch,
+        seq_len=plan.seq_len,
+        precision=plan.precision,
+        memory=memory,
+        **({} if source is None or source.imbalance is None else {"imbalance": source.imbalance}),
+    )
+    known = {use.name: use.budget_bytes for use in (plan.prediction and plan.prediction.pools) or ()}
+    kept = cluster is None and memory is None
+    pools = [
+        replace(pool, budget_bytes=known.get(pool.cluster.name, pool.budget_bytes) if kept else pool.budget_bytes)
+        for pool in job.pools
+    ]
+    job = replace(job, pools=tuple(pools))
+    job.jobs(plan)
+    return job
+
+
+def any_job_of(plan: Plan, *, profile: str | None = None, folder: Path | None = None, **given: str | None) -> AnyJob:
+    """The job that a plan is for, of one pool or several; as `job_of` and `pooled_job_of`."""
+    if not plan.is_mixed:
+        return job_of(plan, profile=profile, folder=folder, **given)
+    if profile is not None:
+        raise not_with_pools("--profile")
+    return pooled_job_of(plan, **given)
+
+
+def not_with_pools(option: str) -> UserError:
+    """The mistake of an option that does not go with several pools of devices."""
+    return UserError(
+        field=option.partition(" ")[0],
+        found=f"{option} with several pools of devices",
+        expected="a cluster or a plan of one kind of device",
+        hint="leave it out, or plan for one of the pools",
+    )
+
+
+def price_pools(plan: Plan, job: PooledJob) -> Plan:
+    """The plan with its prediction on several pools, which makes no claim about other plans."""
+    cost, first = predict(plan, job), job.jobs(plan)[0]
+    prediction = Prediction(
+        step_time_s=cost.step_time_s,
+        tokens_per_s_per_device=cost.tokens_per_s_per_device,
+        mfu=cost.mfu,
+        mfu_attention=cost.mfu_attention,
+        warnings=job.chain.warnings(job.seq_len),
+        budget_bytes=job.budget_bytes,
+        stages=cost.stages,
+        certificate=Certificate(status="priced"),
+        lower_bound_s=0.0,
+        profile=first.cost_source(),
+        backend=first.cluster.device.backend,
+        pools=pool_uses(job, plan, cost.step_time_s),
+    )
+    return plan.model_copy(update={"prediction": prediction})
+
+
+def with_pool_baselines(plan: Plan, job: PooledJob, options: PlanOptions) -> Plan:
+    """The plan with what each pool alone does, and even cuts over all of them, in its prediction."""
+    assert plan.prediction is not None, "compared by its prediction"
+    rivals = pool_rivals(job, options, plan.prediction.step_time_s)
+    found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in rivals)
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"baselines": found})})
+
+
+def explain_pools(plan: Plan, job: PooledJob, options: PlanOptions) -> Explanation:
+    """What a plan over several pools gains over each of them alone, and over even cuts."""
+    step_s = price_pools(plan, job).prediction
+    assert step_s is not None, "just priced"
+    return Explanation(binds="", rivals=pool_rivals(job, options, step_s.step_time_s))
+
+
+def pool_rivals(job: PooledJob, options: PlanOptions, step_s: float) -> tuple[Rival, ...]:
+    """The best plan on each pool alone, and the best one that cuts all devices into equal stages of equal layers."""
+    rivals = []
+    for pool in job.pools:
+        result = plan_job(pool, options, top=0)
+        rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.cost, step_s, result.miss))
+    even = even_plan(job, options)
+    cost = None if even is None else predict(even, job)
+    return (*rivals, _rival("even cuts over all pools", even, cost, step_s, None))
+
+
+def _rival(name: str, plan: Plan | None, cost: PlanCost | None, step_s: float, miss: NearestMiss | None) -> Rival:
+    if plan is None or cost is None:
+        return Rival(name=name, missing_bytes=None if miss is None else miss.miss_bytes)
+    return Rival(
+        name=name,
+        step_time_s=cost.step_time_s,
+        slowdown=cost.step_time_s / step_s - 1,
+        setting=describe(plan.pipeline),
+        strategies=summarise(plan),
+    )
+
+
+def even_plan(job: PooledJob, options: PlanOptions) -> Plan | None:
+    """The best plan of stages that all have as many devices and as many layers, in the order that the pools are in.
+
+    None where no such plan fits. Its strategies are the best ones for these cuts.
+    """
+    space, counts = PooledSpace(job, options), [pool.cluster.num_devices for pool in job.pools]
+    chosen = range(len(counts))
+    even = {tuple(count // size for count in counts) for size in divisors(math.gcd(*counts))}
+    settings = [
+        each for each in space.settings() if each.placement.pools == tuple(chosen) and each.placement.stages in even
+    ]
+    bounds = {each: _even_bound_s(space, each) for each in settings}
+    best: Accepted | None = None
+    for setting in sorted(settings, key=lambda each: bounds[each]):
+        if best is not None and bounds[setting] >= best.outcome.score_s:
+            break
+        found = accept(job, [space.tables(setting)], partition="even").ranked
+        if found and (best is None or found[0].outcome.score_s < best.outcome.score_s):
+            best = found[0]
+    return None if best is None else best.plan
+
+
+def _even_bound_s(space: PooledSpace, setting: PooledSetting) -> float:
+    """What no plan of even cuts of a setting is faster than, by the times of its layers."""
+    tables = space.tables(setting)
+    cuts = even_boundaries(tables)
+    times = [
+        np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)[list(tables.layers[first:end])].sum()
+        for stage, (first, end) in enumerate(itertools.pairwise(cuts))
+    ]
+    return float(sum(times) + (setting.pipeline.num_passes - 1) * max(times)) * (1 - SAME)

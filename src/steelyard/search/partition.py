@@ -39,7 +39,7 @@ from steelyard.search.least_memory import (
     stage_memories,
 )
 from steelyard.search.pipeline_dp import Pipeline, join_runs
-from steelyard.search.pool_bounds import least_step_s, priced_layers
+from steelyard.search.pool_bounds import PricedLayers, least_step_s
 from steelyard.search.runs import (
     PreparedTables,
     StageRuns,
@@ -167,14 +167,15 @@ def quick_bound_s(tables: CostTables) -> float:
 
 
 def _pooled_bound_s(tables: CostTables, pools: Pools) -> float:
-    numbers, counts = range(max(pools.of_stages) + 1), np.bincount(tables.layers, minlength=len(tables.kinds)).tolist()
-    nothing = np.zeros_like(tables.static_bytes)
-    priced = [
-        priced_layers(tables.legal & (pools.of_strategies == pool), tables.time_s, nothing, counts) for pool in numbers
+    counts = np.bincount(tables.layers, minlength=len(tables.kinds)).tolist()
+    fastest = [
+        PricedLayers.unpriced(
+            np.where(tables.legal & (pools.of_strategies == pool), tables.time_s, np.inf).min(axis=1), counts
+        )
+        for pool in range(max(pools.of_stages) + 1)
     ]
-    handed = np.bincount(pools.of_stages, weights=pools.transfer_s).tolist()
-    stages = [pools.of_stages.count(pool) for pool in numbers]
-    return least_step_s(priced, counts, stages, handed, tables.pipeline.num_passes) * (1 - ROUNDING)
+    stages = [fastest[pool] for pool in pools.of_stages]
+    return least_step_s(stages, counts, pools.transfer_s, tables.pipeline.num_passes) * (1 - ROUNDING)
 
 
 def _least_slowest_s(setting: PreparedTables, known_s: float) -> tuple[float, float]:

@@ -1,17 +1,17 @@
-r"""What no pipeline over unlike pools of devices is faster than, from the layers' times and bytes alone.
+r"""What no pipeline over unlike stages is faster than, from the layers' times and bytes alone.
 
-Pool $p$ takes $P_p$ of the $P$ stages, and in it a layer of kind $k$ under strategy $s$ takes $t_p(k, s)$ seconds and
-$b_p(k, s)$ bytes or more of the $B_p$ that a stage has room for. The slowest stage takes at least the mean of those of
-any pool, so any weighted mean of these means, with $\mu \ge 0$ and $\sum_p \mu_p = 1$. And a pool saves nothing by
-paying a price $\lambda_p \ge 0$ for its bytes and being paid for its room. So
+On stage $i$ of $P$ a layer of kind $k$ under strategy $s$ takes $t_i(k, s)$ seconds and $b_i(k, s)$ bytes or more of
+the $B_i$ that the stage has room for. The slowest stage takes at least any weighted mean of all, with $\mu \ge 0$ and
+$\sum_i \mu_i = 1$, and a stage saves nothing by paying a price $\lambda_i \ge 0$ for its bytes and being paid for its
+room. So
 
-$$T = \sum_i t_i + (m-1) \max_i t_i \ge \sum_p w_p (c_p - \lambda_p P_p B_p) + \sum_l \min_p w_p\,h_p(k_l), \qquad
-h_p(k) = \min_s \big(t_p(k, s) + \lambda_p b_p(k, s)\big), \quad w_p = 1 + \frac{(m-1)\,\mu_p}{P_p}$$
+$$T = \sum_i t_i + (m-1) \max_i t_i \ge \sum_i w_i (c_i - \lambda_i B_i) + \sum_l \min_i w_i\,h_i(k_l), \qquad
+h_i(k) = \min_s \big(t_i(k, s) + \lambda_i b_i(k, s)\big), \quad w_i = 1 + (m-1)\,\mu_i$$
 
-with $c_p$ what the stages of the pool spend on handing over. The prices taken are the best ones at the least time in
-which the pools could hold all layers, each as many as it can, and the weights make all pools equally good for the mean
-layer: $w_p \propto 1/H_p$ with $H_p = \sum_l h_p(k_l)$; both are the best ones where all layers are alike. A pool too
-slow for any of them has $\mu_p = 0$.
+with $c_i$ what the stage spends on handing over. The prices taken are the best ones at the least time in which the
+stages could hold all layers, each as many as it can, and the weights make all stages equally good for the mean layer:
+$w_i \propto 1/H_i$ with $H_i = \sum_l h_i(k_l)$; both are the best where all layers are alike. A stage too slow for
+any of them has $\mu_i = 0$.
 
 Source: weak Lagrangian duality.
 """
@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from steelyard.search.frontier import FloatArray, frontier
 
 BISECTIONS = 24
-"""Of the least time in which the pools could hold all layers."""
-MAX_PRICES = 24
-"""Prices of memory that are tried for a pool."""
+"""Of the least time in which the stages could hold all layers."""
+NUM_PRICES = 24
+"""Prices of memory that are tried for a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedLayers:
-    """The layers of a pool at several prices of a byte, the first of them 0."""
+    """The layers on a stage at several prices of a byte, the first of them 0."""
 
     prices: FloatArray
     """[A] s/B"""
@@ -40,6 +40,16 @@ class PricedLayers:
     """[K, A] $h$"""
     whole_s: FloatArray
     """[A] $H$"""
+
+    @classmethod
+    def unpriced(cls, seconds: Sequence[float], counts: Sequence[int]) -> "PricedLayers":
+        """Layers of these times whose bytes are not counted."""
+        priced = np.repeat(np.array(seconds)[:, None], NUM_PRICES, axis=1)
+        return cls(prices=np.zeros(NUM_PRICES), priced_s=priced, whole_s=np.asarray(counts) @ priced)
+
+    def scaled(self, factor: float) -> "PricedLayers":
+        """The same with all times, and so all prices, so many times as large."""
+        return PricedLayers(prices=factor * self.prices, priced_s=factor * self.priced_s, whole_s=factor * self.whole_s)
 
 
 def priced_layers(
@@ -52,10 +62,8 @@ def priced_layers(
     prices = np.zeros(1)
     if mine.any():
         points = frontier(num_bytes[commonest, mine], seconds[commonest, mine])
-        slopes = -np.diff(points.seconds) / np.diff(points.bytes)
-        prices = np.unique(np.concatenate([prices, slopes]))
-        if len(prices) > MAX_PRICES:
-            prices = prices[np.linspace(0, len(prices) - 1, MAX_PRICES).round().astype(int)]
+        prices = np.unique(np.concatenate([prices, -np.diff(points.seconds) / np.diff(points.bytes)]))
+    prices = prices[np.linspace(0, len(prices) - 1, NUM_PRICES).round().astype(int)]
     paid = np.where(legal, seconds, np.inf)[:, :, None] + num_bytes[:, :, None] * prices
     priced = paid.min(axis=1, initial=np.inf)
     used = layers > 0
@@ -63,61 +71,59 @@ def priced_layers(
 
 
 def least_step_s(
-    pools: Sequence[PricedLayers],
+    stages: Sequence[PricedLayers],
     counts: Sequence[int],
-    stages: Sequence[int],
     handed_s: Sequence[float],
     num_passes: int,
     rooms: Sequence[float] | None = None,
 ) -> float:
-    """Seconds of a step, at least; without ``rooms``, bytes of a stage of each pool, by the times alone.
+    """Seconds of a step, at least; without ``rooms``, the bytes of each stage, by the times alone.
 
-    ``counts`` [K] layers of each kind, ``stages`` and ``handed_s`` of each pool its stages and what all of them take
-    for handing over.
+    ``counts`` [K] layers of each kind; ``handed_s`` what each stage takes for handing over.
     """
-    own, layers, more = np.asarray(stages, dtype=np.float64), np.asarray(counts), num_passes - 1
-    chosen = [0] * len(pools) if rooms is None else _best_prices(pools, own, np.asarray(rooms))
-    places = list(zip(pools, chosen, strict=True))
-    whole = np.array([pool.whole_s[place] for pool, place in places])
-    weights = 1 + more * _shares(whole, own, more) / own
-    paid_s = np.asarray(handed_s, dtype=np.float64)
-    if rooms is not None:
-        paid_s = paid_s - own * rooms * [pool.prices[place] for pool, place in places]
-    used = layers > 0
-    each = np.stack(
-        [weight * pool.priced_s[used, place] for weight, (pool, place) in zip(weights, places, strict=True)]
-    )
-    return float(weights @ paid_s + each.min(axis=0) @ layers[used])
+    more, used = num_passes - 1, np.asarray(counts) > 0
+    handed = np.asarray(handed_s, dtype=np.float64)
+    whole = np.stack([stage.whole_s for stage in stages])
+    if rooms is None:
+        places = np.zeros(len(stages), dtype=np.int64)
+    else:
+        paid = np.stack([stage.prices for stage in stages]) * np.asarray(rooms)[:, None]
+        places = _best_prices(whole, paid)
+        handed = handed - paid[np.arange(len(stages)), places]
+    weights = 1 + more * _shares(whole[np.arange(len(stages)), places], more)
+    priced = np.stack([stage.priced_s[used, place] for stage, place in zip(stages, places, strict=True)])
+    return float(weights @ handed + (weights[:, None] * priced).min(axis=0) @ np.asarray(counts)[used])
 
 
-def _best_prices(pools: Sequence[PricedLayers], stages: FloatArray, rooms: FloatArray) -> list[int]:
-    """The place of the price of each pool that bounds its share of the layers most, in the least time for all."""
-    low, high = 0.0, float(min(pool.whole_s[0] for pool in pools))
-    paid = [room * pool.prices for pool, room in zip(pools, rooms, strict=True)]
+def _best_prices(whole_s: FloatArray, paid_s: FloatArray) -> NDArray[np.int64]:
+    """[P] the place of the price of each stage, of [P, A], that leaves it least of the layers in the least time."""
 
-    def shares(limit_s: float) -> list[FloatArray]:
-        """[A] of each pool the part of all layers that its stages hold at most in this time."""
-        return [count * (limit_s + more) / pool.whole_s for pool, count, more in zip(pools, stages, paid, strict=True)]
+    def held(limit_s: float) -> FloatArray:
+        """[P, A] the part of all layers that a stage holds at most in this time, by each price."""
+        return np.asarray((limit_s + paid_s) / whole_s)
 
+    low, high = 0.0, float(whole_s[:, 0].min())
     if not np.isfinite(high):
-        return [0] * len(pools)
-    while sum(float(each.min()) for each in shares(high)) < 1 and high < 1e12:
+        return np.zeros(len(whole_s), dtype=np.int64)
+    for _ in range(BISECTIONS):
+        if held(high).min(axis=1).sum() >= 1:
+            break
         high *= 2
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(float(each.min()) for each in shares(middle)) < 1 else (low, middle)
-    return [int(each.argmin()) for each in shares(high)]
+        low, high = (middle, high) if held(middle).min(axis=1).sum() < 1 else (low, middle)
+    return np.asarray(held(high).argmin(axis=1))
 
 
-def _shares(whole_s: FloatArray, stages: FloatArray, more: int) -> FloatArray:
-    """[p] the weights of the pools; none of those that are too slow for a layer."""
-    speeds = stages / np.maximum(whole_s, 1e-300)
+def _shares(whole_s: FloatArray, more: int) -> FloatArray:
+    """[P] the weights of the stages; none of those that are too slow for a layer."""
+    speeds = 1 / np.maximum(whole_s, 1e-300)
     taking = np.isfinite(whole_s)
     while more and taking.any():
-        level = (more + stages[taking].sum()) / speeds[taking].sum()
+        level = (more + taking.sum()) / speeds[taking].sum()
         slow = taking & (whole_s > level)
         if not slow.any():
-            shares = np.where(taking, np.maximum(level * speeds - stages, 0.0), 0.0)
+            shares = np.where(taking, np.maximum(level * speeds - 1, 0.0), 0.0)
             return np.asarray(shares / shares.sum())
         taking &= ~slow
-    return np.full(len(stages), 1 / len(stages))
+    return np.full(len(whole_s), 1 / len(whole_s))
