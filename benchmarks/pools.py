@@ -1,15 +1,15 @@
 """Plans over pools of unlike devices: against each pool alone and even cuts, and against measured plans of others.
 
 `clusters` searches each of the clusters below and compares the plan with the best one on each pool alone and the best
-one of stages of equal devices and layers; all times are predictions. Four of the clusters are those that Sailor's authors
-measured on (rows ``mixed_devices`` of the second set of published runs, one node of each card a pool), the others are
-sizes that users ask for.
+one of stages of equal devices and layers; all times are predictions. Four of the clusters are those that Sailor's
+authors measured on (rows ``mixed_devices`` of the second set of published runs, the nodes of each card a pool), the
+others are sizes that users ask for.
 
 `sailor` predicts the measured plans in which every stage lies on one kind of card. The rows do not say which links the
 machines have, nor whether fp32 matmuls are in TF32. Assumed are 10 Gb/s Ethernet between nodes, true fp32, and inside a
 node PCIe through the host's memory, since these cards have no peer access, at the rates measured on such servers
-(``pcie-4-host``); with cards that reach each other directly (``pcie-3``) the second and third row come out at a third of
-what was measured. OPT-350M is priced as a GPT-2 of its sizes.
+(``pcie-4-host``); with cards that reach each other directly (``pcie-3``) the second and third row come out at a third
+of what was measured. OPT-350M is priced as a GPT-2 of its sizes.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/pools.py [clusters] [sailor]
 """
@@ -55,7 +55,7 @@ CARDS = {
 def node(card: str, count: int, name: str, nodes: int = 1) -> Cluster:
     """Nodes of one of the cards of Sailor's runs."""
     text = (
-        f"version: 1\nname: {name}\nnum_nodes: {nodes}\ndevices_per_node: {count}\ndevice: {CARDS[card]}\n"
+        f"version: 1\nname: '{name}'\nnum_nodes: {nodes}\ndevices_per_node: {count}\ndevice: {CARDS[card]}\n"
         f"intra_link: pcie-4-host\ninter_link: {NETWORK}\n"
     )
     return cluster_from_yaml(text)
@@ -68,6 +68,8 @@ def joined(*pools: Cluster) -> MixedCluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """A job on a cluster of several pools."""
+
     name: str
     cluster: MixedCluster
     model: Any
