@@ -24,8 +24,10 @@ def stage_seconds_and_bytes(
     tables: CostTables, stage: int, layers: range, choices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Time of one microbatch and peak bytes of a stage for every choice, by the formulas of the docstring."""
-    seconds = np.full(len(choices), tables.transfer_s if stage > 0 else 0.0)
-    num_bytes = np.full(len(choices), tables.overhead_bytes, dtype=np.int64)
+    pools = tables.pools
+    received_s = tables.transfer_s if pools is None else pools.transfer_s[stage]
+    seconds = np.full(len(choices), received_s if stage > 0 else 0.0)
+    num_bytes = np.full(len(choices), tables.overhead_bytes if pools is None else pools.overhead_bytes[stage])
     transient = np.zeros(len(choices), dtype=np.int64)
     for layer in layers:
         kind, strategy = tables.layers[layer], choices[:, layer]
@@ -51,6 +53,12 @@ def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:
 def plans_with(tables: CostTables, boundaries: tuple[int, ...]) -> Iterator[tuple[float, int]]:
     """Step time and peak bytes of every plan with these cuts."""
     choices = all_choices(tables)
+    if tables.pools is not None:
+        stage_of = np.searchsorted(boundaries[1:], np.arange(len(tables.layers)), side="right")
+        wanted = np.array(tables.pools.of_stages)[stage_of]
+        choices = choices[(tables.pools.of_strategies[choices] == wanted).all(axis=1)]
+        if len(choices) == 0:
+            return
     stages = [
         stage_seconds_and_bytes(tables, stage, range(a, b), choices)
         for stage, (a, b) in enumerate(itertools.pairwise(boundaries))

@@ -40,7 +40,7 @@ def test_the_grid_program_agrees_where_sizes_are_whole_steps() -> None:
     for seed in range(60):
         tables = random_tables(np.random.default_rng(seed), num_stages=1, max_plans=2000)
         tables = replace(tables, transient_bytes=np.zeros_like(tables.transient_bytes))
-        costs = option_table(tables).stage(tables.pipeline.in_flight(0))
+        costs = option_table(tables).stage(0)
         if not tables.legal[list(tables.layers)].any(axis=1).all():
             continue
         last = chain_frontier(costs, tables.layers).last

@@ -27,7 +27,7 @@ def test_one_pass_gives_the_whole_frontier_of_a_chain(block: int) -> None:
         tables, plans = chain(seed)
         if not plans:
             continue
-        costs = option_table(tables).stage(tables.pipeline.in_flight(0))
+        costs = option_table(tables).stage(0)
         last = chain_frontier(costs, tables.layers).last
         sizes = last.bytes + last.transient + tables.overhead_bytes
         for budget, expected in exhaustive.frontier(plans):
@@ -44,7 +44,7 @@ def test_pruning_by_budget_and_time_loses_no_optimum(block: int) -> None:
         expected = exhaustive.fastest(plans, budget)
         if expected is None:
             continue
-        costs = option_table(tables).stage(tables.pipeline.in_flight(0))
+        costs = option_table(tables).stage(0)
         room = budget - tables.overhead_bytes
         prices = stage_bounds(costs, tables.layers, room, 0.0).good_prices(0, len(tables.layers))
         pruning = Pruning(budget_bytes=room, limit_s=expected * (1 + 1e-9) + 1e-12, prices=prices)
@@ -62,7 +62,7 @@ def test_a_narrow_width_still_gives_a_plan_that_fits() -> None:
         budget = random_budget(np.random.default_rng(seed), plans)
         if exhaustive.fastest(plans, budget) is None:
             continue
-        costs = option_table(tables).stage(tables.pipeline.in_flight(0))
+        costs = option_table(tables).stage(0)
         room = budget - tables.overhead_bytes
         pruning = Pruning(budget_bytes=room, limit_s=np.inf, prices=np.zeros(1), width=1)
         found = chain_frontier(costs, tables.layers, pruning=pruning)
@@ -98,7 +98,7 @@ def test_beaten_strategies_are_left_out_and_equal_ones_kept_once() -> None:
         time_s=np.array([[2.0, 1.0, 1.0]]),
         **same,
     )
-    costs = option_table(tables).stage(1)
+    costs = option_table(tables).stage(0)
     assert costs.strategy[0, : costs.count[0]].tolist() == [1]
 
 

@@ -9,13 +9,14 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json
 from steelyard.cli.progress import progress
+from steelyard.cost.pools import stage_settings
 from steelyard.cost.predict import predict_memory
 from steelyard.hardware import Backend
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import job_of
+from steelyard.planning import any_job_of
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
 from steelyard.units import format_plural
 
@@ -96,23 +97,20 @@ def _expected(
     """
     prediction = plan.prediction
     if prediction is not None and not (cluster or network or memory or profile):
-        backend = prediction.backend or plan.machines().device.backend
+        backend = prediction.backend or plan.pools()[0].device.backend
+        shares = zip(prediction.stages, prediction.stage_budgets(), prediction.stage_margins(), strict=True)
         budgets = [
-            StageBudget(
-                predicted=stage.memory_bytes,
-                budget_bytes=prediction.device_bytes,
-                margin_bytes=prediction.margin_bytes,
-            )
-            for stage in prediction.stages
+            StageBudget(predicted=stage.memory_bytes, budget_bytes=budget + margin, margin_bytes=margin)
+            for stage, budget, margin in shares
         ]
         return budgets, backend
-    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
-    has_bytes = job.budget_bytes + job.margin_bytes
+    job = any_job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
+    stage_jobs = [setting.job for setting in stage_settings(plan, job)]
     budgets = [
-        StageBudget(predicted=terms, budget_bytes=has_bytes, margin_bytes=job.margin_bytes)
-        for terms in predict_memory(plan, job)
+        StageBudget(predicted=terms, budget_bytes=each.budget_bytes + each.margin_bytes, margin_bytes=each.margin_bytes)
+        for terms, each in zip(predict_memory(plan, job), stage_jobs, strict=True)
     ]
-    return budgets, job.cluster.device.backend
+    return budgets, stage_jobs[0].cluster.device.backend
 
 
 def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``steelyard explain``: why a plan and not another; fills in the predictions of a plan written by hand."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -8,14 +9,20 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
+from steelyard.cost.pools import PooledJob
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, WhyNot
 from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import Plan
 from steelyard.planning import (
     PlanOptions,
     explain_plan,
+    explain_pools,
     job_or_reason,
+    not_with_pools,
     parse_pin,
+    pooled_job_of,
+    price_pools,
     slow_nodes,
     why_not,
     why_not_plan,
@@ -54,8 +61,16 @@ def explain(
     """Show why a plan and not another: what binds, what each rival costs, what memory is worth."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json) as show:
-        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
-        if isinstance(job, str):
+        job = (
+            _pools_of(plan, {"--profile": profile, "--why-not": why, "--all": everything}, cluster, network, memory)
+            if plan.is_mixed
+            else job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        )
+        if isinstance(job, PooledJob):
+            explanation = explain_pools(plan, job, PlanOptions())
+            if plan.prediction is None or cluster or network or memory:
+                plan = price_pools(plan, job)
+        elif isinstance(job, str):
             explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {job}",))
         else:
             if why is None:
@@ -79,6 +94,16 @@ def explain(
     else:
         view = explain_view if explanation.why_not is None else why_not_view
         Console().print(view(plan, explanation, everything=everything))
+
+
+def _pools_of(
+    plan: Plan, asked: Mapping[str, object], cluster: str | None, network: str | None, memory: str | None
+) -> PooledJob:
+    """The job of a plan over several pools; raises `UserError` for an option that does not go with them."""
+    for option, value in asked.items():
+        if value:
+            raise not_with_pools(option)
+    return pooled_job_of(plan, cluster=cluster, network=network, memory=memory)
 
 
 def _insist(job: Job, asked: str) -> WhyNot:

@@ -96,6 +96,8 @@ def _fitted(
 
     That is where it is within them, and was written by hand or found for a way of working that is the target's too.
     """
+    if plan.is_mixed:
+        plan.machines()  # raises: what an export is for knows one kind of device and stages of one size
     if not unsupported(plan, target.capabilities) and (plan.prediction is None or target.execution == OURS):
         kept = tuple(demand.text for demand in demands_of(plan.asked, num_layers=plan.chain().num_layers))
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)

@@ -21,15 +21,16 @@ from steelyard.cli.options import (
     ProfileOption,
     TimeLimit,
     built_module,
-    cluster_with,
     most_tp,
+    pools_with,
     print_json,
     tried,
 )
 from steelyard.cli.progress import progress
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
-from steelyard.hardware import Cluster
+from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.own import chain_of_own
@@ -49,15 +50,19 @@ from steelyard.planning import (
     grow_batch,
     longest_sequence,
     make_job,
+    make_pooled_job,
+    not_with_pools,
     parse_pin,
     pin_error,
     plan_fewest_devices,
     plan_job,
+    plan_pools,
     samples_not_measured,
     time_factors,
     with_baselines,
     with_fallbacks,
     with_next_best,
+    with_pool_baselines,
     with_spares,
 )
 from steelyard.report.plan_table import missing_spare_lines, plan_view
@@ -211,10 +216,25 @@ def plan(
         time_limit_s=time_limit,
     )
     options = _narrowed(options, remat=remat, zero=zero, schedule=schedule)
+    machines = pools_with(cluster, network)
+    _check_not_with_pools(
+        machines,
+        {
+            "--seq-len max": length is None,
+            "--global-batch max": batch is None,
+            "--pin": bool(pin),
+            "--objective devices": aim == "devices",
+            "--profile": profile is not None,
+            "--calibrate": calibrate_by is not None,
+            "--save-problem": problem is not None,
+            "--partition": partition != "exact",
+            "--spares": spares > 0,
+        },
+    )
     with progress("counting the model's layers", silent=as_json) as show:
         job_of_length = _job_maker(
             model,
-            cluster_with(cluster, network),
+            machines,
             global_batch=batch or 1,
             precision=check_precision(precision),
             memory=memory,
@@ -232,25 +252,22 @@ def plan(
         else:
             job = job_of_length(length)
             result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
-        if len(runs) > 1:
+        if len(runs) > 1 and isinstance(result.job, Job):
             factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(result.job, runs))
             notes.append(f"calibrated by the median of {factors}")
         if result.num_left_out:
             notes.append(f"left out: {format_plural(result.num_left_out, 'pipeline setting')} ({NOT_BUILT})")
         if result.plan is not None:
-            show("searching the best plans of other pipeline settings")
-            result = with_next_best(result, num_plans=top - 1 if output is not None else 0)
-            kept = _completed(result, options, num_fallbacks=fallbacks if output is not None else 0, show=show)
-            if spares:
-                show("searching plans for what is left after a loss")
-                kept = with_spares(kept, result.job, num_spares=spares)
-                notes += missing_spare_lines(kept, spares)
+            num_others = (top - 1, fallbacks) if output is not None else (0, 0)
+            kept = _completed(result, options, num_others=num_others, num_spares=spares, show=show)
+            notes += missing_spare_lines(kept, spares)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
-        if problem is not None:
+        if problem is not None and result.problem is not None:
             save_problem(problem, result.problem)
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
         if result.miss is None and pins:
+            assert isinstance(result.job, Job), "pins are refused for several pools"
             raise pin_error(result.job, options)
         _print_nothing_fits(result, as_json)
         raise typer.Exit(1)
@@ -287,16 +304,35 @@ def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, sche
 
 
 def _completed(
-    result: PlanningResult, options: PlanOptions, *, num_fallbacks: int, show: Callable[[str], None]
+    result: PlanningResult,
+    options: PlanOptions,
+    *,
+    num_others: tuple[int, int],
+    num_spares: int,
+    show: Callable[[str], None],
 ) -> Plan:
-    """The plan that was found with the plain plans that it is compared with, and with plans of less memory."""
+    """The plan that was found with what it is compared with, and with other plans: the next best, of less memory, and
+    for what is left after a loss.
+    """
     assert result.plan is not None, "asked for a plan that is there"
+    if isinstance(result.job, PooledJob):
+        show("searching each pool alone, and even cuts, to compare with")
+        return with_pool_baselines(result.plan, result.job, options)
+    num_next_best, num_fallbacks = num_others
+    show("searching the best plans of other pipeline settings")
+    result = with_next_best(result, num_plans=num_next_best)
+    assert result.plan is not None, "as before"
+    assert result.problem is not None, "what one pool was searched with"
+    assert isinstance(result.job, Job), "one pool or several"
     show("searching the plain plans to compare with")
     tables, limit_s = result.problem.settings, options.time_limit_s
-    compared = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s)
+    plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s)
     if num_fallbacks:
         show("searching plans of less memory")
-    return with_fallbacks(compared, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
+    plan = with_fallbacks(plan, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
+    if num_spares:
+        show("searching plans for what is left after a loss")
+    return with_spares(plan, result.job, num_spares=num_spares) if num_spares else plan
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> None:
@@ -322,11 +358,20 @@ def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
         console.print(note, style="dim", highlight=False)
 
 
+def _check_not_with_pools(machines: Cluster | MixedCluster, asked: Mapping[str, bool]) -> None:
+    """Raises `UserError` for the first option of these that was asked for on several pools, with which none goes."""
+    option = next((option for option, is_asked in asked.items() if is_asked), None)
+    if option is not None and isinstance(machines, MixedCluster):
+        raise not_with_pools(option)
+
+
 def _search(
-    job: Job, options: PlanOptions, *, aim: Objective, grows: bool, top: int, show: Callable[[str], None]
+    job: AnyJob, options: PlanOptions, *, aim: Objective, grows: bool, top: int, show: Callable[[str], None]
 ) -> tuple[PlanningResult, list[str]]:
     """The result under the objective, and lines that say what was tried on the way."""
     show(f"searching plans for {job.chain.name} on {job.cluster.name}")
+    if isinstance(job, PooledJob):
+        return plan_pools(job, options, top=top), []
     if grows:
         growth = grow_batch(job, options, top=top, progress=show)
         return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch)
@@ -386,7 +431,7 @@ def _trial_text(trial: BatchTrial | LengthTrial) -> str:
 
 def _job_maker(
     model: str,
-    cluster: Cluster,
+    cluster: Cluster | MixedCluster,
     *,
     global_batch: int,
     precision: Precision,
@@ -396,12 +441,25 @@ def _job_maker(
     imbalance: float,
     runs: Sequence[Path],
     own: Any,
-) -> Callable[[int], Job]:
-    """The job of a number of tokens."""
+) -> Callable[[int], Any]:
+    """The job of a number of tokens, on one pool or several."""
 
-    def make(seq_len: int) -> Job:
+    def make(seq_len: int) -> AnyJob:
+        config = chain_of_own(own.own, name=own.name) if own else model
+        if isinstance(cluster, MixedCluster):
+            return make_pooled_job(
+                config,
+                cluster,
+                global_batch=global_batch,
+                seq_len=seq_len,
+                precision=precision,
+                memory=memory,
+                memory_margin=memory_margin,
+                imbalance=imbalance,
+                own=own,
+            )
         job = make_job(
-            chain_of_own(own.own, name=own.name) if own else model,
+            config,
             cluster,
             global_batch=global_batch,
             seq_len=seq_len,

@@ -12,7 +12,7 @@ from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file
 from steelyard.plan.file import read_plan
-from steelyard.planning.price import job_of
+from steelyard.planning import any_job_of
 from steelyard.report.trace_events import default_num_shown, trace_events
 from steelyard.units import format_bytes, format_seconds
 
@@ -43,7 +43,7 @@ def timeline(
     """Write the simulated timeline of a step for ui.perfetto.dev: passes, with their layers, sends and bubbles."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
-        job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
+        job = any_job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
     played = predict(plan, job).timeline
     layers = layer_times(plan, job)
     content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan), layers=layers)

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.communication import send_recv_s
+from steelyard.cost.communication import crossing_s, send_recv_s
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_buffer_bytes, refusal
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
+from steelyard.hardware import Link
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Strategy
@@ -38,8 +39,8 @@ class Costs:
     """[S, S] the same for all kinds."""
 
 
-KnownCosts = dict[tuple[int, int], Costs]
-"""Of a job, by numbers of stages and microbatches."""
+KnownCosts = dict[tuple[int, int, int], Costs]
+"""Of a job, by ranks of a stage, numbers of microbatches and, as far as it matters, of stages."""
 
 
 def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts | None = None) -> CostTables:
@@ -49,7 +50,8 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
     ``known`` saves work between settings of one job.
     """
     job, pipeline, known = setting.job, setting.pipeline, {} if known is None else known
-    place = pipeline.num_stages, pipeline.num_microbatches
+    stages = pipeline.num_stages if job.chain.tied_embeddings else min(pipeline.num_stages, 2)
+    place = setting.devices_per_stage, pipeline.num_microbatches, stages
     if place not in known or known[place].strategies != strategies:
         known[place] = _costs(setting, strategies)
     costs = known[place]
@@ -154,6 +156,17 @@ def transfer_s(setting: Setting, stages_apart: int = 1) -> float:
         reached=job.efficiency.links,
     )
     return 2 * job.time_factor * one_way_s
+
+
+def border_s(before: Setting, after: Setting) -> float:
+    """The same over the border of two stages of unlike pools or sizes, whose activation goes in even parts."""
+    sides = [(each.devices_per_stage, _outer_link(each.job), each.job.efficiency.links) for each in (before, after)]
+    one_way_s = crossing_s(before.activation_bytes, sides, [before.job.profile, after.job.profile])
+    return 2 * max(before.job.time_factor, after.job.time_factor) * one_way_s
+
+
+def _outer_link(job: Job) -> Link:
+    return job.outer_link or job.cluster.inter_link or job.cluster.intra_link
 
 
 def overhead_bytes(setting: Setting) -> int:

@@ -42,7 +42,7 @@ and Simple (src/graph/tuning.cc); `benchmarks/collectives.py` says how well it h
 switches between nodes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import log2, sqrt
@@ -184,6 +184,31 @@ def send_recv_s(
         )
     path = _reached(link, reached, inside=link is cluster.intra_link)
     return path.latency_s + num_bytes / path.bytes_per_s
+
+
+def crossing_s(
+    num_bytes: float, sides: Sequence[tuple[int, Link, LinkEfficiency]], profiles: Sequence[Profile]
+) -> float:
+    """Seconds to hand ``num_bytes`` from one group of ranks to another, each rank an even part, as fast as both can.
+
+    ``sides`` are of the two groups the ranks, the link of a rank to the other group and what is reached of it. Raises
+    `InvalidProfileError` where rates are unknown and neither profile measured a transfer.
+    """
+    ranks = min(size for size, _, _ in sides)
+    measured = [found for each in profiles if (found := each.collective("send_recv", 2, strided=True)) is not None]
+    if measured:
+        return max(each.time_s(num_bytes / ranks) for each in measured)
+    for _, link, _ in sides:
+        if link.needs_profile:
+            raise InvalidProfileError(
+                field="collectives",
+                found="no send_recv",
+                expected=f"a measurement: the rate of {link.name} is not in the catalogue",
+                hint="run steelyard profile",
+            )
+    paths = [(size, _reached(link, reached, inside=False)) for size, link, reached in sides]
+    rate = min(size * path.bytes_per_s for size, path in paths)
+    return max(path.latency_s for _, path in paths) + num_bytes / rate
 
 
 def _link_at(distance: int, cluster: Cluster) -> Link:

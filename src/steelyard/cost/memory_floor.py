@@ -67,7 +67,8 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
     ``tables`` are of a pipeline setting of the job; ``known`` saves work between settings. For a framework with states
     of its own the tables are a bound already.
     """
-    setting = Setting(job=job, pipeline=tables.pipeline)
+    size = tables.strategies[0].num_devices if tables.strategies else None
+    setting = Setting(job=job, pipeline=tables.pipeline, stage_size=size)
     if setting.job.execution.keeps_own_buffers:
         return (tables,)
     known = {} if known is None else known
@@ -83,6 +84,20 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
     if tables.pipeline.num_stages == 1 and len(tables.layers) >= _LEAST_LAYERS:
         floors.append(_before_the_head(tables, setting, parts))
     return tuple(floors)
+
+
+def held_floors(
+    strategies: tuple[Strategy, ...], legal: NDArray[np.bool_], setting: Setting, known: KnownLayers
+) -> IntTable:
+    """[3, K, S] bytes that a layer has on its stage at least: always, of each microbatch in flight, and of gradients.
+
+    These it has when most microbatches are in flight, if they are not all.
+    """
+    found = np.zeros((3, *legal.shape), dtype=np.int64)
+    for row, column in np.argwhere(legal).tolist():
+        memory = _memory(row, strategies[column], setting, known)
+        found[:, row, column] = 3 * memory.shard + memory.buffers, memory.saved, memory.kept_gradients
+    return found
 
 
 def _with_places(tables: CostTables) -> CostTables:

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from steelyard.cost.build import context_bytes, slack_fraction, transfer_s
+from steelyard.cost.build import border_s, context_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.execution import StateBytes
 from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, tied_s
+from steelyard.cost.pools import AnyJob, PooledJob, stage_settings
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.stage_memory import part_layers, stage_terms, tied_bytes
-from steelyard.cost.switching import switch_table
+from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerKind
 from steelyard.plan.plan import OWN_TERMS, Plan, StagePrediction
@@ -41,39 +42,41 @@ class PlanCost:
     """How `mfu` counts attention."""
 
 
-def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
+def predict(plan: Plan, job: AnyJob, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
     """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ.
 
     Stages in ``slowed`` compute so many times as long.
     """
-    setting = _setting(plan, job)
+    settings = _settings(plan, job)
     factors = slowed or {}
     parts = [
         _slowed(part, factors.get(index % plan.num_stages, 1.0))
-        for index, part in enumerate(_part_costs(plan, setting))
+        for index, part in enumerate(_part_costs(plan, settings))
     ]
     timeline = simulate(
         [_stage_times(part) for part in parts],
-        setting.pipeline,
+        settings[0].pipeline,
         overlap_sends=job.execution.overlaps_transfers,
-        speeds=job.profile.stage_speeds(plan.num_stages),
+        speeds=() if isinstance(job, PooledJob) else job.profile.stage_speeds(plan.num_stages),
     )
     stages = [
         StagePrediction(
             time_s=_time_terms(parts[stage :: plan.num_stages], setting, timeline, stage),
             memory_bytes=_memory_terms(plan, stage, setting),
         )
-        for stage in range(plan.num_stages)
+        for stage, setting in enumerate(settings)
     ]
-    step_s = timeline.step_time_s + step_overhead_s(job)
-    tokens_per_s = plan.global_batch * plan.seq_len / step_s / job.cluster.num_devices
+    step_s = timeline.step_time_s + max(step_overhead_s(each.job) for each in settings)
+    tokens_per_s = plan.global_batch * plan.seq_len / step_s / plan.num_devices
     return PlanCost(
         timeline=timeline,
         step_time_s=step_s,
         stages=tuple(stages),
-        fits=all(stage.total_bytes <= job.budget_bytes for stage in stages),
+        fits=all(
+            stage.total_bytes <= setting.job.budget_bytes for stage, setting in zip(stages, settings, strict=True)
+        ),
         tokens_per_s_per_device=tokens_per_s,
-        mfu=model_flop_utilisation(job, tokens_per_s),
+        mfu=_mean_utilisation(settings, tokens_per_s),
         mfu_attention=job.chain.attention_words(job.seq_len),
     )
 
@@ -87,11 +90,11 @@ class LayerTimes:
     backward_s: Mapping[str, float]
 
 
-def layer_times(plan: Plan, job: Job) -> tuple[LayerTimes, ...]:
+def layer_times(plan: Plan, job: AnyJob) -> tuple[LayerTimes, ...]:
     """What the passes of `predict` are made of: a microbatch in each layer, with the switch from the layer before."""
-    setting = _setting(plan, job)
-    switches_s, found = _switches_s(plan.strategies, setting), []
-    for layer, cost in enumerate(_layer_costs(plan, setting)):
+    settings = _layer_settings(plan, _settings(plan, job))
+    switches_s, found = _switches_s(plan.strategies, settings), []
+    for layer, cost in enumerate(_layer_costs(plan, settings)):
         switch = {"switch": switches_s[layer] / 2} if switches_s[layer] else {}
         found.append(
             LayerTimes(
@@ -103,18 +106,33 @@ def layer_times(plan: Plan, job: Job) -> tuple[LayerTimes, ...]:
     return tuple(found)
 
 
-def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
+def predict_memory(plan: Plan, job: AnyJob) -> tuple[dict[str, int], ...]:
     """Bytes on a rank of each stage by term, as `predict` finds them; the profile needs no times.
 
     Raises `InvalidPlanError` if plan and job differ.
     """
-    setting = _setting(plan, job)
-    return tuple(_memory_terms(plan, stage, setting) for stage in range(plan.num_stages))
+    return tuple(_memory_terms(plan, stage, setting) for stage, setting in enumerate(_settings(plan, job)))
 
 
-def _setting(plan: Plan, job: Job) -> Setting:
+def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
     _check_same_job(plan, job)
-    return Setting(job=job, pipeline=plan.pipeline)
+    return stage_settings(plan, job)
+
+
+def _layer_settings(plan: Plan, settings: Sequence[Setting]) -> list[Setting]:
+    """The setting of each layer: that of its stage."""
+    return [settings[index % plan.num_stages] for index, part in enumerate(plan.stages) for _ in part.layers]
+
+
+def _mean_utilisation(settings: Sequence[Setting], tokens_per_s_per_device: float) -> float | None:
+    """`model_flop_utilisation` by the mean peak of the devices of all stages."""
+    if all(setting is settings[0] for setting in settings):
+        return model_flop_utilisation(settings[0].job, tokens_per_s_per_device)
+    each = [model_flop_utilisation(setting.job, tokens_per_s_per_device) for setting in settings]
+    sizes = [setting.devices_per_stage for setting in settings]
+    if None in each:
+        return None
+    return sum(sizes) / sum(size / share for size, share in zip(sizes, each, strict=True) if share)
 
 
 def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | None:
@@ -137,6 +155,18 @@ def least_step_s(job: Job) -> float:
     flop = _flop_per_sample(job, lambda _, layer: _flop(layer.forward) + _flop(layer.backward))
     devices_flop_per_s = job.cluster.num_devices * job.peak_flop_per_s if flop else 1.0
     return job.time_factor * job.global_batch * (flop or 0.0) / devices_flop_per_s
+
+
+def least_sample_s(job: Job) -> list[float]:
+    """Seconds that a sample takes in a layer of each kind on one device, at least: its products at the peak.
+
+    0 where the peak is not known.
+    """
+    layers = [job.profile.layer(kind.name, {}) for kind in job.chain.kinds]
+    if job.cluster.device.needs_profile:
+        return [0.0] * len(layers)
+    flop = [0.0 if each is None else _flop(each.forward) + _flop(each.backward) for each in layers]
+    return [job.time_factor * each / job.peak_flop_per_s for each in flop]
 
 
 def _flop(work: Work) -> float:
@@ -174,21 +204,19 @@ class _PartCost:
     """Handing over an activation from the part before and its gradient back to it."""
 
 
-def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
-    strategies = plan.strategies
-    switches = _switches_s(strategies, setting)
-    costs = _layer_costs(plan, setting)
+def _part_costs(plan: Plan, stage_settings: Sequence[Setting]) -> list[_PartCost]:
+    strategies, settings = plan.strategies, _layer_settings(plan, stage_settings)
+    switches = _switches_s(strategies, settings)
+    costs = _layer_costs(plan, settings)
     parts = []
     for index, part in enumerate(plan.stages):
         layers = part.layers
-        stages_apart = 1 if index % plan.num_stages else plan.num_stages - 1
+        received_s = _received_s(plan, index, settings) if index else 0.0
         parts.append(
             _PartCost(
                 layers=[costs[layer] for layer in layers],
                 switch_s=sum(switches[layer] for layer in layers),
-                received_s=_copies_sent(strategies[part.first_layer], setting) * transfer_s(setting, stages_apart)
-                if index
-                else 0.0,
+                received_s=received_s,
             )
         )
     return parts
@@ -209,12 +237,28 @@ def _slowed(part: _PartCost, factor: float) -> _PartCost:
     return replace(part, layers=layers)
 
 
-def _switches_s(strategies: Sequence[Strategy], setting: Setting) -> list[float]:
+def _received_s(plan: Plan, index: int, settings: Sequence[Setting]) -> float:
+    first = plan.stages[index].first_layer
+    before, setting = settings[first - 1], settings[first]
+    if before is not setting:
+        return border_s(before, setting)
+    stages_apart = 1 if index % plan.num_stages else plan.num_stages - 1
+    return _copies_sent(plan.strategies[first], setting) * transfer_s(setting, stages_apart)
+
+
+def _switches_s(strategies: Sequence[Strategy], settings: Sequence[Setting]) -> list[float]:
     """For each layer the seconds of the switch from the one before, there and back."""
-    distinct = tuple(dict.fromkeys(strategies))
-    switch = switch_table(distinct, setting)
-    place = {strategy: index for index, strategy in enumerate(distinct)}
-    return [0.0] + [float(switch[place[before], place[after]]) for before, after in pairwise(strategies)]
+    known: dict[tuple[int, Strategy, Strategy], float] = {}
+    found = [0.0]
+    for (before, after), (sending, receiving) in zip(pairwise(strategies), pairwise(settings), strict=True):
+        key = id(receiving), before, after
+        if sending is not receiving:
+            found.append(float(border_table((before,), (after,), sending, receiving)[0, 0]))
+        else:
+            if key not in known:
+                known[key] = float(switch_table((before, after), receiving)[0, 1])
+            found.append(known[key])
+    return found
 
 
 def _copies_sent(strategy: Strategy, setting: Setting) -> int:
@@ -222,14 +266,15 @@ def _copies_sent(strategy: Strategy, setting: Setting) -> int:
     return strategy.hidden.copies if setting.job.execution.transfer == "whole" else 1
 
 
-def _layer_costs(plan: Plan, setting: Setting) -> list[LayerCost]:
-    known: dict[tuple[int, Strategy], LayerCost] = {}
-    chain = setting.job.chain
+def _layer_costs(plan: Plan, settings: Sequence[Setting]) -> list[LayerCost]:
+    known: dict[tuple[int, Strategy, int], LayerCost] = {}
+    chain = settings[0].job.chain
     costs = []
-    for kind, strategy in zip(chain.layers, plan.strategies, strict=True):
-        if (kind, strategy) not in known:
-            known[kind, strategy] = _cost_in_plan(chain.kinds[kind], strategy, plan, setting)
-        costs.append(known[kind, strategy])
+    for kind, strategy, setting in zip(chain.layers, plan.strategies, settings, strict=True):
+        key = kind, strategy, id(setting)
+        if key not in known:
+            known[key] = _cost_in_plan(chain.kinds[kind], strategy, plan, setting)
+        costs.append(known[key])
     return costs
 
 
@@ -337,14 +382,15 @@ def _stage_times(part: _PartCost) -> StageTimes:
     )
 
 
-def _check_same_job(plan: Plan, job: Job) -> None:
+def _check_same_job(plan: Plan, job: AnyJob) -> None:
     chain = plan.chain()
+    num_devices = plan.num_devices if isinstance(job, PooledJob) else job.cluster.num_devices
     for field, found, expected in (
         ("model", chain.config_hash, job.chain.config_hash),
         ("seq_len", plan.seq_len, job.seq_len),
         ("global_batch", plan.global_batch, job.global_batch),
         ("precision", plan.precision, job.precision),
-        ("stages.ranks", plan.num_devices, job.cluster.num_devices),
+        ("stages.ranks", plan.num_devices, num_devices),
     ):
         if found != expected:
             raise InvalidPlanError(

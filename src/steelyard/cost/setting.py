@@ -7,7 +7,7 @@ from functools import cached_property
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
-from steelyard.hardware import Cluster
+from steelyard.hardware import Cluster, Link
 from steelyard.model.chain import ModelChain
 from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.kinds.kind import Batch
@@ -52,6 +52,8 @@ class Job:
     imbalance: float = ASSUMED_IMBALANCE
     profile_file: ProfileFile | None = None
     margin_bytes: int = 0
+    outer_link: Link | None = None
+    """What joins a device to those of other pools, where the cluster is one of several."""
 
     @cached_property
     def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:
@@ -143,11 +145,13 @@ class Setting:
 
     job: Job
     pipeline: PipelineConfig
+    stage_size: int | None = None
+    """Ranks of the stages that are meant, where not all are alike."""
 
     @cached_property
     def devices_per_stage(self) -> int:
         """Ranks of each stage."""
-        return self.job.cluster.num_devices // self.pipeline.num_stages
+        return self.stage_size or self.job.cluster.num_devices // self.pipeline.num_stages
 
     @cached_property
     def microbatch_samples(self) -> int:

@@ -540,6 +540,10 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
     places = part.layers
     is_last = index == len(plan.stages) - 1
     before = strategies[part.first_layer - 1] if index else None
+    if before is not None and before.num_devices != strategies[part.first_layer].num_devices:
+        before, arrives_in_parts = strategies[part.first_layer], True
+    else:
+        arrives_in_parts = False
     known: dict[tuple[int, Strategy], LayerMemory] = {}
     for place in places:
         key = chain.layers[place], strategies[place]
@@ -553,7 +557,9 @@ def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
         layers=tuple(layers),
         received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
         sent=sent,
-        received_is_saved=before is not None and before.hidden == strategies[part.first_layer].hidden,
+        received_is_saved=before is not None
+        and before.hidden == strategies[part.first_layer].hidden
+        and not arrives_in_parts,
         token_bytes=sum(sample_bytes(chain.kind_of(place), strategies[place], setting) for place in places),
         side_bytes=side_bytes({chain.kind_of(place) for place in places}, setting),
     )

@@ -51,6 +51,33 @@ def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[
     return table
 
 
+def border_table(
+    before: tuple[Strategy, ...], after: tuple[Strategy, ...], sending: Setting, receiving: Setting
+) -> NDArray[np.float64]:
+    """[S, S'] the same over the border of two stages: between equal ones as within the one that receives.
+
+    Over a border of unlike sizes the activation arrives in even parts of the layout that is wanted, and the gradient so
+    of that it came in: each side gathers the copies that its ranks hold.
+    """
+    if sending.devices_per_stage == receiving.devices_per_stage:
+        return switch_table((*before, *after), receiving)[: len(before), len(before) :]
+    return _gather_seconds(before, sending)[:, None] + _gather_seconds(after, receiving)[None, :]
+
+
+def _gather_seconds(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
+    """[S] seconds to gather a microbatch's activation that arrived in even parts, where ranks hold copies of it."""
+    sizes = mesh_axes(setting.devices_per_stage)
+    step_s = _step_seconds(sizes, setting)
+    whole, even = Placed.WHOLE.value, Placed.BATCH.value
+
+    @cache
+    def seconds(placements: Placement) -> float:
+        steps = moves(placements.replace(whole, even), placements, sizes)
+        return setting.job.time_factor * sum(map(step_s, steps), start=0.0)
+
+    return np.array([seconds(strategy.hidden.placements(sizes)) for strategy in strategies])
+
+
 def _step_seconds(sizes: tuple[int, ...], setting: Setting) -> Callable[[Step], float]:
     """Seconds of a step of a redistribution on the stage mesh."""
     has_all_to_all = setting.job.cluster.device.backend.has_all_to_all

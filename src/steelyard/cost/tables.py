@@ -31,8 +31,11 @@ without a layer, so the stages with the first and the last layer, which no other
 | $o$    | `overhead_bytes`     | bytes | per device, whatever the layers: context, buffers                         |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023 (Galvatron-BMW, arXiv 2307.02031), Eqs. 3–8.
-Not modelled: overlap of a switch with compute; stages of different device counts; memory of side inputs beyond what
-their readers' own tables hold.
+Where the stages lie in unlike pools of devices (`Pools`), each strategy is one of a pool, and a stage takes those of
+its own alone; $c_i$ and $o$ are then those of the stage, and $r$ between strategies of two pools is paid at their
+border.
+
+Not modelled: overlap of a switch with compute; memory of side inputs beyond what their readers' own tables hold.
 """
 
 import itertools
@@ -62,6 +65,24 @@ class SideInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pools:
+    """What differs between the stages of a pipeline through unlike pools of devices, numbered along it from 0."""
+
+    of_strategies: NDArray[np.int64]
+    """[S] the pool of each strategy"""
+    of_stages: tuple[int, ...]
+    """[P] the pool of each stage, rising"""
+    transfer_s: tuple[float, ...]
+    """[P] send and receive from the stage before, 0 for the first"""
+    overhead_bytes: tuple[int, ...]
+    """[P] with what a device of the stage holds less than one of the roomiest pool"""
+    order: tuple[int, ...] = ()
+    """Which of the pools at hand these are"""
+    parts: tuple["CostTables", ...] = ()
+    """The tables of each pool alone, which these join; none where they were made as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTables:
     """Costs of one pipeline setting; arrays are over K layer kinds and S strategies, see the module for the symbols."""
 
@@ -88,6 +109,8 @@ class CostTables:
     side_inputs: tuple[SideInput, ...] = ()
     last_kinds: tuple[int, ...] = ()
     """[K] the kind whose bytes a layer of each kind takes where it is the last of its stage; itself where empty."""
+    pools: Pools | None = None
+    """Where stages lie in unlike pools; ``transfer_s`` and ``overhead_bytes`` are then the least of all stages."""
 
     def __post_init__(self) -> None:
         num_kinds, num_strategies = len(self.kinds), len(self.strategies)
@@ -112,6 +135,8 @@ class CostTables:
                 field="layers", found=str(self.layers[:8]), expected=f"one or more indices below {num_kinds}"
             )
         _check_chunks(self)
+        if self.pools is not None:
+            _check_pools(self, self.pools)
         for index, side in enumerate(self.side_inputs):
             _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
 
@@ -171,7 +196,39 @@ class CostTables:
             side_inputs=tuple(
                 replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.side_inputs
             ),
+            pools=self.pools and replace(self.pools, of_strategies=self.pools.of_strategies[columns], parts=()),
         )
+
+    def legal_on(self, stage: int) -> NDArray[np.bool_]:
+        """[K, S] whether a stage may use the strategy for the kind: those of its pool alone."""
+        return self.legal if self.pools is None else self.legal & (self.pools.of_strategies == self.pool_of(stage))
+
+    def pool_of(self, stage: int) -> int:
+        """The pool that a stage lies in."""
+        return 0 if self.pools is None else self.pools.of_stages[stage]
+
+    def received_s(self, stage: int) -> float:
+        """Seconds to receive from the stage before and to hand the gradient back; 0 for the first stage."""
+        if self.pools is not None:
+            return self.pools.transfer_s[stage]
+        return self.transfer_s if stage > 0 else 0.0
+
+    @property
+    def all_received_s(self) -> float:
+        """The same of all stages together."""
+        return (self.pipeline.num_stages - 1) * self.transfer_s if self.pools is None else sum(self.pools.transfer_s)
+
+    def overhead_of(self, stage: int) -> int:
+        """Bytes of a device of a stage that its layers do not share."""
+        return self.overhead_bytes if self.pools is None else self.pools.overhead_bytes[stage]
+
+    def rooms(self, budget_bytes: int) -> tuple[int, ...]:
+        """[P] what the layers of each stage may share of a budget per device."""
+        return tuple(budget_bytes - self.overhead_of(stage) for stage in range(self.pipeline.num_stages))
+
+    def likeness(self, stage: int) -> tuple[int, int, int, float]:
+        """The same for stages that cost the same whatever layers they hold, but for what lies before and behind."""
+        return self.pipeline.in_flight(stage), self.pool_of(stage), self.overhead_of(stage), self.received_s(stage)
 
     def least_layers(self, stage: int) -> int:
         """The fewest layers that ``stage`` may hold."""
@@ -206,6 +263,17 @@ def _check_chunks(tables: CostTables) -> None:
         )
     if takes_chunks:
         pipeline.check()
+
+
+def _check_pools(tables: CostTables, pools: Pools) -> None:
+    shapes = len(pools.of_strategies), len(pools.of_stages), len(pools.transfer_s), len(pools.overhead_bytes)
+    stages = tables.pipeline.num_stages
+    if shapes != (len(tables.strategies), stages, stages, stages) or tables.side_inputs:
+        raise InvalidProblemError(
+            field="pools",
+            found=f"{shapes} entries and {len(tables.side_inputs)} side inputs",
+            expected=f"one for each of {len(tables.strategies)} strategies and {stages} stages, and no side inputs",
+        )
 
 
 def _check_side_input(place: str, side: SideInput, num_layers: int, num_strategies: int) -> None:

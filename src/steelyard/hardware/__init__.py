@@ -10,16 +10,20 @@ from steelyard.hardware.catalogue import (
     known_device,
     links,
 )
-from steelyard.hardware.files import ClusterFile
+from steelyard.hardware.files import ClusterFile, HardwareFile, PoolsFile
 from steelyard.hardware.parse import (
     cluster_file,
     cluster_from_yaml,
     cluster_of,
+    hardware_file,
     is_as_named,
     parse_cluster,
+    parse_pools,
+    pools_file,
+    pools_of,
     with_network,
 )
-from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link
+from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link, MixedCluster
 
 __all__ = [
     "Backend",
@@ -27,7 +31,10 @@ __all__ = [
     "ClusterFile",
     "Device",
     "DeviceKind",
+    "HardwareFile",
     "Link",
+    "MixedCluster",
+    "PoolsFile",
     "cluster_file",
     "cluster_from_yaml",
     "cluster_of",
@@ -36,10 +43,14 @@ __all__ = [
     "find_device",
     "find_link",
     "find_network",
+    "hardware_file",
     "is_as_named",
     "is_same_device",
     "known_device",
     "links",
     "parse_cluster",
+    "parse_pools",
+    "pools_file",
+    "pools_of",
     "with_network",
 ]

@@ -31,7 +31,7 @@ Count = Annotated[StrictInt, Field(gt=0, le=MOST_DEVICES)]
 DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
-_TAGS = ("by name", "by ports", "in full")
+_TAGS = ("by name", "by ports", "in full", "one pool")
 
 
 def _way_of_writing(entry: Any) -> str:
@@ -257,6 +257,46 @@ class ClusterFile(FileModel):
     inter_link: LinkEntry | None = None
 
 
+class PoolSpec(FileModel):
+    """One pool of a mixed cluster: what a `ClusterFile` has, without its version."""
+
+    name: str | None = None
+    num_nodes: Count
+    devices_per_node: Count
+    device: DeviceEntry
+    intra_link: LinkEntry | None = None
+    inter_link: LinkEntry | None = None
+
+
+class PoolsFile(FileModel):
+    """A cluster of several pools as a user writes it.
+
+    .. code-block:: yaml
+
+        version: 1
+        link: 4xethernet-100            # between pools, as inter_link between nodes
+        pools:
+          - {num_nodes: 2, devices_per_node: 8, device: h100-80gb}
+          - {num_nodes: 4, devices_per_node: 8, device: a100-40gb, inter_link: 4xethernet-100}
+    """
+
+    version: Literal[1]
+    link: LinkEntry | None = None
+    pools: tuple[PoolSpec, ...]
+    links: tuple[LinkEntry, ...] | None = None
+    """One for each pool in place of ``link``, where they differ."""
+
+
+HardwareFile = Annotated[
+    Annotated[ClusterFile, Tag("one pool")] | Annotated[PoolsFile, Tag("pools")],
+    Discriminator(
+        lambda entry: (
+            "pools" if isinstance(entry, PoolsFile) or (isinstance(entry, dict) and "pools" in entry) else "one pool"
+        )
+    ),
+]
+
+
 class DeviceCatalogue(FileModel):
     """The file ``devices.yaml``."""
 
@@ -273,11 +313,15 @@ class LinkCatalogue(FileModel):
 
 def read_yaml(text: str, model: type[FileModelT], *, where: str) -> FileModelT:
     """The checked contents of a YAML text; raises `InvalidClusterError` naming the key that is wrong."""
+    return checked(read_mapping(text, where=where), model, where=where)
+
+
+def read_mapping(text: str, *, where: str) -> Any:
+    """What a YAML text holds, unchecked; raises `InvalidClusterError` where it is none."""
     try:
-        data = parse_yaml(text)
+        return parse_yaml(text)
     except ValueError as error:
         raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
-    return checked(data, model, where=where)
 
 
 def checked(data: Any, model: type[FileModelT], *, where: str) -> FileModelT:

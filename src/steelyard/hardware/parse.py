@@ -1,8 +1,10 @@
-"""From what a user names to a `Cluster`: ``NODESxDEVICESxDEVICE`` or a cluster file."""
+"""From what a user names to a `Cluster` or a `MixedCluster`: ``NODESxDEVICESxDEVICE``, several of them, or a file."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware.catalogue import default_links, find_device, find_link, find_network, known_device, links
@@ -10,15 +12,22 @@ from steelyard.hardware.files import (
     MICRO,
     ClusterFile,
     DeviceSpec,
+    LinkEntry,
     LinkSpec,
     MeasuredSpec,
+    PoolsFile,
+    PoolSpec,
     SharedLink,
+    checked,
+    read_mapping,
     read_text,
     read_yaml,
 )
-from steelyard.hardware.values import Cluster, Device, Link
+from steelyard.hardware.values import Cluster, Device, Link, MixedCluster
+from steelyard.limits import MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
+ClusterT = TypeVar("ClusterT", Cluster, MixedCluster, Cluster | MixedCluster)
 _SHORT = re.compile(r"\s*([0-9]{1,9})\s*x\s*([0-9]{1,9})\s*x\s*(\S.*?)\s*", re.IGNORECASE)
 
 
@@ -26,17 +35,58 @@ def parse_cluster(text: str) -> Cluster:
     """The cluster named by ``NODESxDEVICESxDEVICE`` (``8x8xh100-80gb``) or by the path of a YAML file.
 
     The short form takes the links that the catalogue gives the device. Raises `InvalidClusterError` for a text that is
-    neither, an unknown device or link (with the nearest names), counts of zero, or a file that is not valid.
+    neither, an unknown device or link (with the nearest names), counts of zero, a file that is not valid, or several
+    pools, which `parse_pools` takes.
+    """
+    found = parse_pools(text)
+    if isinstance(found, MixedCluster):
+        raise InvalidClusterError(
+            field="cluster",
+            found=f"{found.name}, which has {len(found.pools)} pools of unlike devices",
+            expected="a cluster of one kind of device",
+            hint="name one of the pools; `steelyard plan` and `steelyard explain` take several",
+        )
+    return found
+
+
+def parse_pools(text: str) -> Cluster | MixedCluster:
+    """The cluster that a text names, of one pool as in `parse_cluster` or of several.
+
+    Several are joined by a plus, as in ``2x8xh100-80gb+4x8xa100-40gb``, or are listed under ``pools`` in a file. In the
+    short form they are taken to be joined by the slowest of their own networks. Raises as `parse_cluster`, and for a
+    device that is named in two pools.
     """
     if text.strip().lower().endswith((".yaml", ".yml")):
         path = Path(text.strip())
-        return cluster_from_yaml(read_text(path), where=str(path), name=path.stem)
+        return pools_from_yaml(read_text(path), where=str(path), name=path.stem)
+    pools = [_short(part) for part in text.split("+")]
+    if len(pools) == 1:
+        return pools[0]
+    names = [pool.device.name for pool in pools]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidClusterError(
+                field="cluster",
+                found=f"{name} in two pools",
+                expected="each device once",
+                hint="add up their nodes into one pool, or describe pools of the same device in a cluster file",
+            )
+    return MixedCluster(pools=tuple(pools), links=_assumed_links(pools))
+
+
+def _assumed_links(pools: Sequence[Cluster]) -> tuple[Link, ...]:
+    """The slowest network that the catalogue gives one of the pools' devices, for each of them."""
+    networks = [default_links(pool.device.name, num_devices=MOST_DEVICES)[1] for pool in pools]
+    return (min(networks, key=lambda link: link.bytes_per_s),) * len(pools)
+
+
+def _short(text: str) -> Cluster:
     match = _SHORT.fullmatch(text)
     if match is None:
         raise InvalidClusterError(
             field="cluster",
             found=repr(text),
-            expected="NODESxDEVICESxDEVICE, or a path that ends in .yaml",
+            expected="NODESxDEVICESxDEVICE, several of them joined by +, or a path that ends in .yaml",
             hint="write for example --cluster 1x8xa100-80gb",
         )
     num_nodes, devices_per_node = int(match.group(1)), int(match.group(2))
@@ -57,13 +107,35 @@ def cluster_from_yaml(text: str, *, where: str = "cluster file", name: str = "cl
     return cluster_of(read_yaml(text, ClusterFile, where=where), name=name)
 
 
-def with_network(cluster: Cluster, network: str) -> Cluster:
-    """The cluster with the named link between its nodes, as `find_network` reads it: what ``--network`` asks for."""
+def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster | MixedCluster:
+    """The same where the text may list several pools."""
+    content = read_mapping(text, where=where)
+    if not isinstance(content, dict) or "pools" not in content:
+        return cluster_of(checked(content, ClusterFile, where=where), name=name)
+    return pools_of(checked(content, PoolsFile, where=where))
+
+
+def with_network(cluster: ClusterT, network: str) -> ClusterT:
+    """The cluster with the named link between its nodes, as `find_network` reads it: what ``--network`` asks for.
+
+    Of several pools, between the nodes of each and between the pools.
+    """
+    if isinstance(cluster, MixedCluster):
+        links = [find_network(network, devices_per_node=pool.devices_per_node) for pool in cluster.pools]
+        pools = [
+            pool if pool.num_nodes == 1 else replace(pool, inter_link=link)
+            for pool, link in zip(cluster.pools, links, strict=True)
+        ]
+        return MixedCluster(pools=tuple(pools), links=tuple(links))
     return replace(cluster, inter_link=find_network(network, devices_per_node=cluster.devices_per_node))
 
 
-def is_as_named(cluster: Cluster) -> bool:
+def is_as_named(cluster: Cluster | MixedCluster) -> bool:
     """Whether its name alone, ``NODESxDEVICESxDEVICE``, says what it is, its memory left out."""
+    if isinstance(cluster, MixedCluster):
+        if not all(map(is_as_named, cluster.pools)):
+            return False
+        return tuple(_assumed_links(cluster.pools)) == cluster.links
     if _SHORT.fullmatch(cluster.name) is None:
         return False
     try:
@@ -71,6 +143,13 @@ def is_as_named(cluster: Cluster) -> bool:
     except InvalidClusterError:
         return False
     return replace(named, device=replace(named.device, memory_bytes=cluster.device.memory_bytes)) == cluster
+
+
+def hardware_file(cluster: Cluster | MixedCluster) -> ClusterFile | PoolsFile | None:
+    """What a plan keeps of a cluster beside its name: the file that describes it, None where the name says it all."""
+    if is_as_named(cluster):
+        return None
+    return pools_file(cluster) if isinstance(cluster, MixedCluster) else cluster_file(cluster)
 
 
 def cluster_file(cluster: Cluster) -> ClusterFile:
@@ -86,6 +165,39 @@ def cluster_file(cluster: Cluster) -> ClusterFile:
         intra_link=cluster.intra_link.name if cluster.intra_link in links() else _link_spec(cluster.intra_link),
         inter_link=None if inter_link is None else _link_spec(inter_link, ports_per_node=ports),
     )
+
+
+def pools_file(cluster: MixedCluster) -> PoolsFile:
+    """The file that `pools_of` reads back as these pools."""
+    return PoolsFile(
+        version=1,
+        pools=tuple(
+            PoolSpec(**{name: getattr(cluster_file(pool), name) for name in PoolSpec.model_fields})
+            for pool in cluster.pools
+        ),
+        links=tuple(
+            _link_spec(link, ports_per_node=pool.devices_per_node)
+            for pool, link in zip(cluster.pools, cluster.links, strict=True)
+        ),
+    )
+
+
+def pools_of(file: PoolsFile) -> MixedCluster:
+    """The pools that a file describes; one without a name is called as the short form would call it."""
+    pools = []
+    for spec in file.pools:
+        device = spec.device if isinstance(spec.device, str) else spec.device.name
+        own = ClusterFile(version=1, **{name: getattr(spec, name) for name in PoolSpec.model_fields})
+        pools.append(cluster_of(own, name=f"{spec.num_nodes}x{spec.devices_per_node}x{device}"))
+    entries = file.links or (file.link,) * len(pools)
+    links = [_outer_link(entry, pool) for entry, pool in zip(entries, pools, strict=False) if entry is not None]
+    return MixedCluster(pools=tuple(pools), links=tuple(links))
+
+
+def _outer_link(entry: LinkEntry, pool: Cluster) -> Link:
+    if isinstance(entry, str):
+        return find_network(entry, devices_per_node=pool.devices_per_node)
+    return _link_of(entry, devices_per_node=pool.devices_per_node, ports_unsaid=1)
 
 
 def _spec(device: Device) -> DeviceSpec:

@@ -2,7 +2,10 @@ r"""Devices, links and clusters as values: rates in FLOP/s and bytes/s, memory i
 
 Ranks are node-major: with $D$ devices per node, rank $r$ is device $r \bmod D$ of node $\lfloor r / D \rfloor$.
 
-Not modelled: more than two levels of links, different devices in one cluster, and switches that are oversubscribed.
+A `MixedCluster` is several such clusters, its pools: the ranks of one follow on those of the pool before it.
+
+Not modelled: more than two levels of links in a pool, unlike links between its nodes, and switches that are
+oversubscribed.
 """
 
 import math
@@ -240,6 +243,71 @@ class Cluster:
         memory = "memory not stated" if self.device.memory_bytes is None else format_bytes(self.device.memory_bytes)
         links = self.intra_link.name if self.inter_link is None else f"{self.intra_link.name}, {self.inter_link.name}"
         return f"{self.num_nodes} × {self.devices_per_node} × {self.device.name} ({memory}; {links})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCluster:
+    """Two or more pools of unlike devices, each a cluster by its own name.
+
+    ``links`` has one link for each pool: what joins one of its devices to those of other pools. The name is that of the
+    pools in the order of their ranks. Raises `InvalidClusterError` for a single pool, for pools of one name or one with
+    a plus in it, and for pools without a link.
+    """
+
+    pools: tuple[Cluster, ...]
+    links: tuple[Link, ...]
+
+    def __post_init__(self) -> None:
+        names = [pool.name for pool in self.pools]
+        if len(names) < 2:
+            raise InvalidClusterError(
+                field="pools", found=str(len(names)), expected="two or more", hint="write a single pool as a cluster"
+            )
+        for name in names:
+            if names.count(name) > 1 or "+" in name:
+                raise InvalidClusterError(
+                    field="pools",
+                    found=f"{name!r} twice" if names.count(name) > 1 else repr(name),
+                    expected="a name of its own for each pool, without a plus",
+                    hint="add name: to each of them",
+                )
+        if len(self.links) != len(names):
+            raise InvalidClusterError(
+                field="link",
+                found=f"{len(self.links)} for {len(names)} pools",
+                expected="the link that joins the pools",
+                hint="name one in the cluster file, for example link: infiniband-hdr",
+            )
+        if self.num_devices > MOST_DEVICES:
+            raise InvalidClusterError(
+                field="cluster", found=f"{self.num_devices} devices", expected=f"at most {MOST_DEVICES}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The names of the pools, joined by a plus."""
+        return "+".join(pool.name for pool in self.pools)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all pools together, which is the number of ranks."""
+        return sum(pool.num_devices for pool in self.pools)
+
+    def with_memory(self, memory_bytes: int) -> "MixedCluster":
+        """The same pools where each device offers ``memory_bytes``."""
+        return replace(self, pools=tuple(pool.with_memory(memory_bytes) for pool in self.pools))
+
+    def only(self, order: Sequence[int]) -> "Cluster | MixedCluster":
+        """These pools alone, by their places, in this order; a single one as the cluster that it is."""
+        if len(order) == 1:
+            return self.pools[order[0]]
+        return MixedCluster(
+            pools=tuple(self.pools[place] for place in order), links=tuple(self.links[place] for place in order)
+        )
+
+    def __str__(self) -> str:
+        links = dict.fromkeys(link.name for link in self.links)
+        return " + ".join(map(str, self.pools)) + f"; {', '.join(links)} between pools"
 
 
 def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -4,12 +4,23 @@ A plan is the only thing that travels from the planner to the runtime. It checks
 exists can be run by as many processes as it has ranks. ``prediction`` is absent in a plan written by hand.
 """
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from steelyard.errors import InvalidPlanError, nearest
-from steelyard.hardware import Backend, Cluster, ClusterFile, cluster_of, parse_cluster
+from steelyard.hardware import (
+    Backend,
+    Cluster,
+    HardwareFile,
+    MixedCluster,
+    PoolsFile,
+    cluster_of,
+    parse_pools,
+    pools_of,
+)
 from steelyard.limits import (
     MOST_DEVICES,
     MOST_LAYERS,
@@ -190,6 +201,20 @@ class Interval(PlanPart):
         )
 
 
+class PoolUse(PlanPart):
+    """A pool of devices that was at hand: what it was taken to be, and how many stages lie in it."""
+
+    name: str
+    num_devices: int = Field(ge=1, le=MOST_DEVICES)
+    num_stages: int = Field(ge=0, le=MOST_DEVICES)
+    """0 where it is left out."""
+    budget_bytes: Bytes
+    margin_bytes: Bytes = 0
+    profile: CostSource
+    reason: str | None = None
+    """Why it is left out."""
+
+
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
@@ -217,6 +242,20 @@ class Prediction(PlanPart):
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     """The best plain plans; none where they were not searched."""
+    pools: tuple[PoolUse, ...] | None = None
+    """The pools at hand, those used first in the order of their ranks; absent where all devices are alike."""
+
+    def stage_budgets(self) -> tuple[int, ...]:
+        """Bytes that a device of each stage may hold."""
+        if self.pools is None:
+            return (self.budget_bytes,) * len(self.stages)
+        return tuple(pool.budget_bytes for pool in self.pools for _ in range(pool.num_stages))
+
+    def stage_margins(self) -> tuple[int, ...]:
+        """Bytes of a device of each stage that are left free beside them."""
+        if self.pools is None:
+            return (self.margin_bytes,) * len(self.stages)
+        return tuple(pool.margin_bytes for pool in self.pools for _ in range(pool.num_stages))
 
     @property
     def device_bytes(self) -> int:
@@ -254,7 +293,7 @@ class Spare(Fallback):
     num_left: Count
     """Devices that are left, of which the plan takes all or a part."""
     cluster: str
-    hardware: ClusterFile | None = None
+    hardware: HardwareFile | None = None
 
 
 OTHER_PLANS = ("fallbacks", "next_best", "spares")
@@ -271,7 +310,8 @@ class Plan(PlanPart):
     version: Literal[1] = 1
     model: PlanModel
     cluster: str
-    hardware: ClusterFile | None = None
+    """Its name; of unlike pools those of all pools that are used, in the order of the ranks, joined by a plus."""
+    hardware: HardwareFile | None = None
     """What the cluster is, where its name does not say it all: it was described in a file, or its network chosen."""
     seq_len: Tokens
     global_batch: Samples
@@ -317,8 +357,44 @@ class Plan(PlanPart):
         return chain_from_config(self.model.config, name=self.model.name, split=self.model.split)
 
     def machines(self) -> Cluster:
-        """The cluster of the plan; raises `InvalidClusterError` where the file has only a name that is not known."""
-        return parse_cluster(self.cluster) if self.hardware is None else cluster_of(self.hardware, name=self.cluster)
+        """The cluster of the plan; raises `InvalidClusterError` where the file has only a name that is not known.
+
+        And `InvalidPlanError` for a plan over unlike pools, which `pools` takes.
+        """
+        found = self.hardware_value()
+        if isinstance(found, MixedCluster):
+            raise InvalidPlanError(
+                field="cluster",
+                found=f"a plan over {len(found.pools)} pools of unlike devices ({found.name})",
+                expected="a plan on one kind of device",
+                hint="plan for one of the pools alone",
+            )
+        return found
+
+    def hardware_value(self) -> Cluster | MixedCluster:
+        """The cluster of the plan, of one pool or several; raises as `machines`."""
+        if self.hardware is None:
+            return parse_pools(self.cluster)
+        return (
+            pools_of(self.hardware)
+            if isinstance(self.hardware, PoolsFile)
+            else cluster_of(self.hardware, name=self.cluster)
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its stages lie in unlike pools of devices."""
+        return isinstance(self.hardware, PoolsFile) or (self.hardware is None and "+" in self.cluster)
+
+    def pools(self) -> tuple[Cluster, ...]:
+        """The pools of devices in the order of the ranks: one where all devices are alike."""
+        found = self.hardware_value()
+        return found.pools if isinstance(found, MixedCluster) else (found,)
+
+    def stage_pools(self) -> tuple[Cluster, ...]:
+        """The pool that each stage lies in."""
+        ends = list(accumulate(pool.num_devices for pool in self.pools()))
+        return tuple(self.pools()[bisect_right(ends, stage.ranks[0])] for stage in self.stages[: self.num_stages])
 
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
@@ -433,7 +509,9 @@ def _check_ranks(plan: Plan) -> None:
     takes_chunks = find_schedule(plan.schedule).takes_chunks
     if takes_chunks:
         _check_chunks(plan)
-    _check_consecutive(plan.stages[: plan.num_stages] if takes_chunks else plan.stages)
+    _check_consecutive(plan.stages[: plan.num_stages] if takes_chunks else plan.stages, alike=takes_chunks)
+    if plan.is_mixed:
+        _check_pools(plan)
 
 
 def _check_chunks(plan: Plan) -> None:
@@ -458,20 +536,49 @@ def _check_chunks(plan: Plan) -> None:
             )
 
 
-def _check_consecutive(stages: tuple[StagePlan, ...]) -> None:
+def _check_consecutive(stages: tuple[StagePlan, ...], *, alike: bool) -> None:
     expected_first = 0
-    size = stages[0].num_devices
     for index, stage in enumerate(stages):
         first, last = stage.ranks
+        size = stages[0].num_devices if alike else stage.num_devices
         if first != expected_first or last - first + 1 != size or size < 1:
             raise InvalidPlanError(
                 field=f"stages[{index}].ranks",
                 found=f"[{first}, {last}]",
-                expected=f"[{expected_first}, {expected_first + max(size, 1) - 1}]: consecutive ranks, "
-                "as many as the first stage has",
+                expected=f"[{expected_first}, {expected_first + max(size, 1) - 1}]: consecutive ranks"
+                + (", as many as the first stage has" if alike else ""),
                 hint="number the ranks of the stages one after another",
             )
         expected_first = last + 1
+
+
+def _check_pools(plan: Plan) -> None:
+    """Whether the stages take all ranks of the plan's pools, and each lies in one of them."""
+    pools = plan.pools()
+    ends = list(accumulate(pool.num_devices for pool in pools))
+    if plan.num_devices != ends[-1]:
+        raise InvalidPlanError(
+            field="stages",
+            found=f"{plan.num_devices} ranks",
+            expected=f"{ends[-1]}, the devices of {plan.cluster}",
+            hint="name in cluster the pools that the plan uses, in the order of its ranks",
+        )
+    if find_schedule(plan.schedule).takes_chunks:
+        raise InvalidPlanError(
+            field="schedule",
+            found=f"{plan.schedule} over {len(pools)} pools of unlike devices",
+            expected="a schedule without chunks: those of all stages are cut alike",
+            hint=f"use the {USUAL.name} schedule",
+        )
+    for index, stage in enumerate(plan.stages):
+        place = bisect_right(ends, stage.ranks[0])
+        if stage.ranks[1] >= ends[place]:
+            raise InvalidPlanError(
+                field=f"stages[{index}].ranks",
+                found=f"[{stage.ranks[0]}, {stage.ranks[1]}]: ranks of {pools[place].name} and {pools[place + 1].name}",
+                expected=f"ranks of one pool; those of {pools[place].name} end with {ends[place] - 1}",
+                hint="end a stage where a pool ends",
+            )
 
 
 def _check_coverage(plan: Plan, chain: ModelChain) -> None:

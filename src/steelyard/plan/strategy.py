@@ -415,6 +415,7 @@ def divisors(number: int) -> tuple[int, ...]:
 _LEVEL = re.compile(r"([a-z]+)([0-9]{1,9})")
 
 
+@lru_cache(maxsize=4096)
 def parse_parallel(text: str) -> Levels:
     """The levels written as in `Strategy.parallel`; raises `InvalidPlanError` for an unknown kind or form."""
     if text == "single":

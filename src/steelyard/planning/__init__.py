@@ -7,6 +7,7 @@
 | `assumed_links`    | job with a profile of one device → the same for many, links as the cluster says  |
 | `problem`          | job and options → cost tables, one for every pipeline setting                    |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
+| `pools`            | job on pools of unlike devices → their order, stages and plan                    |
 | `plan_from_search` | outcome of a search → plan without prediction                                    |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
 | `impossible`       | job and a pin → what of it no strategy could have                                |
@@ -42,6 +43,16 @@ from steelyard.planning.job import make_job
 from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.pins import Pin, parse_pin
+from steelyard.planning.pools import (
+    any_job_of,
+    explain_pools,
+    make_pooled_job,
+    not_with_pools,
+    plan_pools,
+    pooled_job_of,
+    price_pools,
+    with_pool_baselines,
+)
 from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.report_search import search_for_report
@@ -62,11 +73,13 @@ __all__ = [
     "PlanOptions",
     "PlanningResult",
     "Space",
+    "any_job_of",
     "calibrate",
     "check_replannable",
     "demands_of",
     "device_counts",
     "explain_plan",
+    "explain_pools",
     "find_plan",
     "find_trade_offs",
     "grow_batch",
@@ -74,14 +87,19 @@ __all__ = [
     "job_or_reason",
     "longest_sequence",
     "make_job",
+    "make_pooled_job",
     "make_problem",
+    "not_with_pools",
     "parse_pin",
     "pin_error",
     "pipeline_settings",
     "plan_fewest_devices",
     "plan_for_framework",
     "plan_job",
+    "plan_pools",
+    "pooled_job_of",
     "price_plan",
+    "price_pools",
     "samples_not_measured",
     "search_for_report",
     "slow_nodes",
@@ -95,6 +113,7 @@ __all__ = [
     "with_devices",
     "with_fallbacks",
     "with_next_best",
+    "with_pool_baselines",
     "with_price",
     "with_spares",
 ]

@@ -17,10 +17,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from steelyard.cost.build import usable_bytes
 from steelyard.cost.memory_floor import Floors
+from steelyard.cost.pools import AnyJob, PooledFloors, PooledJob, stage_settings, usable_of
 from steelyard.cost.predict import predict_memory
-from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan
 from steelyard.planning.plain import PLAIN_N_D, plain_choices
@@ -74,23 +73,26 @@ class Acceptance:
 
 
 def accept(
-    job: Job,
+    job: AnyJob,
     tables: Sequence[CostTables],
     *,
     num_exact: int = 1,
     num_alternatives: int = 4,
     partition: Partition = "exact",
     time_limit_s: float | None = None,
-    floors: Floors | None = None,
+    floors: Floors | PooledFloors | None = None,
+    cutoff_s: float = np.inf,
 ) -> Acceptance:
     """The fastest accepted plans of a job, of all settings whose cost tables are given.
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
-    ``floors`` saves making those of the tables again for another budget.
+    ``floors`` saves making those of the tables again for another budget. Plans that are no faster than ``cutoff_s`` are
+    of no use.
     """
-    contest = _Contest(job=job, tables=tables, num_exact=num_exact, made=floors or Floors(job))
+    made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
+    contest = _Contest(job=job, tables=tables, num_exact=num_exact, made=made, known_s=cutoff_s)
     if partition != "exact":
-        found = search(tables, usable_bytes(job), partition=partition)
+        found = search(tables, usable_of(job), partition=partition)
         contest.bounds_s = [quick_bound_s(each) for each in tables]
         contest.admit(found.ranked)
         return _summary(contest, found)
@@ -102,6 +104,7 @@ def accept(
         num_alternatives=num_alternatives,
         time_limit_s=time_limit_s,
         stand_in=lambda index: contest.floors(index)[0],
+        cutoff_s=cutoff_s,
     )
     contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
     refused = contest.admit(found.ranked[: num_exact + num_alternatives])
@@ -115,10 +118,12 @@ def accept(
 class _Contest:
     """The settings of a job, what is known of each, and the best accepted plan of each."""
 
-    job: Job
+    job: AnyJob
     tables: Sequence[CostTables]
     num_exact: int
-    made: Floors
+    made: Floors | PooledFloors
+    known_s: float
+    """What a plan of another contest takes."""
     room_bytes: int = field(init=False)
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
@@ -126,7 +131,7 @@ class _Contest:
 
     def __post_init__(self) -> None:
         own_slack = self.job.execution.keeps_own_buffers
-        self.room_bytes = self.job.budget_bytes if own_slack else usable_bytes(self.job) + 1
+        self.room_bytes = self.job.budget_bytes if own_slack else usable_of(self.job) + 1
         self.bounds_s = [0.0] * len(self.tables)
 
     def floors(self, index: int) -> tuple[CostTables, ...]:
@@ -137,7 +142,7 @@ class _Contest:
     def cutoff_s(self) -> float:
         """What an accepted plan has to be faster than to be of use."""
         best = sorted(each.outcome.score_s for each in self.accepted.values())
-        return best[self.num_exact - 1] if len(best) >= self.num_exact else np.inf
+        return min(self.known_s, best[self.num_exact - 1] if len(best) >= self.num_exact else np.inf)
 
     def open(self) -> list[int]:
         """The settings of which a faster plan may be accepted, most promising first."""
@@ -173,18 +178,24 @@ class _Contest:
 
     def _excess_bytes(self, plan: Plan) -> int:
         stages = predict_memory(plan, self.job)
-        if all(sum(terms.values()) <= self.job.budget_bytes for terms in stages):
+        budgets = [each.job.budget_bytes for each in stage_settings(plan, self.job)]
+        if all(sum(terms.values()) <= budget for terms, budget in zip(stages, budgets, strict=True)):
             return 0
-        return max(1, _fullest_bytes(stages) - self.room_bytes)
+        return max(1, _fullest_bytes(stages, plan, self.job) - self.room_bytes)
 
 
-def walked_bytes(plan: Plan, job: Job) -> int:
-    """Bytes of the fullest device of a plan, the allocator's slack left out."""
-    return _fullest_bytes(predict_memory(plan, job))
+def walked_bytes(plan: Plan, job: AnyJob) -> int:
+    """Bytes of the fullest device of a plan, the allocator's slack left out.
+
+    Of several pools with what a device has less than one of the roomiest, as in their tables.
+    """
+    return _fullest_bytes(predict_memory(plan, job), plan, job)
 
 
-def _fullest_bytes(stages: Sequence[Mapping[str, int]]) -> int:
-    return max(sum(num_bytes for name, num_bytes in terms.items() if name != "allocator slack") for terms in stages)
+def _fullest_bytes(stages: Sequence[Mapping[str, int]], plan: Plan, job: AnyJob) -> int:
+    spared = [usable_of(job) - usable_of(each.job) for each in stage_settings(plan, job)]
+    pairs = zip(stages, spared, strict=True)
+    return max(sum(terms.values()) - terms.get("allocator slack", 0) + more for terms, more in pairs)
 
 
 def _compete(
@@ -193,10 +204,11 @@ def _compete(
     """Finds accepted plans of these settings: what their own tables allow, then what lies between."""
     above = search(
         [contest.tables[index] for index in contested],
-        usable_bytes(contest.job),
+        usable_of(contest.job),
         num_exact=contest.num_exact,
         num_alternatives=num_alternatives,
         time_limit_s=_left_s(deadline),
+        cutoff_s=contest.known_s,
     )
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])
@@ -209,7 +221,9 @@ def _compete(
 
 
 def _plain(contest: _Contest, indices: Sequence[int], deadline: float | None) -> None:
-    """Tries the plain plans of these settings that promise to be of use."""
+    """Tries the plain plans of these settings that promise to be of use; over unlike pools none is plain."""
+    if isinstance(contest.job, PooledJob):
+        return
     settings, floors = [contest.tables[index] for index in indices], [contest.floors(index)[0] for index in indices]
     for choice in plain_choices(PLAIN_N_D, contest.job, settings, floors):
         if choice.least_s >= contest.cutoff_s * (1 - SAME) or _left_s(deadline) == 0:
@@ -219,7 +233,7 @@ def _plain(contest: _Contest, indices: Sequence[int], deadline: float | None) ->
         index = indices[choice.index]
         for whole, narrow, room_bytes in (
             (choice.floor, choice.floor_tables(), contest.room_bytes),
-            (choice.setting, choice.tables(), usable_bytes(contest.job)),
+            (choice.setting, choice.tables(), usable_of(contest.job)),
         ):
             result = partition_exact(narrow, room_bytes, cutoff_s=contest.cutoff_s, deadline=deadline)
             if result.solution is None:
@@ -308,7 +322,7 @@ def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOu
 
 def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
     """What was accepted, best first, with the bound that holds for all accepted plans."""
-    least = None if contest.accepted else _least(contest)
+    least = None if contest.accepted or contest.known_s < np.inf else _least(contest)
     if least is not None:
         contest.admit([least.outcome])
     accepted = (replace(each, is_settled=contest.is_settled(index)) for index, each in contest.accepted.items())
@@ -394,8 +408,9 @@ def _small_strategies(contest: _Contest, index: int, kind: int, stage: int) -> l
     found: dict[int, None] = {}
     for tables in contest.floors(index):
         num_bytes = tables.static_bytes[kind] + tables.pipeline.in_flight(stage) * tables.activation_bytes[kind]
-        order = np.argsort(np.where(tables.legal[kind], num_bytes, IMPOSSIBLE), kind="stable")
-        found.update(dict.fromkeys(each for each in order[:NUM_SMALL].tolist() if tables.legal[kind, each]))
+        legal = tables.legal_on(stage)[kind]
+        order = np.argsort(np.where(legal, num_bytes, IMPOSSIBLE), kind="stable")
+        found.update(dict.fromkeys(each for each in order[:NUM_SMALL].tolist() if legal[each]))
     return list(found)
 
 
@@ -425,7 +440,7 @@ def _walked(contest: _Contest, least: _Least, tables: CostTables, cuts: Sequence
 def _weighed(contest: _Contest, outcome: SettingOutcome, miss: NearestMiss) -> _Least:
     """An outcome with the bytes that the walk of its plan finds, and what they miss."""
     walked = walked_bytes(bare_plan(contest.job, outcome), contest.job)
-    missing = walked - usable_bytes(contest.job)
+    missing = walked - usable_of(contest.job)
     return _Least(outcome=outcome, walked_bytes=walked, miss=replace(miss, needed_bytes=walked, miss_bytes=missing))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from steelyard.cost.accuracy import interval_of
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
+from steelyard.cost.pools import AnyJob
 from steelyard.cost.predict import PlanCost, least_step_s, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
@@ -41,9 +42,9 @@ NOT_BUILT = "not searched: the time was up before its cost tables were built"
 class PlanningResult:
     """Outcome of planning: a plan with its cost, or the nearest miss where nothing fits."""
 
-    job: Job
-    problem: Problem
-    """What was searched."""
+    job: AnyJob
+    problem: Problem | None
+    """What was searched; None for several pools, whose settings are built as they are needed."""
     num_left_out: int
     """Settings for whose cost tables there was no time."""
     search: SearchResult
@@ -150,6 +151,7 @@ def plan_job(
     found = _plan_within(job, options, top, problem)
     if found.plan is not None or not job.margin_bytes:
         return found
+    assert found.problem is not None, "what one pool was searched with"
     whole = without_margin(job)
     found = _plan_within(whole, options, top, replace(found.problem, budget_bytes=usable_bytes(whole)))
     if found.plan is None or found.plan.prediction is None:

@@ -46,10 +46,10 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
 
     Those that the search found, then of the settings that it left unsolved the most promising.
     """
-    if result.plan is None:
-        return result
+    if result.plan is None or result.problem is None or not isinstance(result.job, Job):
+        return result  # of several pools nothing else was solved
     job, found = result.job, list(result.others[: max(0, num_plans)])
-    for tables in _most_promising(result)[: 2 * num_plans]:
+    for tables in _most_promising(result, result.problem)[: 2 * num_plans]:
         if len(found) >= num_plans:
             break
         ranked = accept(job, [tables], num_alternatives=0, time_limit_s=SETTING_LIMIT_S).ranked
@@ -59,13 +59,13 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
 
 
-def _most_promising(result: PlanningResult) -> list[CostTables]:
+def _most_promising(result: PlanningResult, problem: Problem) -> list[CostTables]:
     """The settings of which no plan was priced, by what no plan of theirs is faster than."""
     assert result.plan is not None, "a result without a plan has no other"
     taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
     left = [each for each in result.search.settings if each.tables.pipeline not in taken]
     left.sort(key=lambda each: each.result.lower_bound_s)
-    return [result.problem.settings[each.index] for each in left]
+    return [problem.settings[each.index] for each in left]
 
 
 def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem) -> Plan | None:

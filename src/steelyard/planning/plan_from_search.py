@@ -1,8 +1,10 @@
 """Turns the outcome of a search into a plan, without its prediction, and says in words what it is."""
 
+from itertools import accumulate
+
 from steelyard.cost.fold import unfold_layers, unfold_parts
-from steelyard.cost.setting import Job
-from steelyard.hardware import cluster_file, is_as_named
+from steelyard.cost.pools import AnyJob, PooledJob
+from steelyard.hardware import Cluster, MixedCluster, hardware_file
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
@@ -10,23 +12,31 @@ from steelyard.search.group_strategies import group_equal_strategies
 from steelyard.units import format_plural
 
 
-def bare_plan(job: Job, outcome: SettingOutcome, *, is_grouped: bool = True) -> Plan:
+def bare_plan(job: AnyJob, outcome: SettingOutcome, *, is_grouped: bool = True) -> Plan:
     """The plan of a search outcome, without its prediction; equal layers of equal strategies beside each other."""
     tables = outcome.tables
     pipeline = tables.pipeline
     solution = group_equal_strategies(tables, outcome.solution) if is_grouped else outcome.solution
     strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
-    size = job.cluster.num_devices // pipeline.num_stages
+    parts = list(unfold_parts(solution.boundaries, pipeline.num_chunks))
+    ends = list(accumulate(strategies[first].num_devices for _, first, _ in parts[: pipeline.num_stages]))
     stages = tuple(
-        StagePlan(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
-        for stage, first, end in unfold_parts(solution.boundaries, pipeline.num_chunks)
+        StagePlan(
+            ranks=(ends[stage - 1] if stage else 0, ends[stage] - 1), runs=fold_runs(first, strategies[first:end])
+        )
+        for stage, first, end in parts
     )
-    return assemble_plan(job, pipeline, stages)
+    return assemble_plan(job, pipeline, stages, job.on(tables) if isinstance(job, PooledJob) else job.cluster)
 
 
-def assemble_plan(job: Job, pipeline: PipelineConfig, stages: tuple[StagePlan, ...]) -> Plan:
-    """The plan of a job with these parts of the pipeline, without its prediction."""
-    chain = job.chain
+def assemble_plan(
+    job: AnyJob,
+    pipeline: PipelineConfig,
+    stages: tuple[StagePlan, ...],
+    cluster: Cluster | MixedCluster | None = None,
+) -> Plan:
+    """The plan of a job on all its devices or on these, with these parts of the pipeline, without its prediction."""
+    chain, cluster = job.chain, cluster or job.cluster
     return Plan(
         model=PlanModel(
             name=chain.name,
@@ -35,8 +45,8 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, stages: tuple[StagePlan, .
             split=chain.split,
             own=chain.own,
         ),
-        cluster=job.cluster.name,
-        hardware=None if is_as_named(job.cluster) else cluster_file(job.cluster),
+        cluster=cluster.name,
+        hardware=hardware_file(cluster),
         seq_len=job.seq_len,
         global_batch=job.global_batch,
         num_microbatches=pipeline.num_microbatches,

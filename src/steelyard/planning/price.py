@@ -87,6 +87,8 @@ def job_or_reason(
     The reason is for a prediction that stands without them: raises `UserError` where there is none, or where
     ``cluster``, ``network`` or ``profile`` is what was wrong.
     """
+    if plan.is_mixed:
+        return "its devices are in several pools, whose trade-offs are not searched; see `steelyard explain`"
     try:
         return job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
     except (InvalidClusterError, InvalidProfileError) as error:

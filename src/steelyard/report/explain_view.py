@@ -16,6 +16,7 @@ from steelyard.report.plan_table import (
     as_good_line,
     headline,
     link_lines,
+    pool_lines,
     stage_table,
     term_table,
     total_table,
@@ -36,7 +37,7 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
     layers = stage_table(plan) if everything or num_rows <= SHOWN_ROWS else Text(_usage(plan))
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), *warning_lines(plan.prediction), layers]
     if plan.prediction is not None:
-        parts += [Text(line) for line in prediction_lines(plan, plan.prediction)]
+        parts += [Text(line) for line in prediction_lines(plan, plan.prediction)] + pool_lines(plan.prediction)
     if explanation.binds:
         parts.append(Text(explanation.binds))
     parts += [Text(slow_sentence(each), style="yellow") for each in explanation.slow_nodes]
@@ -87,9 +88,10 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     """Where the time of the slowest stage goes, what the pipeline adds, what fills the fullest stage, proof, costs."""
     stages = prediction.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].total_time_s)
-    fullest = max(range(len(stages)), key=lambda index: stages[index].total_bytes)
+    budgets = prediction.stage_budgets()
+    fullest = max(range(len(stages)), key=lambda index: stages[index].total_bytes - budgets[index])
     busy_s = stages[slowest].total_time_s
-    left = prediction.budget_bytes - stages[fullest].total_bytes
+    left = budgets[fullest] - stages[fullest].total_bytes
     lines = [
         f"Time: {_stage(plan, slowest, 'is the slowest')}{format_seconds(busy_s)} a microbatch, of it "
         f"{shares(stages[slowest].time_s)}."

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
+from steelyard.hardware import MixedCluster
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.choices import Rival
 from steelyard.plan.plan import Alternative, Plan, Prediction
@@ -29,6 +30,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
     if plan.prediction is not None:
         parts += [
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
+            *pool_lines(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.profile}", style="dim"),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
             *(Text(line) for line in spare_lines(plan, plan.prediction)),
@@ -56,13 +58,30 @@ def headline(plan: Plan) -> str:
     return (
         f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
-        f"{format_bytes(max(stage.total_bytes for stage in prediction.stages))} of "
-        f"{format_bytes(prediction.budget_bytes)} per device"
+        f"{_fullest(prediction)} per device"
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
         + (f"\n{prediction.interval}" if prediction.interval else "")
         + (f"\n{compared}" if compared else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
+
+
+def _fullest(prediction: Prediction) -> str:
+    """The bytes of the device with least room left, and those of its budget."""
+    pairs = zip((stage.total_bytes for stage in prediction.stages), prediction.stage_budgets(), strict=True)
+    taken, budget = max(pairs, key=lambda pair: pair[0] - pair[1])
+    return f"{format_bytes(taken)} of {format_bytes(budget)}"
+
+
+def pool_lines(prediction: Prediction) -> list[RenderableType]:
+    """A line for each pool of unlike devices: what it is used for, or why it is left out."""
+    lines: list[RenderableType] = []
+    for pool in prediction.pools or ():
+        memory = format_bytes(pool.budget_bytes)
+        used = f"{format_plural(pool.num_stages, 'stage')} on {pool.num_devices} devices of {memory}"
+        words = used if pool.num_stages else f"left out: {pool.reason or 'not part of the plan'}"
+        lines.append(Text(f"Pool {pool.name}: {words}", style="dim" if pool.num_stages else "yellow"))
+    return lines
 
 
 def _counted(prediction: Prediction) -> str:
@@ -94,9 +113,13 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
     """A line with the links that were assumed, at their rate for a device; none where they were measured or the cluster
     is not known."""
     try:
-        machines = plan.machines()
+        machines = plan.hardware_value()
     except InvalidClusterError:
         return []
+    if isinstance(machines, MixedCluster):
+        pairs = zip(machines.pools, machines.links, strict=True)
+        words = [f"{link.name} from {pool.name}, {link.bytes_per_s / GB:,.3g} GB/s" for pool, link in pairs]
+        return [f"Links assumed between pools, per device and direction: {'; '.join(words)}"]
     between = machines.inter_link if machines.num_nodes > 1 else None
     links = [(machines.intra_link, "inside a node"), *([(between, "between nodes")] if between is not None else [])]
     source = prediction.profile
@@ -159,13 +182,15 @@ def stage_table(plan: Plan) -> Table:
     """A row for every run of equal layers: stage (and its chunk), ranks, layers, strategy."""
     chain = plan.chain()
     table = Table(title="Strategies", title_justify="left", header_style="bold")
-    for column in ("stage", "ranks", "layers", "parallel", "remat"):
+    pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else []
+    for column in ("stage", *(["pool"] if pools else []), "ranks", "layers", "parallel", "remat"):
         table.add_column(column)
     for index, stage in enumerate(plan.stages):
         for run_index, run in enumerate(stage.runs):
             first = run_index == 0
             table.add_row(
                 part_name(plan, index) if first else "",
+                *([pools[index] if first else ""] if pools else []),
                 f"{stage.ranks[0]}–{stage.ranks[1]}" if first else "",
                 layers_text(chain, *run.layers),
                 str(run.strategy.without_remat()),
@@ -192,7 +217,7 @@ def term_table(prediction: Prediction) -> Table:
     for name in _terms([stage.memory_bytes for stage in prediction.stages]):
         table.add_row(name, *(format_bytes(stage.memory_bytes.get(name, 0)) for stage in prediction.stages))
     table.add_row("memory", *(format_bytes(stage.total_bytes) for stage in prediction.stages), style="bold")
-    table.add_row("left of the budget", *(_left(prediction, stage.total_bytes) for stage in prediction.stages))
+    table.add_row("left of the budget", *_all_left(prediction))
     return table
 
 
@@ -201,14 +226,14 @@ def total_table(prediction: Prediction) -> Table:
     table = Table(title="Predicted, per stage", title_justify="left", header_style="bold")
     for column in ("stage", "a microbatch", "of it compute", "memory", "of it activations", "left"):
         table.add_column(column, justify="right")
-    for index, stage in enumerate(prediction.stages):
+    for index, (stage, left) in enumerate(zip(prediction.stages, _all_left(prediction), strict=True)):
         table.add_row(
             str(index),
             format_seconds(stage.total_time_s),
             format_seconds(stage.time_s.get("compute", 0.0)),
             format_bytes(stage.total_bytes),
             format_bytes(stage.memory_bytes.get("activations", 0)),
-            _left(prediction, stage.total_bytes),
+            left,
         )
     return table
 
@@ -251,9 +276,11 @@ def part_name(plan: Plan, index: int) -> str:
     return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"
 
 
-def _left(prediction: Prediction, total_bytes: int) -> str:
-    left = prediction.budget_bytes - total_bytes
-    return format_bytes(left) if left >= 0 else f"over by {format_bytes(-left)}"
+def _all_left(prediction: Prediction) -> list[str]:
+    """What each stage leaves of its budget."""
+    pairs = zip(prediction.stages, prediction.stage_budgets(), strict=True)
+    left = [budget - stage.total_bytes for stage, budget in pairs]
+    return [format_bytes(each) if each >= 0 else f"over by {format_bytes(-each)}" for each in left]
 
 
 def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:

@@ -42,7 +42,7 @@ def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
 def device_kind(plan: Plan) -> DeviceKind | None:
     """The kind of device that a plan is for; None where neither its cluster nor its prediction says it."""
     try:
-        return plan.machines().device.kind
+        return plan.pools()[0].device.kind
     except InvalidClusterError:
         is_for_gpus = plan.prediction is not None and plan.prediction.backend is Backend.NCCL
         return "gpu" if is_for_gpus else None

@@ -86,7 +86,7 @@ def memory_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
     """The cuts whose fullest stage needs the fewest bytes, every layer under its smallest strategy."""
     memories = stage_memories(tables)
     needed = least_budget(tables, memories)
-    found = furthest_boundaries(tables, memories, needed - tables.overhead_bytes) if needed is not None else None
+    found = furthest_boundaries(tables, memories, needed) if needed is not None else None
     return found or even_boundaries(tables)
 
 
@@ -121,7 +121,7 @@ def _adjust(prospect: Prospect) -> BalancedResult:
     if start is None:
         return BalancedResult(result=_unproven(prospect, None), start=None)
     by_time = best_for_boundaries(setting, time_balanced_boundaries(tables))
-    most_bytes = by_time.peak_bytes if by_time else setting.room_bytes + tables.overhead_bytes
+    most_bytes = by_time.peak_bytes if by_time else setting.budget_bytes
     best, moves = start, []
     queue, seen = deque([start]), {start.boundaries}
     while queue:

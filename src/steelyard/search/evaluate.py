@@ -110,11 +110,11 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
             ),
             start=0.0,
         ),
-        transfer_s=tables.transfer_s if stage > 0 else 0.0,
+        transfer_s=tables.received_s(stage),
         static_bytes=sum(int(tables.static_bytes[pair]) for pair in pairs),
         activation_bytes=in_flight * sum(int(tables.activation_bytes[pair]) for pair in pairs),
         transient_bytes=max(int(tables.transient_bytes[pair]) for pair in pairs),
-        overhead_bytes=tables.overhead_bytes,
+        overhead_bytes=tables.overhead_of(stage),
     )
 
 
@@ -143,8 +143,9 @@ def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[i
         raise InvalidProblemError(
             field="strategies", found=f"{len(strategies)} strategies", expected=f"one for each of {num_layers} layers"
         )
+    legal = [tables.legal_on(stage) for stage, size in enumerate(sizes) for _ in range(size)]
     for layer, (kind, strategy) in enumerate(zip(tables.layers, strategies, strict=True)):
-        if not 0 <= strategy < len(tables.strategies) or not tables.legal[kind, strategy]:
+        if not 0 <= strategy < len(tables.strategies) or not legal[layer][kind, strategy]:
             raise InvalidProblemError(
                 field="strategies",
                 found=f"strategy {strategy} for layer {layer}",

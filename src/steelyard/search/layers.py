@@ -165,13 +165,14 @@ class OptionTable:
     may_beat: NDArray[np.bool_]
     """[K, S, S] the first is no worse than the second in all but the additive bytes, and both are legal"""
 
-    def stage(self, in_flight: int) -> StageCosts:
-        """The costs of a stage with this many microbatches in flight, beaten strategies left out."""
+    def stage(self, stage: int) -> StageCosts:
+        """The costs of a stage with the microbatches that it has in flight, beaten strategies left out."""
         tables = self.tables
-        num_bytes = tables.held_bytes(in_flight)
-        beats = self.may_beat & (num_bytes[:, :, None] <= num_bytes[:, None, :])
+        num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
+        legal = tables.legal_on(stage)
+        beats = self.may_beat & (num_bytes[:, :, None] <= num_bytes[:, None, :]) & legal[:, :, None]
         equal = beats & beats.transpose(0, 2, 1)
-        kept = tables.legal & ~(beats & ~np.tril(equal)).any(axis=1)
+        kept = legal & ~(beats & ~np.tril(equal)).any(axis=1)
         count = kept.sum(axis=1)
         strategy = np.argsort(~kept, axis=1, kind="stable")[:, : max(int(count.max()), 1)]
         kinds = np.arange(len(strategy))[:, None]

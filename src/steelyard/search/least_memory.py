@@ -18,10 +18,11 @@ bisection over whole bytes, so the miss is exact.
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.limits import MOST_BYTES
@@ -53,6 +54,15 @@ class StageMemory:
         reach = (bisect_right(ended, room_bytes - peak + row[start]) - 1 for row, ended, peak in self.rows)
         return max(start, *reach)
 
+    def all_farthest(self, room_bytes: int) -> IntArray:
+        """[L] `farthest` from every layer."""
+        first = np.arange(self.prefix.shape[1] - 1)
+        found = first
+        for row, ended, peak in zip(self.prefix, self.ended, self.threshold, strict=True):
+            reach = np.searchsorted(ended, room_bytes - peak + row[:-1], side="right") - 1
+            found = np.maximum(found, reach)
+        return found
+
     def least_bytes(self, start: int, end: int) -> int:
         """Least bytes of the layers ``start..end-1``."""
         return min(ended[end] - row[start] + peak for row, ended, peak in self.rows)
@@ -78,17 +88,20 @@ class NearestMiss:
 
 
 def stage_memories(tables: CostTables) -> list[StageMemory]:
-    """One for each stage; stages with equal microbatches in flight share theirs."""
-    flights = sorted({tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)})
-    threshold, per_kind = _least_by_threshold(tables, flights)
-    shared: dict[int, StageMemory] = {}
-    for in_flight, least in zip(flights, per_kind, strict=True):
-        prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
-        np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
-        ended = _ended(tables, prefix, least)
-        rows = list(zip(prefix.tolist(), ended.tolist(), threshold.tolist(), strict=True))
-        shared[in_flight] = StageMemory(threshold=threshold, prefix=prefix, ended=ended, rows=rows)
-    return [shared[tables.pipeline.in_flight(stage)] for stage in range(tables.pipeline.num_stages)]
+    """One for each stage; stages of a pool with equal microbatches in flight share theirs."""
+    alike = [tables.likeness(stage)[:2] for stage in range(tables.pipeline.num_stages)]
+    shared: dict[tuple[int, int], StageMemory] = {}
+    for pool in dict.fromkeys(pool for _, pool in alike):
+        flights = sorted({in_flight for in_flight, own in alike if own == pool})
+        legal = tables.legal_on(next(stage for stage, (_, own) in enumerate(alike) if own == pool))
+        threshold, per_kind = _least_by_threshold(tables, legal, flights)
+        for in_flight, least in zip(flights, per_kind, strict=True):
+            prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
+            np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
+            ended = _ended(tables, prefix, least)
+            rows = list(zip(prefix.tolist(), ended.tolist(), threshold.tolist(), strict=True))
+            shared[in_flight, pool] = StageMemory(threshold=threshold, prefix=prefix, ended=ended, rows=rows)
+    return [shared[each] for each in alike]
 
 
 def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
@@ -104,11 +117,13 @@ def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
     return ended
 
 
-def _least_by_threshold(tables: CostTables, in_flight: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """[R] transient peaks worth allowing, rising, and [F, R, K] the least bytes within each."""
+def _least_by_threshold(
+    tables: CostTables, legal: NDArray[np.bool_], in_flight: Sequence[int]
+) -> tuple[IntArray, IntArray]:
+    """[R] transient peaks worth allowing, rising, and [F, R, K] the least bytes within each, of legal strategies."""
     num_bytes = np.stack([tables.held_bytes(each) for each in in_flight])
-    num_bytes = np.where(tables.legal, num_bytes, IMPOSSIBLE)
-    transient = np.where(tables.legal, tables.transient_bytes, 0)
+    num_bytes = np.where(legal, num_bytes, IMPOSSIBLE)
+    transient = np.where(legal, tables.transient_bytes, 0)
     order = np.argsort(transient, axis=1, kind="stable")
     rising = np.take_along_axis(transient, order, axis=1)
     least = np.full((len(in_flight), len(tables.kinds), len(tables.strategies) + 1), IMPOSSIBLE)
@@ -124,17 +139,65 @@ def _least_by_threshold(tables: CostTables, in_flight: Sequence[int]) -> tuple[I
     return threshold, np.stack([least[:, kind, place] for kind, place in enumerate(places)], axis=2)
 
 
-def furthest_boundaries(tables: CostTables, memories: Sequence[StageMemory], room_bytes: int) -> tuple[int, ...] | None:
+def furthest_boundaries(
+    tables: CostTables, memories: Sequence[StageMemory], budget_bytes: int
+) -> tuple[int, ...] | None:
     """Stage boundaries 0..L with as many layers as fit on each stage in turn; None if some stage is left too few."""
-    num_layers = len(tables.layers)
+    num_layers, rooms = len(tables.layers), tables.rooms(budget_bytes)
+    if tables.pools is not None:
+        return boundaries_within(tables, memory_reaches(tables, memories, budget_bytes))
     boundaries = [0]
     for stage, memory in enumerate(memories):
         start = boundaries[-1]
-        end = min(memory.farthest(start, room_bytes), num_layers - tables.least_layers_behind(stage))
+        end = min(memory.farthest(start, rooms[stage]), num_layers - tables.least_layers_behind(stage))
         if end < start + tables.least_layers(stage):
             return None
         boundaries.append(end)
     return tuple(boundaries) if boundaries[-1] == num_layers else None
+
+
+def memory_reaches(tables: CostTables, memories: Sequence[StageMemory], budget_bytes: int) -> list[IntArray]:
+    """[P] of [L] the largest end of a run that fits on a stage, from every first layer; that layer if none does."""
+    known: dict[tuple[object, ...], IntArray] = {}
+    found = []
+    for stage, (memory, room_bytes) in enumerate(zip(memories, tables.rooms(budget_bytes), strict=True)):
+        key = tables.likeness(stage)
+        if key not in known:
+            known[key] = memory.all_farthest(room_bytes)
+        found.append(known[key])
+    return found
+
+
+def boundaries_within(tables: CostTables, reaches: Sequence[IntArray]) -> tuple[int, ...] | None:
+    """Boundaries where no stage goes beyond what it reaches from its first layer, the last stages as short as can be.
+
+    None if there are none. Where stages are unlike, one that is filled may leave the next a layer that it cannot hold.
+    """
+    reached = reached_places(tables, reaches)
+    place = len(tables.layers)
+    if not reached[-1][place]:
+        return None
+    boundaries = [place]
+    for stage in reversed(range(len(reaches))):
+        starts = np.flatnonzero(reached[stage][: place - tables.least_layers(stage) + 1])
+        place = int(starts[reaches[stage][starts] >= place][-1])
+        boundaries.append(place)
+    return tuple(reversed(boundaries))
+
+
+def reached_places(tables: CostTables, reaches: Sequence[IntArray]) -> list[NDArray[np.bool_]]:
+    """[P + 1] of [L + 1] whether the first stages may end there, each from where those before it may."""
+    num_layers = len(tables.layers)
+    reached = [np.arange(num_layers + 1) == 0]
+    for stage, reach in enumerate(reaches):
+        starts = np.flatnonzero(reached[-1][:num_layers])
+        first = starts + tables.least_layers(stage)
+        some = first <= reach[starts]
+        edges = np.zeros(num_layers + 2, dtype=np.int64)
+        np.add.at(edges, first[some], 1)
+        np.add.at(edges, reach[starts[some]] + 1, -1)
+        reached.append(np.cumsum(edges)[:-1] > 0)
+    return reached
 
 
 def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small: int = -1) -> int | None:
@@ -142,36 +205,51 @@ def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small:
 
     ``too_small``: a budget that is known not to be enough.
 
-    Bisection; a feasible room shrinks to what its stages take, an infeasible one grows to where some stage takes one
+    Bisection; a feasible budget shrinks to what its stages take, an infeasible one grows to where some stage takes one
     layer more, so a handful of steps ends it at the exact byte.
     """
     too_few = len(tables.layers) < tables.least_layers_before(tables.pipeline.num_stages)
     if too_few or not tables.legal[list(set(tables.layers))].any(axis=1).all():
         return None
-    low = _next_room(tables, memories, too_small - tables.overhead_bytes) if too_small > tables.overhead_bytes else 0
-    high = max(memory.least_bytes(0, len(tables.layers)) for memory in memories)
+    overheads = [tables.overhead_of(stage) for stage in range(len(memories))]
+    whole = ((memory, (0, len(tables.layers))) for memory in memories)
+    low, high = min(overheads), _most_bytes(whole, overheads)
+    if too_small > low:
+        low = _next_budget(tables, memories, too_small)
     while low < high:
         middle = (low + high) // 2
         boundaries = furthest_boundaries(tables, memories, middle)
         if boundaries is None:
-            low = _next_room(tables, memories, middle)
+            low = _next_budget(tables, memories, middle)
         else:
-            high = max(memory.least_bytes(*span) for memory, span in _spans(memories, boundaries))
-    return high + tables.overhead_bytes
+            high = _most_bytes(_spans(memories, boundaries), overheads)
+    return None if tables.pools is not None and high >= IMPOSSIBLE else high
+
+
+def _most_bytes(spans: Iterable[tuple[StageMemory, tuple[int, int]]], overheads: Sequence[int]) -> int:
+    """Bytes of the fullest stage that holds its span."""
+    return max(memory.least_bytes(*span) + more for (memory, span), more in zip(spans, overheads, strict=False))
 
 
 def _spans(memories: Sequence[StageMemory], boundaries: Sequence[int]) -> Iterator[tuple[StageMemory, tuple[int, int]]]:
     return zip(memories, itertools.pairwise(boundaries), strict=False)
 
 
-def _next_room(tables: CostTables, memories: Sequence[StageMemory], room_bytes: int) -> int:
-    """The smallest room in which some stage takes more layers than in this one, in which they do not all fit."""
+def _next_budget(tables: CostTables, memories: Sequence[StageMemory], budget_bytes: int) -> int:
+    """The smallest budget in which some stage takes more layers than in this one, in which they do not all fit."""
     num_layers, place, nearest = len(tables.layers), 0, 2**62
-    for stage, memory in enumerate(memories):
+    if tables.pools is not None:
+        reaches = memory_reaches(tables, memories, budget_bytes)
+        for stage, (reached, reach) in enumerate(zip(reached_places(tables, reaches), reaches, strict=False)):
+            for start in np.flatnonzero(reached[:num_layers] & (reach < num_layers)).tolist():
+                needed = memories[stage].least_bytes(start, int(reach[start]) + 1) + tables.overhead_of(stage)
+                nearest = min(nearest, needed if needed > budget_bytes else nearest)
+        return nearest
+    for stage, (memory, room_bytes) in enumerate(zip(memories, tables.rooms(budget_bytes), strict=True)):
         end = min(memory.farthest(place, room_bytes), num_layers - tables.least_layers_behind(stage))
         if end < num_layers:
             more = memory.least_bytes(place, end + 1)
-            nearest = min(nearest, more if more > room_bytes else nearest)
+            nearest = min(nearest, more + tables.overhead_of(stage) if more > room_bytes else nearest)
         place = end
     return nearest
 
@@ -184,9 +262,10 @@ def nearest_miss(
     needed = least_budget(tables, memories, budget_bytes)
     if needed is None:
         return None
-    boundaries = furthest_boundaries(tables, memories, needed - tables.overhead_bytes)
+    boundaries = furthest_boundaries(tables, memories, needed)
     assert boundaries is not None, "the least budget is feasible by its definition"
-    used = [memory.least_bytes(*span) for memory, span in _spans(memories, boundaries)]
+    spans = enumerate(_spans(memories, boundaries))
+    used = [memory.least_bytes(*span) + tables.overhead_of(stage) for stage, (memory, span) in spans]
     stage = int(np.argmax(used))
     start, end = boundaries[stage], boundaries[stage + 1]
     alone = [memories[stage].least_bytes(layer, layer + 1) for layer in range(start, end)]
@@ -208,7 +287,7 @@ def least_memory_strategies(
         memory = memories[stage]
         best = int(np.argmin(memory.ended[:, end] - memory.prefix[:, start] + memory.threshold))
         num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
-        allowed = tables.legal & (tables.transient_bytes <= memory.threshold[best])
+        allowed = tables.legal_on(stage) & (tables.transient_bytes <= memory.threshold[best])
         smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
         chosen.extend(int(smallest[kind]) for kind in tables.run_kinds(start, end))
     return tuple(chosen)

@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import CostTables, Pools
 from steelyard.errors import InvalidProblemError
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
@@ -39,6 +39,7 @@ from steelyard.search.least_memory import (
     stage_memories,
 )
 from steelyard.search.pipeline_dp import Pipeline, join_runs
+from steelyard.search.pool_bounds import PricedLayers, least_step_s
 from steelyard.search.runs import (
     PreparedTables,
     StageRuns,
@@ -123,13 +124,12 @@ def assess(tables: CostTables, budget_bytes: int) -> Prospect | SettingResult:
             field="side_inputs", found=str(len(tables.side_inputs)), expected="none here: `search` resolves them first"
         )
     memories = stage_memories(tables)
-    room = budget_bytes - tables.overhead_bytes
-    fitting = furthest_boundaries(tables, memories, room)
+    fitting = furthest_boundaries(tables, memories, budget_bytes)
     if fitting is None:
         miss = nearest_miss(tables, budget_bytes, memories)
         return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     fallback = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
-    setting = prepare(tables, room, memories)
+    setting = prepare(tables, budget_bytes, memories)
     low, high = _least_slowest_s(setting, max(stage.time_s for stage in fallback.stages))
     return Prospect(
         setting=setting,
@@ -158,10 +158,24 @@ def _first_or_fallback(prospect: Prospect) -> Solution:
 
 def quick_bound_s(tables: CostTables) -> float:
     """A lower bound of the step time that ignores memory and switches: perfectly even stages of fastest strategies."""
+    if tables.pools is not None:
+        return _pooled_bound_s(tables, tables.pools)
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
-    total = float(fastest.sum()) + (tables.pipeline.num_stages - 1) * tables.transfer_s
+    total = float(fastest.sum()) + tables.all_received_s
     worst = max(total / tables.pipeline.num_stages, float(fastest.max()))
     return (total + (tables.pipeline.num_passes - 1) * worst) * (1 - ROUNDING)
+
+
+def _pooled_bound_s(tables: CostTables, pools: Pools) -> float:
+    counts = np.bincount(tables.layers, minlength=len(tables.kinds)).tolist()
+    fastest = [
+        PricedLayers.unpriced(
+            np.where(tables.legal & (pools.of_strategies == pool), tables.time_s, np.inf).min(axis=1), counts
+        )
+        for pool in range(max(pools.of_stages) + 1)
+    ]
+    stages = [fastest[pool] for pool in pools.of_stages]
+    return least_step_s(stages, counts, pools.transfer_s, tables.pipeline.num_passes) * (1 - ROUNDING)
 
 
 def _least_slowest_s(setting: PreparedTables, known_s: float) -> tuple[float, float]:
@@ -191,7 +205,7 @@ def first_plan(
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         bounds = setting.bounds[stage]
         pruning = Pruning(
-            budget_bytes=setting.room_bytes,
+            budget_bytes=setting.rooms[stage],
             limit_s=known_s / setting.tables.pipeline.num_passes,
             prices=bounds.good_prices(start, end),
             width=width,
@@ -289,8 +303,8 @@ def _plan_of(setting: PreparedTables, stages: Sequence[StageRuns], pipeline: Pip
 def best_for_boundaries(setting: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
     """The fastest plan with exactly these boundaries, or None if some stage cannot fit."""
     spans = itertools.pairwise(boundaries)
-    for memory, (start, end) in zip(setting.memories, spans, strict=True):
-        if memory.least_bytes(start, end) > setting.room_bytes:
+    for memory, room_bytes, (start, end) in zip(setting.memories, setting.rooms, spans, strict=True):
+        if memory.least_bytes(start, end) > room_bytes:
             return None
     least = evaluate(setting.tables, boundaries, least_memory_strategies(setting.tables, setting.memories, boundaries))
     first = first_plan(setting, boundaries) or least

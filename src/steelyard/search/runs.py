@@ -28,8 +28,8 @@ import numpy as np
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import StageBounds, stage_bounds
 from steelyard.search.frontier import FloatArray, IntArray
-from steelyard.search.layers import ROUNDING, ChainFrontier, Pruning, chain_frontier, option_table
-from steelyard.search.least_memory import StageMemory, stage_memories
+from steelyard.search.layers import ROUNDING, ChainFrontier, Pruning, StageCosts, chain_frontier, option_table
+from steelyard.search.least_memory import StageMemory, boundaries_within, memory_reaches, stage_memories
 
 FIRST_STEP = 0.001
 """A run is first solved up to so much above its bound, relatively."""
@@ -68,17 +68,42 @@ class PreparedTables:
     """One `CostTables` prepared for partitioning; ``solved`` remembers what is known of runs."""
 
     tables: CostTables
-    room_bytes: int
+    budget_bytes: int
+    rooms: tuple[int, ...]
+    """[P] budget less overhead"""
     memories: list[StageMemory]
     bounds: list[StageBounds]
     fastest_total_s: float
     """Least sum of the stage times, memory and switches ignored."""
-    solved: dict[tuple[int, bool, bool, bytes], BestRuns] = field(default_factory=dict)
+    fitting: list[IntArray]
+    """[P] of [L] the largest end of a run that fits on a stage from each layer; none where stages lie in one pool."""
+    solved: dict[tuple[object, ...], BestRuns] = field(default_factory=dict)
+    run_bounds: dict[int, FloatArray] = field(default_factory=dict)
+    """[L, L] of each of the bounds by its identity, first layer and last; as `reaches` asks for them."""
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self.tables.layers)
+
+    def exits(self, stage: int) -> IntArray:
+        """The switch classes that the last layer of a stage may leave."""
+        if self.tables.pools is None:
+            return np.arange(self.bounds[stage].costs.num_groups)
+        costs = self.bounds[stage].costs
+        return np.unique(costs.switches.group[self.tables.legal_on(stage).any(axis=0)])
+
+    def reaches(self, limit_s: float) -> list[IntArray]:
+        """[P] of [L] the largest end of a run from each layer that fits on a stage and has a bound within the limit."""
+        starts = np.arange(self.num_layers)
+        within: dict[int, IntArray] = {}
+        for bounds in self.bounds:
+            key = id(bounds)
+            if key not in self.run_bounds:
+                self.run_bounds[key] = bounds.matrix((0, self.num_layers), (1, self.num_layers))
+            if key not in within:
+                within[key] = starts + (self.run_bounds[key] <= limit_s).sum(axis=1)
+        return [np.minimum(fits, within[id(bounds)]) for fits, bounds in zip(self.fitting, self.bounds, strict=True)]
 
     def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
         """Step times from the sums and the maxima of the stage times."""
@@ -100,36 +125,39 @@ class StageRuns:
     """by index of first layer and of end"""
 
 
-def prepare(tables: CostTables, room_bytes: int, memories: list[StageMemory] | None = None) -> PreparedTables:
-    """Options, dominance and bounds of every stage; stages with equal microbatches in flight share theirs."""
-    options = option_table(tables)
-    costs = {
-        n: options.stage(n) for n in {tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)}
-    }
-    shared: dict[tuple[int, bool], StageBounds] = {}
+def prepare(tables: CostTables, budget_bytes: int, memories: list[StageMemory] | None = None) -> PreparedTables:
+    """Options, dominance and bounds of every stage; stages that are alike share theirs."""
+    options, rooms, memories = option_table(tables), tables.rooms(budget_bytes), memories or stage_memories(tables)
+    costs: dict[tuple[int, int], StageCosts] = {}
+    shared: dict[tuple[object, ...], StageBounds] = {}
     bounds: list[StageBounds] = []
-    for stage in range(tables.pipeline.num_stages):
-        key = (tables.pipeline.in_flight(stage), stage == 0)
+    for stage, room_bytes in enumerate(rooms):
+        key = tables.likeness(stage)
+        if key[:2] not in costs:
+            costs[key[:2]] = options.stage(stage)
         if key not in shared:
-            transfer_s = tables.transfer_s if stage else 0.0
-            shared[key] = stage_bounds(costs[key[0]], tables.layers, room_bytes, transfer_s)
+            shared[key] = stage_bounds(costs[key[:2]], tables.layers, room_bytes, tables.received_s(stage))
         bounds.append(shared[key])
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
     return PreparedTables(
         tables=tables,
-        room_bytes=room_bytes,
-        memories=memories or stage_memories(tables),
+        budget_bytes=budget_bytes,
+        rooms=rooms,
+        memories=memories,
+        fitting=[] if tables.pools is None else memory_reaches(tables, memories, budget_bytes),
         bounds=bounds,
-        fastest_total_s=float(fastest.sum()) + (tables.pipeline.num_stages - 1) * tables.transfer_s,
+        fastest_total_s=float(fastest.sum()) + tables.all_received_s,
     )
 
 
 def filled_boundaries(setting: PreparedTables, limit_s: float) -> tuple[int, ...] | None:
     """Boundaries with as many layers on each stage as fit and as the bounds allow within the limit; None if too few."""
+    if setting.tables.pools is not None:
+        return boundaries_within(setting.tables, setting.reaches(limit_s))
     boundaries = [0]
     for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
         place = boundaries[-1]
-        end = min(memory.farthest(place, setting.room_bytes), bounds.farthest(place, limit_s))
+        end = min(memory.farthest(place, setting.rooms[stage]), bounds.farthest(place, limit_s))
         end = min(end, setting.num_layers - setting.tables.least_layers_behind(stage))
         if end < place + setting.tables.least_layers(stage):
             return None
@@ -144,11 +172,11 @@ def possible_runs(setting: PreparedTables, aim_s: float) -> list[StageRuns] | No
     latest, earliest = [0], [setting.num_layers]
     for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
         place = latest[-1]
-        end = min(memory.farthest(place, setting.room_bytes), bounds.farthest(place, limit))
+        end = min(memory.farthest(place, setting.rooms[stage]), bounds.farthest(place, limit))
         latest.append(min(end, setting.num_layers - setting.tables.least_layers_behind(stage)))
     for stage in reversed(range(setting.tables.pipeline.num_stages)):
         memory, bounds, end = setting.memories[stage], setting.bounds[stage], earliest[-1]
-        start = max(memory.smallest_start(end, setting.room_bytes), bounds.smallest_start(end, limit))
+        start = max(memory.smallest_start(end, setting.rooms[stage]), bounds.smallest_start(end, limit))
         start = max(start, setting.tables.least_layers_before(stage))
         earliest.append(start)
     windows = [np.arange(low, high + 1) for low, high in zip(reversed(earliest), latest, strict=True)]
@@ -231,8 +259,8 @@ def solve_further(
     level = float(runs.level_s[place])
     kinds = np.array(setting.tables.run_kinds(*span), dtype=np.int32).tobytes()
     signature = (
-        setting.tables.pipeline.in_flight(stage),
-        stage == 0,
+        *setting.tables.likeness(stage),
+        setting.tables.pool_of(stage - 1) if stage else None,
         stage == setting.tables.pipeline.num_stages - 1,
         kinds,
     )
@@ -263,12 +291,12 @@ def best_runs(
     groups = bounds.costs.num_groups
     is_last = stage == setting.tables.pipeline.num_stages - 1
     pruning = Pruning(
-        budget_bytes=setting.room_bytes,
+        budget_bytes=setting.rooms[stage],
         limit_s=level_s - bounds.transfer_s,
         prices=bounds.good_prices(*span),
         deadline=deadline,
     )
-    entries = np.arange(groups) if stage else None
+    entries = setting.exits(stage - 1) if stage else None
     kinds = tables.run_kinds(*span)
     chain = chain_frontier(bounds.costs, kinds, entries=entries, pruning=pruning, is_last=is_last)
     last = chain.last

@@ -101,6 +101,7 @@ def search(
     time_limit_s: float | None = None,
     partition: Partition = "exact",
     stand_in: Callable[[int], CostTables] | None = None,
+    cutoff_s: float = np.inf,
 ) -> SearchResult:
     """The fastest plan over these settings within the budget per device.
 
@@ -108,7 +109,8 @@ def search(
     most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its setting. With
     another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven.
     ``stand_in`` makes the tables that a setting is searched with in place of those given, of the same times; it is
-    asked for settings that are not beaten by their times alone.
+    asked for settings that are not beaten by their times alone. Settings that cannot be as fast as ``cutoff_s`` are
+    beaten.
     Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
     """
     given = tuple(tables)
@@ -126,7 +128,7 @@ def search(
         return _summary(given, weights, results, budget_bytes)
     searched = list(given)
     wanted = max(1, num_exact), num_alternatives
-    results = _solve_in_order(searched, weights, budget_bytes, wanted, deadline, stand_in)
+    results = _solve_in_order(searched, weights, budget_bytes, wanted, deadline, stand_in, cutoff_s)
     return _summary(searched, weights, results, budget_bytes)
 
 
@@ -137,6 +139,7 @@ def _solve_in_order(
     wanted: tuple[int, int],
     deadline: float | None,
     stand_in: Callable[[int], CostTables] | None,
+    cutoff_s: float,
 ) -> list[SettingResult]:
     """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it.
 
@@ -152,7 +155,7 @@ def _solve_in_order(
     heapq.heapify(waiting)
     while waiting:
         bound, index, prospect = heapq.heappop(waiting)
-        cutoff = -best[0] if len(best) == num_exact else np.inf
+        cutoff = min(cutoff_s, -best[0] if len(best) == num_exact else np.inf)
         is_late = bool(best) and deadline is not None and time.monotonic() > deadline
         if is_late or (bound > cutoff and num_alternatives <= 0):
             results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])

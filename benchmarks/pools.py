@@ -1,0 +1,179 @@
+"""Plans over pools of unlike devices: against each pool alone and even cuts, and against measured plans of others.
+
+`clusters` searches each of the clusters below and compares the plan with the best one on each pool alone and the best
+one of stages of equal devices and layers; all times are predictions. Four of the clusters are those that Sailor's
+authors measured on (rows ``mixed_devices`` of the second set of published runs, the nodes of each card a pool), the
+others are sizes that users ask for.
+
+`sailor` predicts the measured plans in which every stage lies on one kind of card. The rows do not say which links the
+machines have, nor whether fp32 matmuls are in TF32. Assumed are 10 Gb/s Ethernet between nodes, true fp32, and inside a
+node PCIe through the host's memory, since these cards have no peer access, at the rates measured on such servers
+(``pcie-4-host``); with cards that reach each other directly (``pcie-3``) the second and third row come out at a third
+of what was measured. OPT-350M is priced as a GPT-2 of its sizes.
+
+Run: OMP_NUM_THREADS=1 python benchmarks/pools.py [clusters] [sailor]
+"""
+
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from published_runs.rows import OPEN_RUNS, PublishedRun, read_runs
+
+from steelyard.cost.predict import predict
+from steelyard.hardware import Cluster, MixedCluster, cluster_from_yaml, find_network, hardware_file, parse_pools
+from steelyard.plan.kinds import DP, TP
+from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.strategy import Level, Strategy
+from steelyard.planning.pools import make_pooled_job, plan_pools, pool_rivals
+from steelyard.planning.problem import PlanOptions
+from steelyard.units import format_seconds
+
+NETWORK = "ethernet-10"
+OPT_350M = {
+    "model_type": "gpt2",
+    "n_embd": 1024,
+    "n_layer": 24,
+    "n_head": 16,
+    "n_positions": 2048,
+    "vocab_size": 50432,
+    "activation_function": "gelu_new",
+}
+CARDS = {
+    "RTX 2080": "{name: rtx-2080, kind: gpu, memory_GiB: 7.79, memory_bandwidth_GBps: 448, peak_TFLOPs: {fp16: 40.3, "
+    "fp32: 10.1}, source: 'https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/"
+    "turing-architecture/NVIDIA-Turing-Architecture-Whitepaper.pdf'}",
+    "RTX 3090": "rtx-3090",
+    "Titan RTX": "titan-rtx",
+}
+
+
+def node(card: str, count: int, name: str, nodes: int = 1) -> Cluster:
+    """Nodes of one of the cards of Sailor's runs."""
+    text = (
+        f"version: 1\nname: '{name}'\nnum_nodes: {nodes}\ndevices_per_node: {count}\ndevice: {CARDS[card]}\n"
+        f"intra_link: pcie-4-host\ninter_link: {NETWORK}\n"
+    )
+    return cluster_from_yaml(text)
+
+
+def joined(*pools: Cluster) -> MixedCluster:
+    links = tuple(find_network(NETWORK, devices_per_node=pool.devices_per_node) for pool in pools)
+    return MixedCluster(pools=pools, links=links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job on a cluster of several pools."""
+
+    name: str
+    cluster: MixedCluster
+    model: Any
+    seq_len: int
+    batch: int
+    precision: Any = "bf16"
+
+
+def cases() -> list[Case]:
+    sailor = {"model": OPT_350M, "seq_len": 2048, "batch": 256, "precision": "fp32"}
+    two = joined(node("RTX 3090", 2, "3090"), node("Titan RTX", 2, "titan"))
+    three = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080"), node("Titan RTX", 8, "titan"))
+    four = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080", 2), node("Titan RTX", 8, "titan"))
+    six = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080", 3), node("Titan RTX", 8, "titan", 2))
+    return [
+        Case(name="Sailor N2: 2 × RTX 3090, 2 × Titan RTX", cluster=two, **sailor),
+        Case(name="Sailor N3: 8 × RTX 3090, 8 × RTX 2080, 8 × Titan RTX", cluster=three, **sailor),
+        Case(name="Sailor N4: 8 × RTX 3090, 16 × RTX 2080, 8 × Titan RTX", cluster=four, **sailor),
+        Case(name="Sailor N6: 8 × RTX 3090, 24 × RTX 2080, 16 × Titan RTX", cluster=six, **(sailor | {"batch": 288})),
+        shown("1x8xh100-80gb+1x8xa100-80gb", "llama3-8b", 8192, 128),
+        shown("2x8xh100-80gb+4x8xa100-40gb", "llama2-13b", 4096, 256),
+        shown("4x8xh100-80gb+8x8xa100-80gb", "llama3-70b", 4096, 512),
+        shown("1x8xa100-80gb+2x8xl40s", "llama3-8b", 4096, 128),
+    ]
+
+
+def shown(cluster: str, model: str, seq_len: int, batch: int) -> Case:
+    return Case(name=f"{cluster}, {model}", cluster=parse_pools(cluster), model=model, seq_len=seq_len, batch=batch)
+
+
+def compare(case: Case) -> None:
+    job = make_pooled_job(
+        case.model, case.cluster, global_batch=case.batch, seq_len=case.seq_len, precision=case.precision
+    )
+    started = time.process_time()
+    found = plan_pools(job, PlanOptions())
+    spent_s = time.process_time() - started
+    if found.plan is None:
+        print(f"{case.name}\n  nothing fits: {found.miss_text}")
+        return
+    prediction = found.plan.prediction
+    order = ", ".join(f"{each.name} × {each.num_stages} stages" for each in prediction.pools)
+    print(f"{case.name}\n  {format_seconds(prediction.step_time_s)} a step: {order}")
+    print(f"  {prediction.certificate}; searched in {spent_s:.1f} s of CPU")
+    for rival in pool_rivals(job, PlanOptions(), prediction.step_time_s):
+        words = "does not fit" if rival.step_time_s is None else format_seconds(rival.step_time_s)
+        slower = "" if rival.slowdown is None else f", {rival.slowdown:+.1%}"
+        print(f"  {rival.name}: {words}{slower}")
+
+
+def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster] | None:
+    """The plan of a row whose stages each lie on one kind of card, and its machines; None for another row."""
+    devices = re.search(r"devices of the stages: (.+)$", run.text("notes"))
+    units = re.search(r"counted as one each\): ([0-9/]+)", run.text("notes"))
+    stages = [each.strip() for each in devices.group(1).split(" / ")] if devices else []
+    if len(stages) < 2 or any("|" in each for each in stages) or units is None:
+        return None
+    tp, dp = run.count("tp") or 1, run.count("dp") or 1
+    size = tp * dp
+    cluster = joined(*(node(card, size, f"{card.lower().replace(' ', '-')}-{n}") for n, card in enumerate(stages)))
+    levels = tuple(Level(kind=kind, degree=degree) for kind, degree in ((DP, dp), (TP, tp)) if degree > 1)
+    parts, first = [], 0
+    for index, count in enumerate(map(int, units.group(1).split("/"))):
+        parts.append(
+            StagePlan(
+                ranks=(index * size, (index + 1) * size - 1), runs=fold_runs(first, (Strategy(levels=levels),) * count)
+            )
+        )
+        first += count
+    plan = Plan(
+        model=PlanModel(name="opt-350m", config=OPT_350M),
+        cluster=cluster.name,
+        hardware=hardware_file(cluster),
+        seq_len=2048,
+        global_batch=run.count("gbs") or 0,
+        num_microbatches=(run.count("gbs") or 0) // ((run.count("mbs") or 1) * dp),
+        precision="fp32",
+        stages=tuple(parts),
+    )
+    return plan, cluster
+
+
+def sailor() -> None:
+    rows = [run for folder in OPEN_RUNS for run in read_runs(folder) if "mixed_devices" in run.text("flags")]
+    print(f"{len(rows)} rows over several kinds of cards")
+    for run in rows:
+        found = measured_plan(run)
+        if found is None:
+            print(f"{run.id}: left out, a stage over several kinds of cards")
+            continue
+        plan, cluster = found
+        job = make_pooled_job(
+            plan.chain(), cluster, global_batch=plan.global_batch, seq_len=plan.seq_len, precision="fp32"
+        )
+        measured_s = run.number("step_time_s") or 0.0
+        predicted_s = predict(plan, job).step_time_s
+        words = f"{format_seconds(predicted_s)} for {format_seconds(measured_s)} measured"
+        print(f"{run.id} ({plan.cluster}): {words}, {predicted_s / measured_s - 1:+.0%}")
+
+
+if __name__ == "__main__":
+    asked = sys.argv[1:] or ["clusters", "sailor"]
+    if "clusters" in asked:
+        for each in cases():
+            compare(each)
+    if "sailor" in asked:
+        sailor()

@@ -1,0 +1,238 @@
+r"""A job on unlike pools of devices: whose costs each stage has, and the tables of its pools joined into one search.
+
+Every stage lies in one pool. Its layers cost what they would on a cluster of that pool alone, so the tables of a
+pipeline are those of its pools side by side (`CostTables.pools`), and so are the floors of its memory. What only the
+border of two stages of unlike sizes has is (between stages of equal size $r$ is that within the one that receives)
+
+$$c = 2 \Big(\max(\ell_a, \ell_b) + \frac{A}{\min(G_a w_a, G_b w_b)}\Big), \qquad r = g_a(s_a) + g_b(s_b)$$
+
+| symbol | unit  | meaning                                                                                     |
+|--------|-------|---------------------------------------------------------------------------------------------|
+| $c$    | s     | handing over a microbatch's activation in even parts and its gradient back                  |
+| $A$    | bytes | activation of a microbatch, over all ranks of a stage                                       |
+| $G$    | –     | ranks of the stage before and behind the border                                             |
+| $w$    | B/s   | what a device reaches of the link to other pools                                            |
+| $\ell$ | s     | latency of that link                                                                        |
+| $g$    | s     | gathering the copies that ranks under tp without sp hold, of one activation, inside a pool  |
+
+A budget is that of the roomiest pool; what the devices of another one have less counts as overhead of its stages.
+
+Not modelled: the exchange of a tied matrix goes over the links of each stage's own pool.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.build import KnownCosts, border_s, build_tables, usable_bytes
+from steelyard.cost.execution import Execution
+from steelyard.cost.memory_floor import KnownLayers, floor_tables
+from steelyard.cost.setting import Job, Setting
+from steelyard.cost.switching import border_table
+from steelyard.cost.tables import CostTables, Pools
+from steelyard.errors import InvalidPlanError
+from steelyard.hardware import Cluster, MixedCluster
+from steelyard.model.chain import ModelChain
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.strategy import Strategy
+from steelyard.schedules import PipelineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledJob:
+    """One job on several pools; ``pools`` are that job on each of them alone, in the order of the cluster."""
+
+    pools: tuple[Job, ...]
+    cluster: MixedCluster
+
+    @property
+    def chain(self) -> ModelChain:
+        """The model."""
+        return self.pools[0].chain
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample."""
+        return self.pools[0].seq_len
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.pools[0].global_batch
+
+    @property
+    def precision(self) -> Precision:
+        """What layers compute in."""
+        return self.pools[0].precision
+
+    @property
+    def execution(self) -> Execution:
+        """How the framework works."""
+        return self.pools[0].execution
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """What a device of the roomiest pool may hold."""
+        return max(pool.budget_bytes for pool in self.pools)
+
+    def on(self, tables: CostTables) -> Cluster | MixedCluster:
+        """The pools that joined tables are of, in the order of their ranks."""
+        assert tables.pools is not None, "tables of this job are joined"
+        return self.cluster.only(tables.pools.order)
+
+    def jobs(self, plan: Plan) -> tuple[Job, ...]:
+        """The job of each stage of a plan; raises `InvalidPlanError` for pools that are not of this job."""
+        names = [pool.cluster.name for pool in self.pools]
+        used = plan.cluster.split("+")
+        for name in used:
+            if name not in names:
+                raise InvalidPlanError(
+                    field="cluster",
+                    found=f"the pool {name!r}",
+                    expected="one of " + ", ".join(names),
+                    hint="plan for the pools that are there",
+                )
+        own = [self.pools[names.index(name)] for name in used]
+        ends = list(accumulate(job.cluster.num_devices for job in own))
+        return tuple(own[bisect_right(ends, stage.ranks[0])] for stage in plan.stages[: plan.num_stages])
+
+
+AnyJob = Job | PooledJob
+
+
+def stage_settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
+    """The setting of each stage of a plan; stages that are alike share one."""
+    jobs = job.jobs(plan) if isinstance(job, PooledJob) else (job,) * plan.num_stages
+    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    made = {
+        (id(own), size): Setting(job=own, pipeline=plan.pipeline, stage_size=size)
+        for own, size in zip(jobs, sizes, strict=True)
+    }
+    return tuple(made[id(own), size] for own, size in zip(jobs, sizes, strict=True))
+
+
+def usable_of(job: AnyJob) -> int:
+    """`usable_bytes`, of several pools those of the roomiest."""
+    return max(map(usable_bytes, job.pools)) if isinstance(job, PooledJob) else usable_bytes(job)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The pools that a pipeline goes through in order, by their places in the job, and how many stages each takes."""
+
+    pools: tuple[int, ...]
+    stages: tuple[int, ...]
+
+    def sizes(self, job: PooledJob) -> tuple[int, ...]:
+        """The ranks of a stage of each pool."""
+        pairs = zip(self.pools, self.stages, strict=True)
+        return tuple(job.pools[pool].cluster.num_devices // stages for pool, stages in pairs)
+
+    def settings(self, job: PooledJob, pipeline: PipelineConfig) -> tuple[Setting, ...]:
+        """The setting of the stages of each pool, which are all alike."""
+        sizes = zip(self.pools, self.sizes(job), strict=True)
+        return tuple(Setting(job=job.pools[pool], pipeline=pipeline, stage_size=size) for pool, size in sizes)
+
+
+def pooled_tables(
+    job: PooledJob,
+    placement: Placement,
+    pipeline: PipelineConfig,
+    strategies: Sequence[tuple[Strategy, ...]],
+    known: Sequence[KnownCosts],
+) -> CostTables:
+    """The tables of a pipeline over these pools; ``strategies`` and ``known`` are those of each in their order."""
+    settings = placement.settings(job, pipeline)
+    parts = tuple(build_tables(*each) for each in zip(settings, strategies, known, strict=True))
+    border = [0.0] + [border_s(*pair) for pair in pairwise(settings)]
+    of_stages = tuple(np.repeat(np.arange(len(parts)), placement.stages).tolist())
+    starts = [0, *accumulate(placement.stages)]
+    transfer_s = [parts[pool].transfer_s for pool in of_stages]
+    for start, seconds in zip(starts, border, strict=False):
+        transfer_s[start] = seconds
+    blocks = [[_switches(parts, settings, row, column) for column in range(len(parts))] for row in range(len(parts))]
+    most_bytes = usable_of(job)
+    spared = [most_bytes - usable_bytes(job.pools[pool]) for pool in placement.pools]
+    pools = Pools(
+        of_strategies=np.repeat(np.arange(len(parts)), [len(part.strategies) for part in parts]),
+        of_stages=of_stages,
+        transfer_s=tuple(transfer_s),
+        overhead_bytes=tuple(parts[pool].overhead_bytes + spared[pool] for pool in of_stages),
+        order=placement.pools,
+        parts=parts,
+    )
+    return _joined(parts, pools, np.block(blocks))
+
+
+def _switches(parts: Sequence[CostTables], settings: Sequence[Setting], row: int, column: int) -> NDArray[np.float64]:
+    """[S, S'] seconds from the strategies of one pool to those of another; 0 where none follows on the other."""
+    before, after = parts[row].strategies, parts[column].strategies
+    if row == column:
+        own: NDArray[np.float64] = parts[row].switch_s[0]
+        return own
+    if column - row == 1:
+        return border_table(before, after, settings[row], settings[column])
+    return np.zeros((len(before), len(after)))
+
+
+def _joined(parts: Sequence[CostTables], pools: Pools, switch_s: NDArray[np.float64]) -> CostTables:
+    """The tables of the pools side by side, with these seconds [S, S] between strategies."""
+    first = parts[0]
+    return CostTables(
+        pipeline=first.pipeline,
+        kinds=first.kinds,
+        layers=first.layers,
+        strategies=tuple(strategy for part in parts for strategy in part.strategies),
+        legal=np.concatenate([part.legal for part in parts], axis=1),
+        time_s=np.concatenate([part.time_s for part in parts], axis=1),
+        static_bytes=np.concatenate([part.static_bytes for part in parts], axis=1),
+        activation_bytes=np.concatenate([part.activation_bytes for part in parts], axis=1),
+        transient_bytes=np.concatenate([part.transient_bytes for part in parts], axis=1),
+        switch_s=np.broadcast_to(switch_s, (len(first.kinds), *switch_s.shape)),
+        transfer_s=min(pools.transfer_s[1:], default=0.0),
+        overhead_bytes=min(pools.overhead_bytes),
+        last_kinds=first.last_kinds,
+        pools=pools,
+    )
+
+
+class PooledFloors:
+    """The floors of joined tables, as `Floors` has those of a single pool: the floors of the pools, joined."""
+
+    def __init__(self, job: PooledJob) -> None:
+        self._job = job
+        self._made: dict[CostTables, tuple[CostTables, ...]] = {}
+        self._known: list[KnownLayers] = [{} for _ in job.pools]
+
+    def of(self, tables: CostTables) -> tuple[CostTables, ...]:
+        """As `floor_tables` makes them of each pool."""
+        if tables not in self._made:
+            pools = tables.pools
+            assert pools is not None, "tables of a job of several pools are joined"
+            floors = [
+                floor_tables(part, self._job.pools[place], self._known[place])
+                for place, part in zip(pools.order, pools.parts, strict=True)
+            ]
+            self._made[tables] = tuple(_floor(tables, pools, each) for each in zip(*floors, strict=True))
+        return self._made[tables]
+
+
+def _floor(tables: CostTables, pools: Pools, parts: tuple[CostTables, ...]) -> CostTables:
+    overheads = tuple(
+        num_bytes - pools.parts[pool].overhead_bytes + parts[pool].overhead_bytes
+        for num_bytes, pool in zip(pools.overhead_bytes, pools.of_stages, strict=True)
+    )
+    own = Pools(
+        of_strategies=pools.of_strategies,
+        of_stages=pools.of_stages,
+        transfer_s=pools.transfer_s,
+        overhead_bytes=overheads,
+        order=pools.order,
+        parts=parts,
+    )
+    return _joined(parts, own, tables.switch_s[0])

@@ -1,0 +1,98 @@
+"""``--cluster`` with several pools: what `plan`, `explain` and the others say of such a plan, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from steelyard.plan.file import read_plan
+from tests.cli.conftest import Run, user_error
+
+POOLS = "1x2xh100-80gb+1x2xa100-80gb"
+ASKED = ("--seq-len", 256, "--global-batch", 16, "--precision", "bf16")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan over two pools, as `plan` writes it."""
+    from typer.testing import CliRunner
+
+    from steelyard.cli.app import app
+
+    found = tmp_path_factory.mktemp("plans") / "pools.json"
+    arguments = ["plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, "--stages", 2, "-o", found]
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == 0, result.output
+    return found
+
+
+def test_a_plan_over_pools_says_which_stage_lies_where(run: Run, path: Path) -> None:
+    shown = run("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, "--stages", 2).output
+    assert "Pool 1x2xh100-80gb: 1 stage on 2 devices of 79.1 GiB" in shown
+    assert "Links assumed between pools" in shown
+    assert {pool.name for pool in read_plan(path).stage_pools()} == set(POOLS.split("+"))
+
+
+def test_explain_compares_with_each_pool_alone_and_even_cuts(run: Run, path: Path) -> None:
+    shown = run("explain", path).output
+    assert all(words in shown for words in ("1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"))
+    rivals = json.loads(run("explain", path, "--json").output)["explanation"]["rivals"]
+    assert len(rivals) == 3
+
+
+def test_explain_prices_it_for_the_memory_that_is_given(run: Run, path: Path) -> None:
+    pools = json.loads(run("explain", path, "--memory", "70GiB", "--json").output)["plan"]["prediction"]["pools"]
+    assert {pool["budget_bytes"] for pool in pools} == {70 * 2**30}
+
+
+def test_report_and_timeline_show_such_a_plan(run: Run, path: Path) -> None:
+    page, events = path.with_suffix(".html"), path.with_suffix(".trace.json")
+    assert run("report", path, "-o", page).exit_code == 0
+    assert "several pools" in page.read_text()
+    assert run("timeline", path, "-o", events).exit_code == 0
+    assert events.stat().st_size > 0
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "megatron", "torchrun"])
+def test_exports_refuse_such_a_plan_with_the_reason(run: Run, path: Path, target: str) -> None:
+    error = user_error(run("export", path, "--to", target, "-o", path.parent / "out"))
+    assert "2 pools of unlike devices" in error.found
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--pin", "tp=2"),
+        ("--objective", "devices"),
+        ("--partition", "even"),
+        ("--save-problem", "problem.json"),
+        ("--profile", "profile.json"),
+    ],
+    ids=lambda option: option[0],
+)
+def test_what_does_not_go_with_pools_is_refused(run: Run, option: tuple[str, str]) -> None:
+    error = user_error(run("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, *option))
+    assert error.field == option[0]
+    assert "with several pools of devices" in error.found
+
+
+def test_a_free_batch_or_length_is_refused_with_pools(run: Run) -> None:
+    asked = ("plan", "tinyllama-1.1b", "--cluster", POOLS)
+    for option, more in (("--seq-len", ("--global-batch", 8)), ("--global-batch", ("--seq-len", 256))):
+        assert user_error(run(*asked, option, "max", *more)).field == option
+
+
+def test_other_commands_ask_for_one_kind_of_device(run: Run) -> None:
+    error = user_error(run("frontier", "tinyllama-1.1b", "--cluster", POOLS, *ASKED))
+    assert "2 pools of unlike devices" in error.found
+
+
+@pytest.mark.parametrize("option", ["--why-not", "--profile"])
+def test_explain_refuses_what_does_not_go_with_pools(run: Run, path: Path, option: str) -> None:
+    assert user_error(run("explain", path, option, "tp=2")).field == option
+
+
+def test_a_plan_whose_pools_are_not_there_is_named(run: Run, path: Path) -> None:
+    error = user_error(run("explain", path, "--cluster", "1x2xh100-80gb+1x4xl4"))
+    assert error.field == "cluster"
+    assert "plan for the pools that are there" in error.hint

@@ -1,0 +1,194 @@
+"""Plans over pools of unlike devices: exact over orders and sizes, compared with each pool alone and with even cuts."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.pools import PooledFloors, stage_settings, usable_of
+from steelyard.cost.predict import predict
+from steelyard.errors import UserError
+from steelyard.hardware import find_network, parse_cluster, parse_pools
+from steelyard.hardware.values import MixedCluster
+from steelyard.planning.acceptance import accept, walked_bytes
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.plan_from_search import bare_plan
+from steelyard.planning.pools import (
+    PooledSpace,
+    even_plan,
+    explain_pools,
+    make_pooled_job,
+    plan_pools,
+    pooled_job_of,
+    search_pools,
+    with_pool_baselines,
+)
+from steelyard.planning.problem import PlanOptions
+from steelyard.search import search
+from steelyard.search.evaluate import evaluate
+
+GIB = 2**30
+OPTIONS = PlanOptions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
+
+
+def pooled(cluster, *, batch=8, memory=None, **more):
+    pools = parse_pools(cluster) if isinstance(cluster, str) else cluster
+    return make_pooled_job(
+        "tinyllama-1.1b", pools, global_batch=batch, seq_len=1024, precision="bf16", memory=memory, **more
+    )
+
+
+def alone(cluster, *, batch=8, memory=None):
+    return make_job(
+        "tinyllama-1.1b",
+        cluster,
+        global_batch=batch,
+        seq_len=1024,
+        precision="bf16",
+        memory=memory,
+        profile=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "memory"),
+    [
+        ("1x2xh100-80gb+1x2xa100-80gb", None),
+        ("1x2xh100-80gb+1x2xa100-80gb", "8GiB"),
+        ("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", "10GiB"),
+    ],
+)
+def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory):
+    job = pooled(cluster, memory=memory)
+    options = replace(OPTIONS, num_microbatches=4)
+    space = PooledSpace(job, options)
+    every = accept(job, [space.tables(each) for each in space.settings()], num_alternatives=0)
+    found = search_pools(job, PooledSpace(job, options))
+    assert found.accepted[0].outcome.score_s == pytest.approx(every.ranked[0].outcome.score_s, rel=1e-6)
+    assert found.lower_bound_s <= found.accepted[0].outcome.score_s
+
+
+def test_no_plan_of_a_setting_is_faster_than_its_bounds():
+    job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory="8GiB")
+    space = PooledSpace(job, replace(OPTIONS, num_microbatches=8))
+    settings = [each for each in space.settings() if len(each.placement.pools) == 2]
+    assert settings
+    for setting in settings:
+        found = accept(job, [space.tables(setting)], num_alternatives=0).ranked
+        bounds = [setting.bound_s, *(space.next_bound_s(setting, level) for level in (0, 1))]
+        assert max(bounds) <= (found[0].outcome.score_s if found else math.inf)
+
+
+def test_the_walk_lies_between_the_floors_and_the_tables():
+    job = pooled("1x2xh100-80gb+1x4xa100-40gb")
+    space, floors = PooledSpace(job, replace(OPTIONS, num_microbatches=4)), PooledFloors(job)
+    for setting in space.settings():
+        tables = space.tables(setting)
+        outcome = search([tables], usable_of(job)).best
+        if outcome is None or setting.pipeline.num_chunks > 1:
+            continue
+        walked = walked_bytes(bare_plan(job, outcome, is_grouped=False), job)
+        cuts, strategies = outcome.solution.boundaries, outcome.solution.strategies
+        for floor in floors.of(tables):
+            assert evaluate(floor, cuts, strategies).peak_bytes <= walked
+        assert walked <= outcome.solution.peak_bytes
+
+
+def test_times_of_the_search_are_those_of_the_prediction():
+    job = pooled("1x2xh100-80gb+1x4xa100-40gb")
+    space = PooledSpace(job, replace(OPTIONS, num_microbatches=4))
+    settings = [each for each in space.settings() if len(each.placement.pools) == 2]
+    for setting in settings:
+        outcome = search([space.tables(setting)], usable_of(job)).best
+        plan = bare_plan(job, outcome, is_grouped=False)
+        for stage, predicted in zip(outcome.solution.stages, predict(plan, job).stages, strict=True):
+            own_s = predicted.total_time_s - predicted.time_s.get("pipeline", 0.0)
+            assert own_s == pytest.approx(stage.layer_s + stage.switch_s)
+
+
+@pytest.mark.parametrize("batch", [4, 8, 32])
+def test_pools_of_equal_devices_are_no_worse_than_one_cluster_cut_between_them(batch):
+    whole = parse_cluster("2x4xa100-80gb")
+    half = replace(whole, num_nodes=1, inter_link=None)
+    halves = MixedCluster(
+        pools=(replace(half, name="left"), replace(half, name="right")), links=(whole.inter_link,) * 2
+    )
+    options = replace(OPTIONS, num_stages=2, schedules=("1f1b", "gpipe"))
+    one = plan_job(alone("2x4xa100-80gb", batch=batch), options).plan
+    two = plan_pools(pooled(halves, batch=batch), options).plan
+    assert two.prediction.step_time_s <= one.prediction.step_time_s * (1 + 1e-9)
+
+
+def test_a_pool_that_slows_the_rest_is_left_out_and_the_plan_says_so():
+    job = pooled("1x4xh100-80gb+1x1xl4", batch=64)
+    plan = plan_pools(job, OPTIONS).plan
+    assert plan.cluster == "1x4xh100-80gb"
+    used, left = plan.prediction.pools
+    assert (used.num_stages, left.name, left.num_stages) == (plan.num_stages, "1x1xl4", 0)
+    assert left.reason
+    assert plan.stages == plan_job(job.pools[0], OPTIONS).plan.stages
+
+
+def test_unlike_budgets_are_kept_by_every_stage():
+    job = pooled("1x2xh100-80gb+1x2xa100-40gb", memory=None, batch=64)
+    small = replace(job.pools[0], budget_bytes=9 * GIB)
+    job = replace(job, pools=(small, replace(job.pools[1], budget_bytes=14 * GIB)))
+    plan = plan_pools(job, OPTIONS).plan
+    budgets = [setting.job.budget_bytes for setting in stage_settings(plan, job)]
+    assert plan.prediction.stage_budgets() == tuple(budgets)
+    assert all(stage.total_bytes <= budget for stage, budget in zip(plan.prediction.stages, budgets, strict=True))
+
+
+def test_where_nothing_fits_the_nearest_miss_is_said():
+    result = plan_pools(pooled("1x1xh100-80gb+1x1xa100-40gb", memory="3GiB"), OPTIONS)
+    assert result.plan is None
+    assert "more per device" in result.miss_text
+
+
+def test_a_slower_link_between_pools_never_makes_the_plan_faster():
+    pools = parse_pools("1x2xh100-80gb+1x2xa100-80gb")
+    options, steps = replace(OPTIONS, num_stages=2), []
+    for name in ("infiniband-hdr", "ethernet-10"):
+        links = tuple(find_network(name, devices_per_node=2) for _ in pools.pools)
+        steps.append(plan_pools(pooled(replace(pools, links=links)), options).plan.prediction.step_time_s)
+    assert steps[0] < steps[1]
+
+
+def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
+    job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
+    plan = with_pool_baselines(plan_pools(job, OPTIONS).plan, job, OPTIONS)
+    names = [each.name for each in plan.prediction.baselines]
+    assert names == ["1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"]
+    assert all(each.step_time_s >= plan.prediction.step_time_s for each in plan.prediction.baselines)
+    rivals = explain_pools(plan, pooled_job_of(plan), OPTIONS).rivals
+    assert [each.step_time_s for each in rivals] == [
+        pytest.approx(each.step_time_s) for each in plan.prediction.baselines
+    ]
+
+
+def test_even_cuts_give_all_stages_as_many_devices_and_layers():
+    plan = even_plan(pooled("1x2xh100-80gb+1x4xa100-80gb"), OPTIONS)
+    assert len({stage.num_devices for stage in plan.stages}) == 1
+    sizes = [len(stage.layers) for stage in plan.stages]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_job_of_a_plan_keeps_the_budgets_that_it_was_made_for():
+    job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory="20GiB", batch=32)
+    plan = plan_pools(job, OPTIONS).plan
+    assert predict(plan, pooled_job_of(plan)).step_time_s == pytest.approx(plan.prediction.step_time_s)
+    assert {pool.budget_bytes for pool in pooled_job_of(plan).pools} == {20 * GIB}
+
+
+def test_a_plan_whose_pools_are_not_there_is_named():
+    plan = plan_pools(pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32), replace(OPTIONS, num_stages=2)).plan
+    with pytest.raises(UserError, match=r"^cluster: found the pool '1x2x(h|a)100-80gb'\n.*one of 1x2xl4, 1x4xa100"):
+        pooled_job_of(plan, cluster="1x2xl4+1x4xa100-80gb")
+    with pytest.raises(UserError, match=r"^--cluster: found 1x4xa100-80gb for a plan over"):
+        pooled_job_of(plan, cluster="1x4xa100-80gb")
+
+
+def test_other_partitions_are_refused():
+    with pytest.raises(UserError, match=r"^--partition: found --partition with several pools"):
+        PooledSpace(pooled("1x2xh100-80gb+1x2xa100-80gb"), replace(OPTIONS, partition="bmw"))
