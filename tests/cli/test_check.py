@@ -1,6 +1,7 @@
 """``steelyard check`` as a user meets it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,18 @@ def test_a_rank_fits_to_the_last_byte() -> None:
     assert not checked(needed - 1).fits
     assert misfit_lines([checked(needed)]) == []
     assert "(1 bytes) more than" in misfit_lines([checked(needed - 1)])[0]
+
+
+def test_a_rank_that_takes_of_the_margin_fits_under_pressure() -> None:
+    needed = 360 + checked(1000).allowance_bytes
+    at_ease, pressed = (
+        replace(checked(budget), budget=StageBudget(predicted=TERMS, budget_bytes=budget, margin_bytes=10))
+        for budget in (needed + 10, needed + 9)
+    )
+    assert (at_ease.fits, at_ease.is_pressed, misfit_lines([at_ease])) == (True, False, [])
+    assert (pressed.fits, pressed.is_pressed) == (True, True)
+    assert "leaves 9 B free, less than 10 B" in misfit_lines([pressed])[0]
+    assert misfit_lines([pressed])[0].startswith("fits under pressure: rank 4")
 
 
 def test_a_first_step_that_holds_more_counts() -> None:

@@ -1,5 +1,6 @@
 """Plans of less memory that a plan carries along, for where memory runs out."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_a_fallback_costs_what_it_predicts(plan: Plan, job: Job) -> None:
 def test_a_fallback_keeps_the_fallbacks_after_it(plan: Plan) -> None:
     assert plan.fallback_plan(0).fallbacks == plan.fallbacks[1:]
     assert plan.fallback_plan(len(plan.fallbacks) - 1).fallbacks == ()
+
+
+def test_a_margin_is_not_taken_by_fallbacks(plan: Plan, job: Job) -> None:
+    """With a margin so large that the plan itself would fit into each share with it."""
+    roomy = replace(job, margin_bytes=job.budget_bytes)
+    alone = plan.model_copy(update={"fallbacks": ()})
+    again = with_fallbacks(alone, roomy, OPTIONS, num_fallbacks=100, problem=make_problem(job, OPTIONS))
+    every = with_fallbacks(alone, job, OPTIONS, num_fallbacks=100, problem=make_problem(job, OPTIONS))
+    assert again.fallbacks == every.fallbacks
 
 
 def test_fallbacks_survive_the_file(plan: Plan, tmp_path: Path) -> None:

@@ -99,6 +99,15 @@ def test_what_fits_nowhere_is_a_miss_in_bytes() -> None:
         plan_for_framework(one_stage(job, *MIXED), job, DP_ONLY, framework="dp")
 
 
+def test_what_fits_without_the_margin_alone_takes_of_it() -> None:
+    job = small_job(budget_bytes=1100 * 2**20)
+    fitted = plan_for_framework(one_stage(job, *MIXED), replace(job, margin_bytes=2**36), DP_ONLY, framework="dp")
+    assert peak_bytes(fitted.plan) > job.budget_bytes
+    roomy = small_job()
+    at_ease = plan_for_framework(one_stage(roomy, *MIXED), replace(roomy, margin_bytes=2**36), DP_ONLY, framework="dp")
+    assert peak_bytes(at_ease.plan) <= roomy.budget_bytes
+
+
 def test_what_is_legal_nowhere_says_so() -> None:
     job = small_job(global_batch=4)
     with pytest.raises(NothingFitsError, match="legal for every layer"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from steelyard.cli.plan import length_lines
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -17,14 +18,17 @@ from tests.runtime.models import FAMILY_CONFIGS
 OF = job()
 
 
-def find(monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain) -> length.LongestSequence:
-    """With devices on which ``fitting`` tokens fit, and no more."""
+def find(
+    monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain, *, free: int = 10**9
+) -> length.LongestSequence:
+    """With devices on which ``fitting`` tokens fit, and no more; those above ``free`` take of the margin."""
 
     def plan_job(of: Job, _options: PlanOptions, *, top: int) -> Any:
         plan = (
             SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if of.seq_len <= fitting else None
         )
-        return SimpleNamespace(job=of, plan=plan, miss_text=f"{of.seq_len - fitting} tokens too many, {top} shown")
+        reason = f"{of.seq_len - fitting} tokens too many, {top} shown"
+        return SimpleNamespace(job=of, plan=plan, miss_text=reason, has_margin=of.seq_len <= free)
 
     monkeypatch.setattr(length, "plan_job", plan_job)
     return longest_sequence(lambda tokens: replace(OF, seq_len=tokens), chain, PlanOptions(), top=0)
@@ -43,6 +47,20 @@ def test_what_binds_is_of_the_shortest_length_that_does_not_fit(monkeypatch: pyt
     found = find(monkeypatch, fitting)
     short = min(trial.seq_len for trial in found.trials if trial.tokens_per_s is None)
     assert found.stopped == f"{short} tokens do not fit: {short - fitting} tokens too many, 0 shown"
+
+
+def test_the_length_found_leaves_the_margin_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(monkeypatch, 100_000, free=50_000)
+    assert 50_000 - found.result.job.seq_len < 50_000 // 8
+    assert found.result.has_margin
+    assert "fit under pressure alone" in found.stopped
+    assert ", under pressure" in "".join(length_lines(found))
+
+
+def test_where_no_length_leaves_the_margin_free_one_is_taken_under_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(monkeypatch, 5000, free=0)
+    assert found.result.plan is not None
+    assert found.stopped == "no plan leaves the memory margin free, however short the sequences"
 
 
 def test_no_length_is_tried_twice_and_few_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,15 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
-from steelyard.planning import PlanOptions, job_of, make_job, plan_job
+from steelyard.plan.margin import shortfall
+from steelyard.planning import PlanOptions, job_of, make_job, plan_job, why_not_plan
 from steelyard.planning.choose import PlanningResult
-from steelyard.planning.explain import other_budgets
+from steelyard.planning.explain import other_budgets, pricing_notes
 from steelyard.planning.margin import MARGIN, pressure, without_margin
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.rivals import Contest, Floors
 from steelyard.report.plan_table import headline
-from steelyard.units import GIB
+from steelyard.units import GIB, format_bytes
 
 CONFIG = "llama3.2-1b"
 
@@ -95,11 +96,56 @@ def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable:
     assert found.plan.prediction.margin_bytes == 0
     assert peak_bytes(found.plan) > tight.budget_bytes
     (warning,) = found.plan.prediction.warnings
-    assert "--memory-margin 0.05" in warning
+    assert not found.has_margin
+    assert warning.startswith(f"no plan was found that leaves {format_bytes(tight.margin_bytes)} per device free; ")
+    assert "--memory-margin" not in warning
     assert f"{peak_bytes(found.plan) / device.memory_bytes:.1%} of what it has" in warning
     assert comfortable.plan is not None
     assert comfortable.plan.prediction is not None
     assert comfortable.plan.prediction.warnings == ()
+
+
+def test_a_margin_that_no_plan_leaves_is_told_on_any_device(comfortable: PlanningResult) -> None:
+    assert comfortable.cost is not None
+    roomy = pressure(of(), comfortable.cost.stages, missed_bytes=30 * GIB)
+    assert roomy == ("no plan was found that leaves 30.0 GiB per device free",)
+
+
+def test_a_full_device_is_told_what_leaves_more_free(comfortable: PlanningResult) -> None:
+    assert comfortable.plan is not None
+    assert comfortable.cost is not None
+    job = of()
+    full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))
+    (warning,) = pressure(replace(job, cluster=replace(job.cluster, device=full)), comfortable.cost.stages)
+    assert warning.endswith("--memory-margin 0.05 leaves more free, where one fits")
+
+
+@pytest.mark.parametrize(
+    ("peak", "text"),
+    [
+        (100, ""),
+        (101, "fits under pressure: takes 1 B of the 20 B to be left free"),
+        (120, "fits under pressure: takes 20 B of the 20 B to be left free"),
+        (121, "does not fit: misses 1 B per device"),
+    ],
+)
+def test_a_plan_fits_or_takes_of_the_margin_or_misses(peak: int, text: str) -> None:
+    assert shortfall(peak, 100, 20) == text
+
+
+def test_a_plan_of_ones_own_that_takes_of_the_margin_is_no_misfit(comfortable: PlanningResult) -> None:
+    plan = comfortable.plan
+    assert plan is not None
+    peak = peak_bytes(plan)
+    pressed = replace(of(), budget_bytes=peak - GIB, margin_bytes=2 * GIB)
+    assert why_not_plan(pressed, plan, asked="plan.json").reasons == (
+        "fits under pressure: takes 1.00 GiB of the 2.00 GiB to be left free",
+    )
+    assert pricing_notes(plan, with_price(plan, pressed)) == (
+        "The plan itself fits under pressure: takes 1.00 GiB of the 2.00 GiB to be left free.",
+    )
+    short = replace(pressed, margin_bytes=0)
+    assert why_not_plan(short, plan, asked="plan.json").reasons == ("does not fit: misses 1.00 GiB per device",)
 
 
 def test_a_cpu_is_under_no_pressure(comfortable: PlanningResult) -> None:

@@ -1,9 +1,13 @@
 """What stands around the tables of trade-offs."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from steelyard.hardware import parse_cluster
+from steelyard.plan.choices import TradeOffs
 from steelyard.planning import PlanOptions, find_trade_offs
+from steelyard.planning.margin import with_margin
 from steelyard.report.frontier_table import frontier_view
 from tests.cost.examples import job
 
@@ -13,3 +17,36 @@ def test_a_frontier_of_assumed_rates_says_so() -> None:
     console = Console(record=True, width=200)
     console.print(frontier_view(find_trade_offs(of, PlanOptions(), max_searches=3, device_counts=(2,))))
     assert "assumed for amd" in console.export_text()
+
+
+def shown(found: TradeOffs) -> str:
+    console = Console(record=True, width=300)
+    console.print(frontier_view(found))
+    return " ".join(console.export_text().split())
+
+
+def test_a_frontier_says_what_is_left_free_and_what_takes_of_it() -> None:
+    of = with_margin(job(parse_cluster("1x2xa100-80gb"), global_batch=4), 0.5, is_asked=False)
+    found = find_trade_offs(of, PlanOptions(), max_searches=3, device_counts=(2,))
+    assert (found.budget_bytes, found.device_bytes) == (of.budget_bytes, of.budget_bytes + of.margin_bytes)
+    chosen = next(point for point in found.points if point.is_chosen)
+    between = replace_memory(found, of.budget_bytes + 1, is_chosen=False)
+    assert "here 40.0 GiB per device, 50% of 80.0 GiB left free" in shown(found)
+    assert chosen.memory_bytes <= of.budget_bytes
+    assert "40.0 GiB* " in shown(between)
+    assert "fits under pressure, with less than 40.0 GiB per device left free" in shown(between)
+    pressed = replace_memory(found, of.budget_bytes + 1, is_chosen=True)
+    assert "here 80.0 GiB per device, of which no plan leaves 40.0 GiB free" in shown(pressed)
+
+
+def replace_memory(found: TradeOffs, num_bytes: int, *, is_chosen: bool) -> TradeOffs:
+    """With one point, of so much memory."""
+    point = found.points[0].model_copy(update={"memory_bytes": num_bytes, "is_chosen": is_chosen})
+    return found.model_copy(update={"points": (point,)})
+
+
+def test_a_frontier_without_a_margin_speaks_of_the_budget_alone() -> None:
+    of = replace(job(parse_cluster("1x2xa100-80gb"), global_batch=4), margin_bytes=0)
+    text = shown(find_trade_offs(of, PlanOptions(), max_searches=3, device_counts=(2,)))
+    assert "(here 80.0 GiB per device)" in text
+    assert "pressure" not in text

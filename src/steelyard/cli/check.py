@@ -98,12 +98,20 @@ def _expected(
     if prediction is not None and not (cluster or network or memory or profile):
         backend = prediction.backend or plan.machines().device.backend
         budgets = [
-            StageBudget(predicted=stage.memory_bytes, budget_bytes=prediction.device_bytes)
+            StageBudget(
+                predicted=stage.memory_bytes,
+                budget_bytes=prediction.device_bytes,
+                margin_bytes=prediction.margin_bytes,
+            )
             for stage in prediction.stages
         ]
         return budgets, backend
     job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
-    budgets = [StageBudget(predicted=terms, budget_bytes=job.budget_bytes) for terms in predict_memory(plan, job)]
+    has_bytes = job.budget_bytes + job.margin_bytes
+    budgets = [
+        StageBudget(predicted=terms, budget_bytes=has_bytes, margin_bytes=job.margin_bytes)
+        for terms in predict_memory(plan, job)
+    ]
     return budgets, job.cluster.device.backend
 
 
@@ -123,6 +131,8 @@ def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:
                 "first_step_peak_bytes": rank.first_step_bytes,
                 "allowance_bytes": rank.allowance_bytes,
                 "budget_bytes": rank.budget.budget_bytes,
+                "margin_bytes": rank.budget.margin_bytes,
+                "under_pressure": rank.fits and rank.is_pressed,
                 "predicted_bytes": rank.budget.tensor_bytes,
                 "predicted_terms": rank.budget.predicted,
                 "wall_s": rank.wall_s,

@@ -40,6 +40,7 @@ from steelyard.plan.strategy import Remat
 from steelyard.planning import (
     NOT_BUILT,
     BatchTrial,
+    LengthTrial,
     LongestSequence,
     PlanningResult,
     PlanOptions,
@@ -355,9 +356,8 @@ def batch_lines(trials: Sequence[BatchTrial], stopped: str, chosen: int) -> list
     lines = []
     for trial in trials:
         speed = trial.tokens_per_s
-        found = f"does not fit: {trial.reason}" if speed is None else f"{format_count(speed)} tokens/s"
         taken = " (taken)" if trial.global_batch == chosen and speed is not None else ""
-        lines.append(f"global batch {trial.global_batch}: {found}{taken}")
+        lines.append(f"global batch {trial.global_batch}: {_trial_text(trial)}{taken}")
     return [*lines, f"stopped: {stopped}"]
 
 
@@ -374,9 +374,14 @@ def length_lines(longest: LongestSequence) -> list[str]:
     lines = []
     for trial in longest.trials:
         speed, taken = trial.tokens_per_s, trial.result is longest.result
-        found = f"does not fit: {trial.reason}" if speed is None else f"{format_count(speed)} tokens/s"
-        lines.append(f"{trial.seq_len} tokens: {found}{' (taken)' if taken and speed is not None else ''}")
+        lines.append(f"{trial.seq_len} tokens: {_trial_text(trial)}{' (taken)' if taken and speed is not None else ''}")
     return [*lines, f"stopped: {longest.stopped}"]
+
+
+def _trial_text(trial: BatchTrial | LengthTrial) -> str:
+    if trial.tokens_per_s is None:
+        return f"does not fit: {trial.reason}"
+    return f"{format_count(trial.tokens_per_s)} tokens/s" + ("" if trial.result.has_margin else ", under pressure")
 
 
 def _job_maker(

@@ -7,8 +7,10 @@ These values travel from `steelyard.planning`, which finds them, to `steelyard.r
 from typing import Literal
 
 from steelyard.plan.cost_source import CostSource
+from steelyard.plan.margin import margin_text
 from steelyard.plan.part import PlanPart
 from steelyard.plan.plan import Plan
+from steelyard.units import format_bytes
 
 Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
 
@@ -54,6 +56,8 @@ class TradeOffs(PlanPart):
     global_batch: int
     precision: str
     budget_bytes: int
+    margin_bytes: int = 0
+    """What each device has beside it and is left free, where a plan fits so."""
     price_per_device_hour: float | None = None
     points: tuple[FrontierPoint, ...] = ()
     """Most memory and least time first."""
@@ -62,6 +66,22 @@ class TradeOffs(PlanPart):
     devices: tuple[DevicePoint, ...] = ()
     profile: CostSource | None = None
     """Where the costs came from."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What a device has, the margin that is left free included."""
+        return self.budget_bytes + self.margin_bytes
+
+    @property
+    def limit_text(self) -> str:
+        """What the chosen plan was searched within: the budget, or all there is where no plan leaves the margin."""
+        if any(point.is_chosen and point.memory_bytes > self.budget_bytes for point in self.points):
+            return (
+                f"{format_bytes(self.device_bytes)} per device, of which no plan leaves "
+                f"{format_bytes(self.margin_bytes)} free"
+            )
+        left = margin_text(self.budget_bytes, self.margin_bytes)
+        return f"{format_bytes(self.budget_bytes)} per device" + (f", {left}" if left else "")
 
 
 class StrategyVerdict(PlanPart):

@@ -32,12 +32,13 @@ from steelyard.plan.cost_source import CostSource
 from steelyard.plan.kinds import variants
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
+from steelyard.plan.margin import margin_text
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.plan.training import Training
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_seconds
 
 Precision = Literal["fp32", "bf16"]
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
@@ -225,9 +226,7 @@ class Prediction(PlanPart):
     @property
     def margin_text(self) -> str:
         """What is left free beside the budget, where something is."""
-        if not self.margin_bytes:
-            return ""
-        return f"{self.margin_bytes / self.device_bytes:.0%} of {format_bytes(self.device_bytes)} left free"
+        return margin_text(self.budget_bytes, self.margin_bytes)
 
     @property
     def time_factor(self) -> float:
@@ -256,6 +255,10 @@ class Spare(Fallback):
     """Devices that are left, of which the plan takes all or a part."""
     cluster: str
     hardware: ClusterFile | None = None
+
+
+OTHER_PLANS = ("fallbacks", "next_best", "spares")
+"""The fields of a plan that hold other plans of the same model."""
 
 
 class Plan(PlanPart):
@@ -300,8 +303,9 @@ class Plan(PlanPart):
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
-        for other in (*self.fallbacks, *self.next_best, *self.spares):
-            _plan_of(self, other)
+        for name in OTHER_PLANS:
+            for other in getattr(self, name):
+                _plan_of(self, other)
         return self
 
     def chain(self) -> ModelChain:
@@ -322,7 +326,7 @@ class Plan(PlanPart):
 
     def contenders(self) -> "tuple[Plan, ...]":
         """This plan and the next best ones, each as a plan that goes on with no other."""
-        alone = self.model_copy(update={"fallbacks": (), "next_best": (), "spares": ()})
+        alone = self.model_copy(update=dict.fromkeys(OTHER_PLANS, ()))
         return (alone, *(_plan_of(self, other) for other in self.next_best))
 
     def spare_plan(self, spare: Spare) -> "Plan":
@@ -388,8 +392,7 @@ class Plan(PlanPart):
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
     """The plan with what its fallback or spare has instead, and no other plans."""
-    left_out = ("fallbacks", "next_best", "spares", "training")
-    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in left_out}
+    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in (*OTHER_PLANS, "training")}
     return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields if name in own})
 
 

@@ -66,6 +66,9 @@ def grow_batch(
         trials.append(trial)
         if trial.tokens_per_s is None:
             return _growth(trials, f"{trial.global_batch} samples do not fit", best)
+        if best.result.has_margin and not trial.result.has_margin:
+            words = f"{trial.global_batch} samples fit under pressure alone: no plan leaves the memory margin free"
+            return _growth(trials, words, best)
         gain = trial.tokens_per_s / best.tokens_per_s - 1
         if gain < LEAST_GAIN:
             words = f"{trial.global_batch} samples change throughput by {gain:+.2%} only"

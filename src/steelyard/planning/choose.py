@@ -53,6 +53,8 @@ class PlanningResult:
     miss_text: str
     others: tuple[tuple[Plan, PlanCost], ...] = ()
     """The best plans of other pipeline settings that the simulator priced, without their predictions, fastest first."""
+    has_margin: bool = True
+    """False for a plan that takes of the margin of the job, since none leaves it free."""
 
 
 class NothingFitsError(UserError):
@@ -149,7 +151,12 @@ def plan_job(
     if found.plan is not None or not job.margin_bytes:
         return found
     whole = without_margin(job)
-    return _plan_within(whole, options, top, replace(found.problem, budget_bytes=usable_bytes(whole)))
+    found = _plan_within(whole, options, top, replace(found.problem, budget_bytes=usable_bytes(whole)))
+    if found.plan is None or found.plan.prediction is None:
+        return found
+    told = pressure(whole, found.plan.prediction.stages, missed_bytes=job.margin_bytes)
+    prediction = found.plan.prediction.model_copy(update={"warnings": (*job.chain.warnings(job.seq_len), *told)})
+    return replace(found, plan=found.plan.model_copy(update={"prediction": prediction}), has_margin=False)
 
 
 def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | None) -> PlanningResult:

@@ -9,6 +9,7 @@ from steelyard.cost.memory_floor import Floors
 from steelyard.cost.setting import Job, Setting
 from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
+from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.margin import without_margin
@@ -119,7 +120,6 @@ def pricing_notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
             f"The file says {format_seconds(before)} a step; with the costs of now it is {format_seconds(now)}, with "
             "which the rivals are compared."
         )
-    over = peak_bytes(priced) - priced.prediction.budget_bytes
-    if over > 0:
-        notes.append(f"The plan itself does not fit: it misses {format_bytes(over)} per device.")
+    if missed := shortfall(peak_bytes(priced), priced.prediction.budget_bytes, priced.prediction.margin_bytes):
+        notes.append(f"The plan itself {missed}.")
     return tuple(notes)

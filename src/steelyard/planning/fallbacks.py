@@ -70,12 +70,12 @@ def _most_promising(result: PlanningResult) -> list[CostTables]:
 
 def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem) -> Plan | None:
     """The fastest plan within a budget, or where none fits the one that misses it least."""
-    tight = replace(job, budget_bytes=budget_bytes)
+    tight = replace(job, budget_bytes=budget_bytes, margin_bytes=0)
     result = plan_job(tight, options, top=1, problem=problem)
     if result.plan is not None or result.miss is None:
         return result.plan
     least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return plan_job(replace(job, budget_bytes=least_bytes), options, top=1, problem=problem).plan
+    return plan_job(replace(tight, budget_bytes=least_bytes), options, top=1, problem=problem).plan
 
 
 def _as_fallback(plan: Plan) -> Fallback:

@@ -30,6 +30,7 @@ from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import NothingFitsError, device_bytes
 from steelyard.planning.demands import Demand, demands_of, narrowed
+from steelyard.planning.margin import without_margin
 from steelyard.planning.pins import Pin
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
@@ -144,7 +145,10 @@ def _is_expressible(means: _Means, demand: Demand) -> bool:
 
 
 def _best_plans(means: _Means, demands: Sequence[Demand]) -> list[Plan]:
-    """The best plans under all these demands, priced; raises `NothingFitsError` where there is none."""
+    """The best plans under all these demands, priced; raises `NothingFitsError` where there is none.
+
+    They leave the margin of the job free if any does.
+    """
     job, pins = means.job, _options(means.capabilities, demands).pins
     tables = list(uniform_tables_of(job, means.capabilities, demands))
     found = accept(job, tables, num_alternatives=NUM_RESCORED - 1) if tables else None
@@ -153,6 +157,8 @@ def _best_plans(means: _Means, demands: Sequence[Demand]) -> list[Plan]:
     for accepted in accept(job, free, num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED] if free else ():
         fitting = with_first_blocks_recomputed(accepted.plan, job, pins)
         candidates += [fitting] if fitting is not None else []
+    if not candidates and job.margin_bytes:
+        return _best_plans(replace(means, job=without_margin(job)), demands)
     if not candidates:
         raise _nothing(means, found)
     return [with_price(candidate, job) for candidate in candidates]

@@ -53,6 +53,7 @@ def find_trade_offs(
         global_batch=job.global_batch,
         precision=job.precision,
         budget_bytes=job.budget_bytes,
+        margin_bytes=job.margin_bytes,
         price_per_device_hour=price_per_device_hour,
         points=points,
         is_complete=is_complete,

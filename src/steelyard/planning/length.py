@@ -59,12 +59,14 @@ def longest_sequence(
     def fits(seq_len: int) -> bool:
         progress(f"planning for sequences of {seq_len} tokens")
         trials[seq_len] = _try(make(seq_len), options, top)
-        return trials[seq_len].tokens_per_s is not None
+        return trials[seq_len].tokens_per_s is not None and trials[seq_len].result.has_margin
 
     length = min(FIRST_TOKENS, most)
     while not fits(length):
         if length <= STEP_TOKENS:
-            return _longest(trials, "nothing fits, however short the sequences")
+            pressed = any(trial.tokens_per_s is not None for trial in trials.values())
+            words = "no plan leaves the memory margin free" if pressed else "nothing fits"
+            return _longest(trials, f"{words}, however short the sequences")
         length //= 2
     while 2 * length <= most and 2 * length not in trials and fits(2 * length):
         length *= 2
@@ -96,13 +98,16 @@ def _whose_limit(chain: ModelChain) -> str:
 
 def _binding(trials: dict[int, LengthTrial]) -> str:
     """What the shortest length that does not fit lacks."""
-    short = min(length for length, trial in trials.items() if trial.tokens_per_s is None)
+    short = min(length for length, trial in trials.items() if not (trial.tokens_per_s and trial.result.has_margin))
+    if trials[short].tokens_per_s is not None:
+        return f"{short} tokens fit under pressure alone: no plan of theirs leaves the memory margin free"
     return f"{short} tokens do not fit: {trials[short].reason}"
 
 
 def _longest(trials: dict[int, LengthTrial], stopped: str) -> LongestSequence:
     ordered = tuple(trials[length] for length in sorted(trials))
     fitting = [trial for trial in ordered if trial.tokens_per_s is not None]
+    fitting = [trial for trial in fitting if trial.result.has_margin] or fitting
     return LongestSequence(trials=ordered, stopped=stopped, result=(fitting[-1] if fitting else ordered[0]).result)
 
 

@@ -43,14 +43,20 @@ def without_margin(job: Job) -> Job:
     return replace(job, budget_bytes=job.budget_bytes + job.margin_bytes, margin_bytes=0)
 
 
-def pressure(job: Job, stages: Sequence[StagePrediction]) -> tuple[str, ...]:
-    """The warning that a device is so full that its allocator may slow the steps; nothing where none is."""
+def pressure(job: Job, stages: Sequence[StagePrediction], *, missed_bytes: int = 0) -> tuple[str, ...]:
+    """The warning that a device is so full that its allocator may slow the steps; nothing where none is.
+
+    ``missed_bytes`` is the margin that no plan was found to leave free, which is said too.
+    """
     device = job.cluster.device
     fullest = max(stage.total_bytes for stage in stages)
-    if not device.is_gpu or device.memory_bytes is None or fullest <= device.memory_bytes * (1 - MARGIN):
-        return ()
-    return (
-        f"the fullest device holds {format_bytes(fullest)}, {fullest / device.memory_bytes:.1%} of what it has; an "
-        "allocator so full may free and allocate again in every step, which has slowed published runs; a plan with "
-        f"--memory-margin {MARGIN:g} leaves more free, where one fits",
-    )
+    has = device.memory_bytes
+    told = [f"no plan was found that leaves {format_bytes(missed_bytes)} per device free"] if missed_bytes else []
+    if device.is_gpu and has is not None and fullest > has * (1 - MARGIN):
+        told.append(
+            f"the fullest device holds {format_bytes(fullest)}, {fullest / has:.1%} of what it has; an allocator so "
+            "full may free and allocate again in every step, which has slowed published runs"
+        )
+        if not missed_bytes:
+            told.append(f"a plan with --memory-margin {MARGIN:g} leaves more free, where one fits")
+    return ("; ".join(told),) if told else ()

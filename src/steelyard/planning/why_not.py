@@ -7,6 +7,7 @@ from steelyard.cost.layer import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.choices import WhyNot
+from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
@@ -15,7 +16,6 @@ from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import Pin
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
-from steelyard.units import format_bytes
 
 SHOWN_REASONS = 3
 
@@ -39,9 +39,8 @@ def why_not_plan(job: Job, plan: Plan, *, asked: str) -> WhyNot:
     Raises `InvalidPlanError` for a plan of another model, batch or number of devices.
     """
     priced = with_price(plan, job)
-    over = peak_bytes(priced) - job.budget_bytes
-    reasons = (f"does not fit: misses {format_bytes(over)} per device",) if over > 0 else ()
-    return WhyNot(asked=asked, plan=priced, reasons=reasons)
+    missed = shortfall(peak_bytes(priced), job.budget_bytes, job.margin_bytes)
+    return WhyNot(asked=asked, plan=priced, reasons=(missed,) if missed else ())
 
 
 def pin_error(job: Job, options: PlanOptions) -> UserError:

@@ -22,6 +22,8 @@ class StageBudget:
 
     predicted: Mapping[str, int]
     budget_bytes: int
+    margin_bytes: int = 0
+    """What of it is to be left free, where a plan fits so."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -66,10 +68,17 @@ class CheckedRank:
         """Whether what tensors hold and the allowance stay within the budget."""
         return self.over_bytes <= 0
 
+    @property
+    def is_pressed(self) -> bool:
+        """Whether it takes of the margin."""
+        return self.over_bytes > -self.budget.margin_bytes
+
 
 def check_view(plan: Plan, checked: Sequence[CheckedRank]) -> RenderableType:
     """The whole result: a sentence, the peaks by term or by rank, and which ranks were run."""
-    verdict = "fits" if all(rank.fits for rank in checked) else "does not fit"
+    verdict = "does not fit"
+    if all(rank.fits for rank in checked):
+        verdict = "fits under pressure" if any(rank.is_pressed for rank in checked) else "fits"
     wall_s = sum(rank.wall_s for rank in checked)
     headline = (
         f"{plan.model.name} on {plan.cluster}: {verdict}; {format_plural(len(checked), 'rank')} of {plan.num_devices} "
@@ -131,8 +140,13 @@ def total_table(checked: Sequence[CheckedRank]) -> Table:
 
 
 def misfit_lines(checked: Sequence[CheckedRank]) -> list[str]:
-    """A line for each group of ranks that does not fit: which, and by how much."""
+    """A line for each group of ranks that does not fit, or takes of the margin: which, and by how much."""
     return [
+        f"fits under pressure: rank {rank.rank} of stage {rank.stage} (ranks {format_ranges(rank.ranks)}) leaves "
+        f"{format_bytes(-rank.over_bytes)} free, less than {format_bytes(rank.budget.margin_bytes)}"
+        for rank in checked
+        if rank.fits and rank.is_pressed
+    ] + [
         f"does not fit: rank {rank.rank} of stage {rank.stage} (ranks {format_ranges(rank.ranks)}) needs "
         f"{format_bytes(rank.over_bytes)} ({rank.over_bytes} bytes) more than {format_bytes(rank.budget.budget_bytes)}"
         for rank in checked

@@ -99,9 +99,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         lines.append(f"Pipeline: that stage waits for {idle:.1%} of a step while the pipeline fills and drains.")
     lines.append(
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}, of it "
-        f"{shares(stages[fullest].memory_bytes)}; "
-        + (f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much")
-        + (f", beside {prediction.margin_text}." if prediction.margin_text else ".")
+        f"{shares(stages[fullest].memory_bytes)}; " + _left_text(prediction, left)
     )
     return [
         *lines,
@@ -109,6 +107,14 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"Costs: {prediction.profile}.",
         *(f"{line}." for line in link_lines(plan, prediction)),
     ]
+
+
+def _left_text(prediction: Prediction, left: int) -> str:
+    if left >= 0:
+        return f"{format_bytes(left)} left" + (f", beside {prediction.margin_text}." if prediction.margin_text else ".")
+    if -left <= prediction.margin_bytes:
+        return f"{format_bytes(-left)} of the {format_bytes(prediction.margin_bytes)} to be left free."
+    return f"{format_bytes(-left - prediction.margin_bytes)} too much."
 
 
 def shares(terms: Mapping[str, float]) -> str:

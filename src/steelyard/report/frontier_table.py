@@ -12,6 +12,9 @@ SAMPLED = (
     "sampled: every row is the fastest plan within its memory; between two rows the time lies between theirs "
     "(--points looks at more budgets)"
 )
+PRESSED = (
+    "more than the budget fits under pressure, with less than {} per device left free (--memory-margin 0 takes it)"
+)
 COMPLETE = "complete: no plan between these rows is worth having"
 
 
@@ -33,13 +36,16 @@ def frontier_view(found: TradeOffs) -> RenderableType:
 
 
 def frontier_note(found: TradeOffs) -> str:
-    """Whether the frontier has every step, in a sentence."""
-    return COMPLETE if found.is_complete else SAMPLED
+    """Whether the frontier has every step, in a sentence, and what fits under pressure alone."""
+    sentence = COMPLETE if found.is_complete else SAMPLED
+    if not any(found.budget_bytes < point.memory_bytes <= found.device_bytes for point in found.points):
+        return sentence
+    return f"{sentence}; {PRESSED.format(format_bytes(found.margin_bytes))}"
 
 
 def frontier_table(found: TradeOffs) -> Table:
-    """A row for every point, most memory first; the plan within the budget is marked."""
-    table = plain_table(f"Least step time within a memory budget (here {format_bytes(found.budget_bytes)} per device)")
+    """A row for every point, most memory first; the plan within the budget is marked, and what takes of the margin."""
+    table = plain_table(f"Least step time within a memory budget (here {found.limit_text})")
     table.add_column("")
     for column in ("memory", "step", "tokens/s", "stages", "micro\nbatches"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -48,7 +54,7 @@ def frontier_table(found: TradeOffs) -> Table:
         over = point.memory_bytes > found.budget_bytes
         table.add_row(
             "▶" if point.is_chosen else "",
-            format_bytes(point.memory_bytes),
+            format_bytes(point.memory_bytes) + ("*" if over and point.memory_bytes <= found.device_bytes else ""),
             format_seconds(point.step_time_s),
             format_count(point.tokens_per_s),
             str(point.num_stages),
@@ -62,7 +68,7 @@ def frontier_table(found: TradeOffs) -> Table:
 def device_table(found: TradeOffs) -> Table:
     """A row for every number of devices: its best plan, or why there is none."""
     priced = found.price_per_device_hour is not None
-    table = plain_table(f"Best plan on a number of devices, {format_bytes(found.budget_bytes)} each")
+    table = plain_table(f"Best plan on a number of devices, {format_bytes(found.device_bytes)} each")
     cost = ("cost of\n10⁹ tokens",) if priced else ()
     for column in ("devices", "step", "tokens/s", *cost, "stages", "micro\nbatches"):
         table.add_column(column, justify="right", no_wrap=True)

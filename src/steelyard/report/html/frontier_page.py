@@ -29,9 +29,9 @@ def _lead(found: TradeOffs) -> str:
     chosen = next((point for point in found.points if point.is_chosen), None)
     batch = f"{found.global_batch:,} × {found.seq_len:,} tokens a step, {found.precision}"
     if chosen is None:
-        return f"{batch}. Within {format_bytes(found.budget_bytes)} per device nothing fits."
+        return f"{batch}. Within {found.limit_text} nothing fits."
     return (
-        f"{batch}. Within {format_bytes(found.budget_bytes)} per device a step takes at least "
+        f"{batch}. Within {found.limit_text} a step takes at least "
         f"{format_seconds(chosen.step_time_s)}: {chosen.setting}; {chosen.strategies}."
     )
 

@@ -1,5 +1,6 @@
 """The decision in one sentence, and its figures."""
 
+from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan, Prediction
 from steelyard.report.html.assumptions import link_text
 from steelyard.report.html.contents import ReportContents
@@ -33,7 +34,7 @@ def decision(found: ReportContents) -> Html:
     verdict = (
         f"fits with {format_bytes(left)} to spare"
         if left >= 0
-        else f"does not fit: {format_bytes(-left)} more than there is"
+        else shortfall(found.peak_bytes, prediction.budget_bytes, prediction.margin_bytes)
     )
     tokens = format_count(plan.global_batch * plan.seq_len)
     return join(
