@@ -37,6 +37,7 @@ COVERED_ELSEWHERE = {
 NEEDS = {
     "--profile": "needs a profile measured on the reader's machine: tests/cli/test_demo.py",
     "--from-run": "needs the record of a run: tests/profiles",
+    "--record": "needs the record of a run: tests/cli/test_elastic.py",
     "--calibrate": "needs the record of a run: tests/cli/test_plan.py",
 }
 

@@ -1,11 +1,12 @@
 """The exact partition against exhaustive search."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from steelyard.search.partition import partition_exact
+from steelyard.search.partition import partition_exact, quick_bound_s
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
@@ -58,3 +59,10 @@ def test_an_interleaved_setting_with_too_few_layers_is_infeasible_for_any_budget
     tables = random_tables(np.random.default_rng(0), num_stages=3, num_layers=4, interleaved=True)
     result = partition_exact(tables, 10**9)
     assert (result.status, result.miss) == ("infeasible", None)
+
+
+def test_a_layer_without_a_legal_strategy_has_no_finite_bound_even_with_one_microbatch() -> None:
+    tables = random_tables(np.random.default_rng(0), num_stages=1)
+    pipeline = replace(tables.pipeline, num_microbatches=1)
+    nothing = replace(tables, pipeline=pipeline, legal=np.zeros_like(tables.legal))
+    assert quick_bound_s(nothing) == np.inf

@@ -24,8 +24,9 @@ from steelyard.planning.price import job_of
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_bytes, format_plural, format_seconds
 
-SEARCH_S = 1.0
-"""Seconds after which no other candidate is searched once a plan is found."""
+MOST_S = 1.0
+"""Seconds after which no other candidate is searched once a plan is found. A search itself is not cut short: for a
+second less before the run goes on, every step after it might take longer."""
 LEAST_SHARE = 0.5
 """Of the devices of the largest candidate that has a plan, what a candidate must have."""
 
@@ -72,9 +73,7 @@ def fastest_plan(job: Job, hosts: Sequence[int], demands: Sequence[Demand]) -> t
     began_s = time.monotonic()
     found: list[tuple[Plan, tuple[int, int]]] = []
     for nodes, per_node in _shapes(hosts, job):
-        if found and (
-            nodes * per_node < LEAST_SHARE * found[0][0].num_devices or time.monotonic() > began_s + SEARCH_S
-        ):
+        if found and (nodes * per_node < LEAST_SHARE * found[0][0].num_devices or time.monotonic() > began_s + MOST_S):
             break
         result = plan_or_reason(
             replace(job, cluster=with_shape(job.cluster, nodes, per_node)), options, top=NUM_RESCORED

@@ -5,7 +5,8 @@ Three things are decided here, all by what the agent of a host sees:
 
 - A device is given up when its process has died without a word, or reported that the device failed, more often than
   ``--restarts``. The agent asks for the next rendezvous with one process fewer, and goes on as long as it has any.
-- A process that only lost a peer on another host costs no restart, unless the same world meets and fails again.
+- A process that only lost a peer on another host costs no restart, unless the same world meets and fails again
+  with no checkpoint in between.
 - Who comes back waits for the next complete checkpoint: a host that has joined the rendezvous, and the devices of this
   host that were given up, once the user says that they are back (`RETURN_SIGNAL`).
 """
@@ -51,8 +52,8 @@ class ElasticAgent(LocalElasticAgent):
         self._num_all = self._spec.local_world_size
         self._all_visible = os.environ.get(_VISIBLE)
         self._returns = False
-        self._broken_world = 0
-        """Processes of the world that was lost with a peer since the last checkpoint."""
+        self._lost_with_peer = (0, 0)
+        """Processes of the last world in which a peer was lost, and the steps that were saved then."""
         self._saved_before: int | None = None
         """Steps that were saved when somebody began to wait; None while nobody does."""
         self._num_waiting = self._spec.rdzv_handler.num_nodes_waiting
@@ -83,7 +84,7 @@ class ElasticAgent(LocalElasticAgent):
             return False
         if waiting and worker_group.store is not None and worker_group.store.check([_LEFT]):
             return True
-        saved = read_standing().num_saved
+        saved = _num_saved()
         if self._saved_before is None:
             self._saved_before = saved
             who = format_plural(waiting, "host") if waiting else "devices of this host"
@@ -106,12 +107,11 @@ class ElasticAgent(LocalElasticAgent):
 
     def _goes_on(self, failure: Failure | None, worker_group: WorkerGroup) -> bool:
         """Whether to start again after a failure; gives a device up where it has had its restarts."""
-        world = worker_group.workers[0].world_size
         if failure is not None and failure.is_final:
             return False
         if failure is not None and failure.kind and LOST_PEER.search(failure.message):
-            is_new, self._broken_world = world != self._broken_world, world
-            if is_new and worker_group.group_world_size > 1:
+            before, self._lost_with_peer = self._lost_with_peer, (worker_group.workers[0].world_size, _num_saved())
+            if before != self._lost_with_peer and worker_group.group_world_size > 1:
                 return True
         if self._restarts_left > 0:
             self._restarts_left -= 1
@@ -143,3 +143,7 @@ class ElasticAgent(LocalElasticAgent):
     def _tell_others(self, worker_group: WorkerGroup) -> None:
         if worker_group.store is not None:
             worker_group.store.set(_LEFT, "")
+
+
+def _num_saved() -> int:
+    return read_standing().num_saved

@@ -17,6 +17,8 @@ FAILURES_VARIABLE = "STEELYARD_FAILURES"
 AGENT_FILE = "agent.json"
 """How the failed processes ended by rank, as torchrun saw it."""
 _ATTEMPT = "attempt"
+TORCHRUN_RANK_VARIABLE = "STEELYARD_TORCHRUN_RANK"
+"""Environment variable with the rank that torchrun gave, where another was given since."""
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 """How often torchrun has started the processes again."""
 
@@ -46,6 +48,11 @@ class Failure:
             traceback="".join(traceback.format_exception(error)),
             is_final=bool(getattr(error, "is_final", isinstance(error, UserError))),
         )
+
+
+def torchrun_rank() -> int:
+    """The rank that torchrun gave this process, by which its failure is reported; a group may number them anew."""
+    return int(os.environ.get(TORCHRUN_RANK_VARIABLE) or os.environ.get("RANK", "0"))
 
 
 def restart_count() -> int:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from steelyard.errors import UserError
 from steelyard.output import escape_unprintable
-from steelyard.processes.failure import Failure, begin_attempt, failures_folder, previous_failures, write_failure
+from steelyard.processes.failure import (
+    Failure,
+    begin_attempt,
+    failures_folder,
+    previous_failures,
+    torchrun_rank,
+    write_failure,
+)
 from steelyard.processes.parent import end_process, end_with_parent
 
 FAILED = 1
@@ -36,7 +43,7 @@ def run_rank(work: Callable[[], None]) -> None:
         work()
     except Exception as error:
         exit_code = error.exit_code if isinstance(error, UserError) else FAILED
-        _report(Failure.of(error, rank=int(os.environ.get("RANK", "0")), exit_code=exit_code))
+        _report(Failure.of(error, rank=torchrun_rank(), exit_code=exit_code))
     end_process(exit_code)
 
 

@@ -21,6 +21,7 @@ from steelyard.output import say
 from steelyard.plan.file import dump_json, parse_value, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.replanned import Replan
+from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
 
 _ANSWER, _DONE = "plan", "done"
 """Keys in the store."""
@@ -52,6 +53,7 @@ def settled_plan(
         store.set(f"{_DONE}/{rank}", "")
         yield None
         return
+    os.environ[TORCHRUN_RANK_VARIABLE] = str(rank)
     os.environ["RANK"] = str(answer["ranks"].index(rank))
     os.environ["WORLD_SIZE"] = str(found.num_devices)
     os.environ["LOCAL_WORLD_SIZE"] = str(answer["taken"][os.environ["GROUP_RANK"]])

@@ -157,10 +157,15 @@ def _first_or_fallback(prospect: Prospect) -> Solution:
 
 
 def quick_bound_s(tables: CostTables) -> float:
-    """A lower bound of the step time that ignores memory and switches: perfectly even stages of fastest strategies."""
+    """A lower bound of the step time that ignores memory and switches: perfectly even stages of fastest strategies.
+
+    Infinite where a layer has no legal strategy.
+    """
     if tables.pools is not None:
         return _pooled_bound_s(tables, tables.pools)
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
+    if not np.isfinite(fastest).all():
+        return np.inf
     total = float(fastest.sum()) + tables.all_received_s
     worst = max(total / tables.pipeline.num_stages, float(fastest.max()))
     return (total + (tables.pipeline.num_passes - 1) * worst) * (1 - ROUNDING)
