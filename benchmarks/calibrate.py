@@ -269,12 +269,18 @@ def _left_out(
     zero_shot, scaled = ErrorSummary.of(time_errors(forecasts)), ErrorSummary.of(scaled_errors(forecasts))
     assert zero_shot is not None, "a source that is left out has rows"
     assert scaled is not None, "and a factor"
-    return LeftOut(source=source, zero_shot=zero_shot, scaled=scaled, regret=regret(forecasts, seconds))
+    return LeftOut(
+        source=source,
+        zero_shot=zero_shot,
+        scaled=scaled,
+        regret=regret(forecasts, seconds),
+        log_ratios={run.id: float(ratio) for run, ratio in zip(runs, ratios, strict=True)},
+    )
 
 
 def _has_margin(run: PublishedRun) -> bool:
     case = _case(run)
-    return has_margin(case, [sum(terms.values()) for terms in predict_memory(case.plan, case.job)])
+    return has_margin(case, predict_memory(case.plan, case.job))
 
 
 def _reached(rows: Rows, log_ratios: Array) -> str:

@@ -34,6 +34,7 @@ PLANNED = {
 }
 NEED_TORCH = {
     "train": ["train", "plan.json", "--data", "data.txt"],
+    "measure": ["measure", "plan.json"],
     "check": ["check", "plan.json"],
     "parity": ["parity", "plan.json"],
     "profile": ["profile", "llama3-8b", "--seq-len", "2048", "-n", "2", "-o", "profile.json"],

@@ -61,6 +61,9 @@ class Framework:
     reports: Reports = "fullest"
     """The rank that the memory which it reports is of (nanotron's benchmark file: helpers.py, log_throughput)."""
 
+    shard_broadcast_s: float = 0.0
+    """Of a step, for each rank that states are divided over, where each hands on its new parameters by itself."""
+
     def zero_stage(self, run: PublishedRun) -> int:
         """The ZeRO stage that a row states, or the framework's default."""
         stated = run.count("zero_stage")
@@ -103,6 +106,9 @@ _DEEPSPEED = Execution(
     step_shard_bytes=2 + 4,
 )
 """As it steps, ZeRO 1 copies its gradients into one fp16 tensor and that into an fp32 one (zero/stage_1_and_2.py)."""
+_INTERNEVO_BROADCAST_S = 0.0026
+"""After a step each rank of a sharding group broadcasts its part, one after another (hybrid_zero_optim.py); seen in its
+runs on 16 to 1,024 ranks, in proportion to them: 1.3 s of 5.5 at 512."""
 _UNSHARDED_STEP = 4 + 4
 """DeepSpeed without ZeRO converts each fp16 gradient to fp32 and then copies all into one (fp16/fused_optimizer.py)."""
 _AA_EXECUTION = replace(_DEEPSPEED, reduce_bytes=4, bucket_bytes=0, step_shard_bytes=4)
@@ -164,7 +170,12 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
         Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True, reports="first"),
     ),
     ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
-    ("internevo", Framework(kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True))),
+    (
+        "internevo",
+        Framework(
+            kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True), shard_broadcast_s=_INTERNEVO_BROADCAST_S
+        ),
+    ),
     ("kempnerforge", Framework(kernels=_FSDP_EAGER, execution=Execution(), default_sp=True)),
     ("pytorch fsdp", Framework(kernels=replace(_FSDP_EAGER, full="block"), execution=Execution(reduce_bytes=2))),
     (

@@ -298,6 +298,9 @@ def _strategy(
         levels.append(Level(kind=TP, degree=degrees.tp))
     if execution.keeps_own_buffers and shards not in (None, degrees.dp * degrees.cp) and zero == 1:
         execution = replace(execution, shard_degree=shards)
+    if zero == 1:
+        num_shards = shards or degrees.dp * degrees.cp
+        execution = replace(execution, step_s=framework.shard_broadcast_s * num_shards)
     fsdp = any(level.kind is FSDP for level in levels)
     has_sp = run.text("sp") == "True" if run.text("sp") else framework.default_sp
     strategy = Strategy.of(

@@ -115,6 +115,8 @@ class LeftOut:
     zero_shot: ErrorSummary
     scaled: ErrorSummary
     regret: RegretSummary | None
+    log_ratios: Mapping[str, float]
+    """Logarithms of predicted over measured time by the id of the run."""
 
 
 Predicate = Callable[[PublishedRun], bool]

@@ -7,7 +7,20 @@ from steelyard.processes.allocator import set_allocator
 
 set_allocator()  # before torch is imported
 
+from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from steelyard.plan.plan import Plan  # noqa: E402
+from steelyard.plan.replanned import Replanned  # noqa: E402
 from steelyard.runtime.process import main  # noqa: E402
 
+
+def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
+    """As `steelyard.planning.elastic.replan`; the search is imported by a process that needs it."""
+    from steelyard.planning.elastic import replan
+
+    return replan(plan, hosts, folder)
+
+
 if __name__ == "__main__":
-    main()
+    main(replan=replan)

@@ -81,7 +81,7 @@ def test_the_html_figure_loads_nothing_from_elsewhere_and_is_small(run: Run, tmp
     text = path.read_text()
     assert len(text) < 100_000
     assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text) == []
-    assert "budget 79.1 GiB" in text
+    assert "budget 75.2 GiB" in text
     assert "this plan" in text
 
 

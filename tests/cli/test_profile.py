@@ -1,9 +1,16 @@
-"""What ``steelyard profile`` decides before it measures."""
+"""What ``steelyard profile`` decides before it measures, and what its file is good for."""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from steelyard.cli.profile import MOST_MEASURED, SAMPLES, parse_samples
 from steelyard.errors import UserError
+from steelyard.plan.file import read_plan
+from tests.cli.conftest import Run
+from tests.planning.test_assumed_links import LINKED
+from tests.runtime.models import CONFIGS
 
 
 @pytest.mark.parametrize("batch", [2, 3, 8, 16, 17, 2 * MOST_MEASURED])
@@ -30,3 +37,24 @@ def test_other_samples_or_both_are_an_error(text: str, batch: int | None) -> Non
     with pytest.raises(UserError) as caught:
         parse_samples(text, batch)
     assert caught.value.field == "--samples"
+
+
+@pytest.mark.processes
+def test_a_profile_of_one_process_plans_for_four_with_the_links_of_a_cluster_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-tied"]))
+    (tmp_path / "cluster.yaml").write_text(LINKED)
+    job = (tmp_path / "config.json", "--seq-len", 32, "--precision", "fp32")
+    measuring = ("-n", 1, "--samples", "1,2", "--budget", 1, "-o", tmp_path / "profile.json")
+    measured = run("profile", *job, *measuring)
+    assert measured.exit_code == 0, measured.output
+    assert "NODESxDEVICESxDEVICE of any number" in measured.output
+    options = ("--cluster", tmp_path / "cluster.yaml", "--memory", "1GiB", "--global-batch", 8)
+    planned = run("plan", *job, *options, "--profile", tmp_path / "profile.json", "-o", tmp_path / "plan.json")
+    assert planned.exit_code == 0, planned.output
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.num_devices == 4
+    assert "layers measured on cpu" in planned.output
+    assert "Links assumed, per device and direction: cable inside a node, 2 GB/s" in " ".join(planned.output.split())
+    explained = run("explain", tmp_path / "plan.json")
+    assert explained.exit_code == 0, explained.output
+    assert "links assumed" in " ".join(explained.output.split())

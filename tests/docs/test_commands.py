@@ -30,6 +30,7 @@ COVERED_ELSEWHERE = {
     "train": "starts processes and trains: tests/runtime/test_launch.py, tests/cli/test_demo.py",
     "profile": "measures for minutes: tests/profiler, tests/cli/test_demo.py",
     "demo": "profiles and trains: tests/cli/test_demo.py",
+    "measure": "starts processes and trains: tests/cli/test_measure.py",
     "check": "runs the runtime for every distinct rank: tests/cli/test_check.py, tests/runtime/test_dry_run.py",
     "parity": "trains twice: tests/runtime/test_parity.py",
 }

@@ -7,11 +7,11 @@ import pytest
 
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
-from steelyard.hardware import find_device, parse_cluster
+from steelyard.hardware import find_device, is_same_device, parse_cluster
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, calibrate, plan_job
-from steelyard.planning.calibration import InvalidRunError, is_same_device
+from steelyard.planning import PlanOptions, calibrate, plan_job, time_factors
+from steelyard.planning.calibration import InvalidRunError
 from steelyard.planning.price import job_of, with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from tests.cost.examples import job, plan
@@ -73,6 +73,58 @@ def test_a_record_scales_by_measured_over_predicted(tmp_path: Path) -> None:
 
 def test_a_record_of_a_calibrated_plan_replaces_its_factor(tmp_path: Path) -> None:
     assert calibrate(job(), record(tmp_path, job(), predicted_time_factor=2.0)).time_factor == pytest.approx(3.0)
+
+
+def three(folder: Path, of: Job, *seconds: float) -> list[Path]:
+    paths = []
+    for number, step_s in enumerate(seconds):
+        (folder / str(number)).mkdir()
+        paths.append(record(folder / str(number), of, median_step_s=step_s))
+    return paths
+
+
+def test_several_runs_scale_by_their_median_which_an_odd_one_does_not_move(tmp_path: Path) -> None:
+    of = calibrate(job(), *three(tmp_path, job(), 2.2, 2.6, 90.0))
+    assert of.time_factor == pytest.approx(1.3)
+    assert of.num_calibrating == 3
+
+
+def test_two_runs_scale_by_their_geometric_mean(tmp_path: Path) -> None:
+    assert calibrate(job(), *three(tmp_path, job(), 2.0, 8.0)).time_factor == pytest.approx(2.0)
+
+
+def test_runs_of_plans_and_records_go_together(tmp_path: Path) -> None:
+    of = job()
+    paths = [measured(tmp_path, of, FSDP, 3 * priced(of)), *three(tmp_path, of, 4.0, 40.0)]
+    assert [factor for _, factor in time_factors(of, paths)] == pytest.approx([3.0, 2.0, 20.0])
+    assert calibrate(of, *paths).time_factor == pytest.approx(3.0)
+
+
+def test_one_of_several_that_is_of_another_model_or_device_is_refused_by_its_name(tmp_path: Path) -> None:
+    good, bad = three(tmp_path, job(), 2.0, 3.0)
+    content = json.loads(bad.read_text())
+    for changes, message in (
+        ({"device": "NVIDIA A100-SXM4-80GB"}, "a run on round"),
+        ({"config_hash": "0"}, "another"),
+    ):
+        bad.write_text(json.dumps(content | changes))
+        with pytest.raises(InvalidRunError, match=message) as raised:
+            calibrate(job(), good, bad)
+        assert str(bad) in raised.value.field
+
+
+def test_a_run_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    path = record(tmp_path, job())
+    with pytest.raises(InvalidRunError, match="twice"):
+        calibrate(job(), path, path.parent / "." / path.name)
+
+
+def test_a_plan_says_how_many_runs_its_times_rest_on_and_keeps_it_when_priced_again(tmp_path: Path) -> None:
+    of = calibrate(job(), *three(tmp_path, job(), 2.2, 2.6, 3.0))
+    found = with_price(plan(of, FSDP, num_microbatches=4), of)
+    assert found.prediction is not None
+    assert "calibrated by 3 measured runs" in str(found.prediction.profile)
+    assert job_of(found, cluster=of.cluster, profile=of.profile).num_calibrating == 3
 
 
 def test_a_plan_says_by_what_its_times_were_scaled_and_keeps_it_when_priced_again(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """One process of a real training run that goes wrong on purpose: ``-m tests.runtime.faulty_train FAULTS PLAN …``.
 
-FAULTS are ``ATTEMPT:FAULT:STEP`` separated by commas; all befall rank 1. Every process leaves its id in $PIDS.
+FAULTS are ``ATTEMPT:FAULT:STEP`` separated by commas; all befall rank $BAD_RANK, or 1. Every process leaves its id in
+$PIDS.
 """
 
 import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +17,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from steelyard.processes.failure import restart_count
+from steelyard.processes.start import RETURN_SIGNAL
 from steelyard.runtime import train
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.process import main
 from steelyard.runtime.stage import LayerLoop
+from steelyard.train import replan
 
-BAD_RANK = "1"
+BAD_RANK = os.environ.get("BAD_RANK", "1")
 SMALL_FILE_BYTES = 20_000
+
+
+SLOW_S = 0.15
 
 
 def end_now(*_arguments: Any, **_options: Any) -> None:
@@ -90,7 +97,33 @@ def shrink_data(_step: int) -> None:
     os.truncate(sys.argv[sys.argv.index("--data") + 1], 200)
 
 
+def bring_back(_step: int) -> None:
+    """The user says that what was given up is back."""
+    os.kill(int(os.environ["LAUNCHER"]), RETURN_SIGNAL)
+
+
+def compute_slowly(_step: int) -> None:
+    """As a device that is too hot, from this step on."""
+    forward = LayerLoop.forward
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        until_s = time.perf_counter() + SLOW_S
+        while time.perf_counter() < until_s:
+            pass
+        return forward(*arguments, **options)
+
+    LayerLoop.forward = slow  # type: ignore[method-assign]
+
+
+def kill_agent(_step: int) -> None:
+    """As a host that loses power: its agent is gone and its processes with it."""
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
 FAULTS = {
+    "slow": compute_slowly,
+    "kill-agent": kill_agent,
+    "return": bring_back,
     "kill-step": die_in_forward,
     "stop-step": stop_in_forward,
     "kill-save": die_while_saving,
@@ -98,6 +131,17 @@ FAULTS = {
     "shrink": shrink_data,
     "memory": run_out_of_memory,
 }
+
+
+def slow_down() -> None:
+    """Every step takes a second more in a world of $SLOW_HOSTS hosts."""
+    train_step = ParallelModel.train_step
+
+    def slow_step(model: ParallelModel, read: Any) -> Any:
+        time.sleep(os.environ["GROUP_WORLD_SIZE"] == os.environ["SLOW_HOSTS"])
+        return train_step(model, read)
+
+    mock.patch.object(train.ParallelModel, "train_step", slow_step).start()
 
 
 def plant(faults: str) -> None:
@@ -117,6 +161,8 @@ def plant(faults: str) -> None:
 
 if __name__ == "__main__":
     Path(os.environ["PIDS"], f"{os.getpid()}.pid").touch()
+    if "SLOW_HOSTS" in os.environ:
+        slow_down()
     if os.environ["RANK"] == BAD_RANK:
         plant(sys.argv[1])
-    main(sys.argv[2:])
+    main(sys.argv[2:], replan=replan)

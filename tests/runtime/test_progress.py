@@ -3,13 +3,16 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
+from steelyard.profiles.slowness import SlowRank
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.outputs import check_outputs
 from steelyard.runtime.progress import Step, model_flop_utilisation, reported, step_metrics
@@ -35,7 +38,7 @@ def plan_with(mfu: float | None) -> Plan:
 
 
 def step(loss: float = 2.5, time_s: float = 4.0, peak_bytes: int = 3 << 20) -> Step:
-    return Step(loss=loss, grad_norm=0.5, lr=1e-3, time_s=time_s, busy_s=1.0, peak_bytes=peak_bytes)
+    return Step(loss=loss, grad_norm=0.5, lr=1e-3, time_s=time_s, busy_s=1.0, own_s=0.5, peak_bytes=peak_bytes)
 
 
 def test_a_step_that_takes_twice_as_long_as_predicted_has_half_of_the_utilisation() -> None:
@@ -145,5 +148,26 @@ def test_the_clock_counts_work_once_and_nothing_else() -> None:
         time.sleep(0.02)
     inside_s = time.perf_counter() - started_s
     time.sleep(0.05)
-    assert 0.02 <= clock.take_s() <= inside_s
-    assert clock.take_s() == 0
+    worked_s, own_s = clock.take_s()
+    assert 0.02 <= worked_s <= inside_s
+    assert own_s == worked_s
+    assert clock.take_s() == (0, 0)
+
+
+def test_the_clock_leaves_out_of_own_work_what_waits_for_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.Work, "wait", lambda _: time.sleep(0.05))
+    clock, work = StageClock(torch.device("cpu")), dist.Work.__new__(dist.Work)
+    with clock.seeing_waits():
+        work.wait()
+        with clock.working():
+            time.sleep(0.02)
+            work.wait()
+    worked_s, own_s = clock.take_s()
+    assert worked_s - own_s >= 0.05
+    assert own_s >= 0.02
+
+
+def test_the_progress_line_names_slow_ranks() -> None:
+    slow = SlowRank(rank=3, stage=1, host="node7", factor=1.84)
+    line = step_metrics(1, replace(step(), slow=(slow,)), plan_with(None)).line(10, counts_tokens=True)
+    assert line.endswith("slow: rank 3 (stage 1) on node7 computes 1.8 × as long")

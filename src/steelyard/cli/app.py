@@ -19,7 +19,7 @@ COMMANDS = {
     name: name
     for name in (
         *("plan", "frontier", "solve", "explain", "diff", "report", "timeline", "profile", "check", "parity"),
-        *("train", "export", "demo", "models"),
+        *("train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}
 """The module of each command, in the order in which they are listed."""
@@ -40,7 +40,8 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     made.callback()(options)
     for name in names:
-        made.command(name)(getattr(import_module(f"steelyard.cli.{COMMANDS[name]}"), name))
+        module = import_module(f"steelyard.cli.{COMMANDS[name]}")
+        made.command(name, context_settings=getattr(module, "WORDS", None))(getattr(module, name))
     return made
 
 

@@ -79,7 +79,7 @@ def demo(
     console.rule("4. Compare", align="left")
     first, last = record.steps[0].loss, record.steps[-1].loss
     console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")
-    console.print(comparison_table(result.plan, record))
+    console.print(comparison_table(record))
     console.print(f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json")
     if as_json:
         found = {"profile": profile, "plan": result.plan, "record": record}

@@ -11,7 +11,16 @@ from steelyard.cli.progress import progress
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, WhyNot
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning import PlanOptions, explain_plan, job_or_reason, parse_pin, why_not, why_not_plan, with_price
+from steelyard.planning import (
+    PlanOptions,
+    explain_plan,
+    job_or_reason,
+    parse_pin,
+    slow_nodes,
+    why_not,
+    why_not_plan,
+    with_price,
+)
 from steelyard.report.explain_view import explain_view, why_not_view
 
 
@@ -29,6 +38,10 @@ def explain(
             "--why-not",
             help="What it would cost to insist: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
         ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", help="A record of `train`: which ranks were slow, what planning around them gains."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list all that lost, was dominated or was never searched, with reasons.")
@@ -50,6 +63,12 @@ def explain(
             else:
                 explanation = Explanation(binds="", why_not=_insist(job, why))
                 plan = with_price(plan, job)
+            if record is not None:
+                show("planning without the nodes that were slow")
+                found = slow_nodes(plan, job, record)
+                note = () if found else (f"no rank of {record} computed for longer than predicted next to the others",)
+                kept = {"slow_nodes": found, "notes": (*explanation.notes, *note)}
+                explanation = explanation.model_copy(update=kept)
             if plan.prediction is None or cluster or network or memory or profile:
                 plan = with_price(plan, job)
     if output is not None:

@@ -54,10 +54,13 @@ from steelyard.planning import (
     plan_fewest_devices,
     plan_job,
     samples_not_measured,
+    time_factors,
     with_baselines,
     with_fallbacks,
+    with_next_best,
+    with_spares,
 )
-from steelyard.report.plan_table import plan_view
+from steelyard.report.plan_table import missing_spare_lines, plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S, Partition, save_problem
 from steelyard.units import format_bytes, format_count, format_plural, parse_count
@@ -70,7 +73,12 @@ FALLBACKS = 2
 _MOST_DIGITS = 20
 
 
+WORDS = {"allow_extra_args": True}
+"""Further words behind the model are runs after --calibrate."""
+
+
 def plan(
+    context: typer.Context,
     model: Model,
     cluster: ClusterOption,
     global_batch: Annotated[
@@ -98,12 +106,12 @@ def plan(
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
     calibrate_by: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--calibrate",
-            help="A measured run that scales all predicted times: a record of `train`, or a file that names plan "
-            "and step_time_s.",
-            metavar="RUN",
+            help="Measured runs whose median scales all predicted times: records of `train` or `measure`, or files "
+            "that name plan and step_time_s. Several after one --calibrate, behind MODEL.",
+            metavar="RUN...",
         ),
     ] = None,
     imbalance: Annotated[
@@ -141,7 +149,15 @@ def plan(
         typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even."),
     ] = "exact",
     time_limit: TimeLimit = TIME_LIMIT_S,
-    top: Annotated[int, typer.Option("--top", help="How many of the plans that lost to show.", min=0, max=1000)] = TOP,
+    top: Annotated[
+        int,
+        typer.Option(
+            "--top",
+            help="How many of the plans that lost to show; the best so many are kept for `measure`.",
+            min=0,
+            max=1000,
+        ),
+    ] = TOP,
     fallbacks: Annotated[
         int,
         typer.Option(
@@ -151,6 +167,15 @@ def plan(
             max=100,
         ),
     ] = FALLBACKS,
+    spares: Annotated[
+        int,
+        typer.Option(
+            "--spares",
+            help="Plan ahead for so many lost nodes (devices, of one node): what they cost, and for `train --elastic`.",
+            min=0,
+            max=100,
+        ),
+    ] = 0,
     tokens: Annotated[
         str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
     ] = None,
@@ -163,6 +188,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
+    runs = _runs(calibrate_by, context.args)
     whole = _parse_training(tokens, price)
     aim: Objective = check_choice("--objective", objective, Objective)
     batch = parse_size("--global-batch", global_batch, MOST_SAMPLES)
@@ -195,7 +221,7 @@ def plan(
             memory_margin=memory_margin,
             profile=profile,
             imbalance=imbalance,
-            calibrate_by=calibrate_by,
+            runs=runs,
             own=own,
         )
         chain = chain_of_own(own.own, name=own.name) if own else load_any_model(model)
@@ -206,10 +232,18 @@ def plan(
         else:
             job = job_of_length(length)
             result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
+        if len(runs) > 1:
+            factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(result.job, runs))
+            notes.append(f"calibrated by the median of {factors}")
         if result.num_left_out:
             notes.append(f"left out: {format_plural(result.num_left_out, 'pipeline setting')} ({NOT_BUILT})")
         if result.plan is not None:
+            result = with_next_best(result, num_plans=top - 1 if output is not None else 0)
             kept = _completed(result, options, num_fallbacks=fallbacks if output is not None else 0, show=show)
+            if spares:
+                show("searching plans for what is left after a loss")
+                kept = with_spares(kept, result.job, num_spares=spares)
+                notes += missing_spare_lines(kept, spares)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
         if problem is not None:
             save_problem(problem, result.problem)
@@ -225,6 +259,18 @@ def plan(
         print_json(result.plan.model_dump(mode="json", exclude_none=True))
         return
     _print_plan(result.plan, output, top, builder=f" --builder {model}" if own else "")
+
+
+def _runs(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
+    """The runs of ``--calibrate a b c``; raises `UserError` for words that belong to nothing."""
+    if words and not named:
+        raise UserError(
+            field="plan",
+            found=f"{' '.join(words)!r} behind the model",
+            expected="one model, and options",
+            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
+        )
+    return (*(named or ()), *map(Path, words))
 
 
 def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, schedule: str | None) -> PlanOptions:
@@ -261,6 +307,10 @@ def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> 
         console.print(f"  why this plan: steelyard explain {output}", highlight=False)
         console.print(f"  see it: steelyard report {output} -o {output.with_suffix('.html')}", highlight=False)
         console.print(f"  run it: steelyard train {output}{builder} --data PATH", highlight=False)
+        if found.next_best:
+            count = len(found.next_best) + 1
+            command = f"steelyard measure {output}{builder} --alternatives"
+            console.print(f"  measure the best {count}: {command}", highlight=False)
     else:
         console.print("  keep it: add -o plan.json", highlight=False)
 
@@ -343,7 +393,7 @@ def _job_maker(
     memory_margin: float | None,
     profile: str | None,
     imbalance: float,
-    calibrate_by: Path | None,
+    runs: Sequence[Path],
     own: Any,
 ) -> Callable[[int], Job]:
     """The job of a number of tokens."""
@@ -361,7 +411,7 @@ def _job_maker(
             imbalance=imbalance,
             own=own,
         )
-        return job if calibrate_by is None else calibrate(job, calibrate_by)
+        return calibrate(job, *runs) if runs else job
 
     return make
 

@@ -77,7 +77,8 @@ def profile(
         print_json(measured.model_dump(mode="json", exclude_none=True))
         return
     Console().print(profile_view(measured))
-    print(f"written to {output}; plan with: steelyard plan {model} --profile {output} --cluster 1x{processes}xcpu …")
+    machine = "NODESxDEVICESxDEVICE of any number" if processes == 1 else f"1x{processes}xcpu"
+    print(f"written to {output}; plan with: steelyard plan {model} --profile {output} --cluster {machine} …")
 
 
 def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[int, ...]:

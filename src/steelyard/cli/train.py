@@ -1,5 +1,6 @@
 """``steelyard train``: runs a plan on this host, one process per rank, and compares with its prediction."""
 
+import re
 from dataclasses import fields
 from inspect import Parameter, signature
 from pathlib import Path
@@ -9,8 +10,12 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.errors import UserError
 from steelyard.installed import require_training
 from steelyard.plan.file import read_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning import check_replannable
+from steelyard.processes.start import Elastic
 from steelyard.report.run_table import comparison_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions, flag
 
@@ -25,6 +30,14 @@ def train(
     restarts: Annotated[
         int, typer.Option("--restarts", help="Start again from the newest checkpoint, when a process fails.", min=0)
     ] = 0,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", help="With --elastic: the fewest and the most hosts, as in 1:2.", metavar="MIN:MAX"),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option("--rendezvous", help="With --hosts: where they meet, on one of them.", metavar="HOST:PORT"),
+    ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -37,11 +50,48 @@ def train(
     require_training("`steelyard train` trains with them")
     from steelyard.runtime.launch import launch
 
-    finished = launch(path, data, TrainOptions(**options), restarts=restarts, stdout_to_stderr=as_json)
-    if as_json:
+    given = TrainOptions(**options)
+    elastic = _elastic(plan, path, given, hosts, rendezvous)
+    finished = launch(path, data, given, restarts=restarts, elastic=elastic, stdout_to_stderr=as_json)
+    if finished is None:
+        Console(stderr=True).print("this host's part is done; the host of rank 0 has the record", highlight=False)
+    elif as_json:
         print_json(finished.model_dump(mode="json", exclude_none=True))
     else:
-        Console().print(comparison_table(plan, finished))
+        Console().print(comparison_table(finished))
+
+
+def _elastic(
+    plan: Plan, path: Path, options: TrainOptions, hosts: str | None, rendezvous: str | None
+) -> Elastic | None:
+    """What an elastic run needs to know; raises `UserError` where it could not find plans, or what belongs to it is
+    given without it."""
+    if (hosts is None) != (rendezvous is None) or (hosts is not None and not options.elastic):
+        raise UserError(
+            field="--hosts",
+            found=" ".join(
+                name
+                for name, given in (("--hosts", hosts), ("--rendezvous", rendezvous), ("--elastic", options.elastic))
+                if given
+            ),
+            expected="--elastic --hosts MIN:MAX --rendezvous HOST:PORT together",
+            hint="give all three, the same on every host; on one host --elastic is enough",
+        )
+    if not options.elastic:
+        return None
+    check_replannable(plan, path.parent)
+    if hosts is None:
+        return Elastic()
+    counts = re.fullmatch(r"([1-9]\d{0,5}):([1-9]\d{0,5})", hosts)
+    least, most = (int(counts[1]), int(counts[2])) if counts else (0, 0)
+    if not least <= most or most == 0 or plan.num_devices % most:
+        raise UserError(
+            field="--hosts",
+            found=repr(hosts),
+            expected=f"MIN:MAX, where MAX hosts have equal parts of the plan's {plan.num_devices} devices",
+            hint="write for example --hosts 1:2",
+        )
+    return Elastic(hosts=(least, most), rendezvous=rendezvous)
 
 
 def _parameters() -> list[Parameter]:

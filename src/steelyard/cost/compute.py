@@ -82,7 +82,7 @@ def step_overhead_s(job: Job) -> float:
     if job.cluster.device.needs_profile or job.profile.identity.is_measured:
         return job.profile.step_overhead_s * job.time_factor
     fixed = job.efficiency.step_s + job.efficiency.step_per_node_s * job.cluster.num_nodes
-    return fixed * job.time_factor
+    return (fixed + job.execution.step_s) * job.time_factor
 
 
 def _accumulation_s(layer: LayerProfile, job: Job) -> float:

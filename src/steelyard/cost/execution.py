@@ -129,6 +129,8 @@ class Execution:
     pipelined_collective_s: float = 0.0
     """What the host loses per tensor-parallel collective and rank of its group where stages exchange activations
     between nodes. Seen, not explained: in nanotron a block takes 3 ms per microbatch and rank, however small it is."""
+    step_s: float = 0.0
+    """Once a step, beside what every framework spends: what it does rank after rank."""
     remat_fraction: float = 1.0
     """Part of what remat repeats in a layer that is really repeated: less than 1 where only every n-th layer is."""
     fused_kernels: bool = False

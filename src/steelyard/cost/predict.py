@@ -20,7 +20,7 @@ from steelyard.cost.stage_memory import part_layers, stage_terms, tied_bytes
 from steelyard.cost.switching import switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerKind
-from steelyard.plan.plan import Plan, StagePrediction
+from steelyard.plan.plan import OWN_TERMS, Plan, StagePrediction
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import LayerProfile, Work
@@ -41,10 +41,17 @@ class PlanCost:
     """How `mfu` counts attention."""
 
 
-def predict(plan: Plan, job: Job) -> PlanCost:
-    """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ."""
+def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
+    """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ.
+
+    Stages in ``slowed`` compute so many times as long.
+    """
     setting = _setting(plan, job)
-    parts = _part_costs(plan, setting)
+    factors = slowed or {}
+    parts = [
+        _slowed(part, factors.get(index % plan.num_stages, 1.0))
+        for index, part in enumerate(_part_costs(plan, setting))
+    ]
     timeline = simulate(
         [_stage_times(part) for part in parts],
         setting.pipeline,
@@ -185,6 +192,21 @@ def _part_costs(plan: Plan, setting: Setting) -> list[_PartCost]:
             )
         )
     return parts
+
+
+def _slowed(part: _PartCost, factor: float) -> _PartCost:
+    """The cost of a part that computes ``factor`` times as long."""
+
+    def scaled(terms: Mapping[str, float]) -> dict[str, float]:
+        return {name: seconds * (factor if name in OWN_TERMS else 1.0) for name, seconds in terms.items()}
+
+    if factor == 1.0:
+        return part
+    layers = [
+        replace(cost, forward_s=scaled(cost.forward_s), backward_s=scaled(cost.backward_s), once_s=scaled(cost.once_s))
+        for cost in part.layers
+    ]
+    return replace(part, layers=layers)
 
 
 def _switches_s(strategies: Sequence[Strategy], setting: Setting) -> list[float]:

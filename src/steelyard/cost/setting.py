@@ -33,9 +33,9 @@ class Job:
     ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold, and
     ``margin_bytes`` what is left free beside it.
     ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
-    all times are multiplied by ``time_factor``, which one measured run gives. ``imbalance`` is how many times the mean
-    number of tokens the rank with the most of them gets, where experts are divided over ranks. ``profile_file`` is
-    where the profile was read from, if it was.
+    all times are multiplied by ``time_factor``, which ``num_calibrating`` measured runs give. ``imbalance`` is how many
+    times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
+    ``profile_file`` is where the profile was read from, if it was.
     """
 
     chain: ModelChain
@@ -48,6 +48,7 @@ class Job:
     execution: Execution = OURS
     rates: Efficiency | None = None
     time_factor: float = 1.0
+    num_calibrating: int = 0
     imbalance: float = ASSUMED_IMBALANCE
     profile_file: ProfileFile | None = None
     margin_bytes: int = 0
@@ -90,16 +91,29 @@ class Job:
     def cost_source(self) -> CostSource:
         """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
         identity = self.profile.identity
-        priced_by_catalogue = not (identity.is_measured or self.cluster.device.needs_profile or self.rates)
-        rates = catalogue_rates(self.cluster.device.name) if priced_by_catalogue else None
+        has_rates = not self.cluster.device.needs_profile
+        priced_by_catalogue = self.assumes_links or not (identity.is_measured or self.rates)
+        rates = catalogue_rates(self.cluster.device.name) if has_rates and priced_by_catalogue else None
         divides_experts = any(kind.num_experts for kind in self.chain.kinds)
         return CostSource(
             **identity.model_dump(),
             time_factor=self.time_factor,
+            num_calibrating=self.num_calibrating,
             rates=rates,
+            links_assumed=self.assumes_links,
             file=self.profile_file,
             imbalance=self.imbalance if divides_experts else None,
         )
+
+    @property
+    def assumes_links(self) -> bool:
+        """Whether layers were measured on one device, and what lies between devices is as the cluster says."""
+        return self.profile.identity.is_measured and self.profile.identity.num_devices < self.cluster.num_devices
+
+    @property
+    def has_measured_links(self) -> bool:
+        """Whether what lies between devices was measured, on as many as there are."""
+        return self.profile.identity.is_measured and not self.assumes_links
 
     @cached_property
     def efficiency(self) -> Efficiency:

@@ -104,8 +104,8 @@ def _styles(family: Family, kind: LayerKind) -> dict[str, str]:
 
 
 def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
-    """The plan without predictions and fallbacks, with the config of a packaged model."""
-    content = plan.model_dump(mode="json", exclude_none=True, exclude={"prediction", "fallbacks"})
+    """The plan without predictions and other plans, with the config of a packaged model."""
+    content = plan.model_dump(mode="json", exclude_none=True, exclude={"prediction", "fallbacks", "next_best"})
     return content | {"model": {"name": plan.model.name, "config": dict(chain.config)}}
 
 

@@ -6,6 +6,8 @@ from steelyard.hardware.catalogue import (
     find_device,
     find_link,
     find_network,
+    is_same_device,
+    known_device,
     links,
 )
 from steelyard.hardware.files import ClusterFile
@@ -35,6 +37,8 @@ __all__ = [
     "find_link",
     "find_network",
     "is_as_named",
+    "is_same_device",
+    "known_device",
     "links",
     "parse_cluster",
     "with_network",

@@ -41,6 +41,16 @@ def known_device(name: str) -> Device | None:
     return None if row is None else row.to_device()
 
 
+def is_same_device(found: str, device: Device) -> bool:
+    """Whether a driver's name of a device (NVIDIA H100 80GB HBM3) means one of the catalogue (h100-80gb).
+
+    Sizes of memory are left out: every other part of the catalogue's name must occur.
+    """
+    words = re.findall(r"[a-z0-9]+", found.lower())
+    parts = [part for part in device.name.lower().split("-") if not part.endswith("gb")]
+    return all(any(word.startswith(part) for word in words) for part in parts)
+
+
 def find_link(name: str) -> Link:
     """The catalogue link of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
     return _look_up(name, _rows_by_name(_link_catalogue().links, where="links.yaml"), field="link").to_link()

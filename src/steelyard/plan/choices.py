@@ -129,6 +129,20 @@ class WhyNot(PlanPart):
     """What stands in the way; empty where nothing does."""
 
 
+class SlowNode(PlanPart):
+    """A slow rank of a run: a step as predicted, with the rank as slow as it was, and without its node."""
+
+    rank: str
+    """Which, where, and how slow."""
+    step_time_s: float
+    slowed_step_s: float
+    without_step_s: float | None = None
+    """Absent where no plan fits without it."""
+    cluster: str = ""
+    setting: str = ""
+    strategies: str = ""
+
+
 class Explanation(PlanPart):
     """Why a plan and not another one: each rival was searched again under its restriction."""
 
@@ -138,6 +152,8 @@ class Explanation(PlanPart):
     budgets: tuple[Rival, ...] = ()
     """The best plans with a little more and a little less memory per device."""
     notes: tuple[str, ...] = ()
+    slow_nodes: tuple[SlowNode, ...] = ()
+    """Of the recorded run that was given."""
     why_not: WhyNot | None = None
     excluded: tuple[ExcludedValues, ...] = ()
     """Pipeline settings that were never searched."""

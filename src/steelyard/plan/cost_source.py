@@ -45,8 +45,12 @@ class CostSource(ProfileIdentity):
 
     time_factor: float = Field(default=1.0, gt=0)
     """What all times were multiplied by after a measured run; 1 where there was none."""
+    num_calibrating: int = Field(default=0, ge=0)
+    """Measured runs that gave it; 0 also in plans that were written before they were counted."""
     rates: CatalogueRates | None = None
     """Absent where times were measured or the rates given, and in plans that were written before it was said."""
+    links_assumed: bool = False
+    """Whether layers were measured on one device, and the rates of links are the cluster's."""
 
     file: ProfileFile | None = None
     """Absent where the profile was traced or given as a value, and in plans that were written before it was kept."""
@@ -65,11 +69,11 @@ class CostSource(ProfileIdentity):
         return data | texts
 
     def __str__(self) -> str:
-        scaled = (
-            "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by a measured run"
-        )
+        runs = "a measured run" if self.num_calibrating < 2 else f"{self.num_calibrating} measured runs"
+        scaled = "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by {runs}"
         if self.is_measured:
-            return f"measured on {self.device} ({self.created}){scaled}{self._routing}"
+            what, links = ("layers measured", ", links assumed") if self.links_assumed else ("measured", "")
+            return f"{what} on {self.device} ({self.created}){links}{scaled}{self._routing}"
         rates = "" if self.rates is None else f", {self.rates}"
         how = f"traced with torch {self.torch}, transformers {self.transformers}"
         return f"{how}; catalogue rates{rates}{scaled}{self._routing}"

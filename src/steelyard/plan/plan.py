@@ -15,6 +15,7 @@ from steelyard.limits import (
     MOST_LAYERS,
     MOST_PER_S,
     Bytes,
+    Count,
     Microbatches,
     PositiveSeconds,
     Samples,
@@ -37,9 +38,12 @@ from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.plan.training import Training
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
+from steelyard.units import format_seconds
 
 Precision = Literal["fp32", "bf16"]
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
+OWN_TERMS = ("compute", "remat", "host", "optimizer")
+"""Terms of time in which a rank computes by itself; those of kinds of parallelism wait for others."""
 RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 
 
@@ -167,6 +171,25 @@ class Baseline(PlanPart):
     strategies: str = ""
 
 
+class Interval(PlanPart):
+    """Where nine in ten runs lie that are like a predicted one, and how far plans must differ to be told apart."""
+
+    low_s: float = Field(ge=0)
+    high_s: float = Field(ge=0)
+    typical: float = Field(ge=0)
+    """The median of |predicted / measured − 1| of such runs."""
+    like: str
+    """What the costs of such runs were made from, as `steelyard.cost.accuracy` has it."""
+    as_good: float = Field(ge=0)
+    """By what fraction a plan of the same job may be predicted slower and still be as good as this one."""
+
+    def __str__(self) -> str:
+        return (
+            f"predicted, typically ± {self.typical:.0%}; 9 in 10 such runs: "
+            f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
+        )
+
+
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
@@ -189,6 +212,8 @@ class Prediction(PlanPart):
     """Where the costs came from."""
     backend: Backend | None = None
     """What the devices communicate with; absent in plans that were written before it was said."""
+    interval: Interval | None = None
+    """Absent where no measured runs are like this one, and in plans that were written before it was said."""
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     """The best plain plans; none where they were not searched."""
@@ -208,14 +233,28 @@ class Prediction(PlanPart):
         """What all times were multiplied by after a measured run; 1 where there was none."""
         return self.profile.time_factor
 
+    def is_as_good(self, step_time_s: float | None) -> bool:
+        """Whether another plan of this job, of this step time, is predicted too little slower to be told apart."""
+        most_s = 0.0 if self.interval is None else self.step_time_s * (1 + self.interval.as_good)
+        return step_time_s is not None and step_time_s <= most_s
+
 
 class Fallback(PlanPart):
-    """The plan to go on with where memory runs out: less of it, more time, the same model, batch and devices."""
+    """Another plan of the same model, batch and devices: to go on with where memory runs out, or to measure beside."""
 
     num_microbatches: Microbatches
     schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     prediction: Prediction | None = None
+
+
+class Spare(Fallback):
+    """The plan for what is left of the cluster when nodes are lost: the same model, batch and memory."""
+
+    num_left: Count
+    """Devices that are left, of which the plan takes all or a part."""
+    cluster: str
+    hardware: ClusterFile | None = None
 
 
 class Plan(PlanPart):
@@ -245,6 +284,10 @@ class Plan(PlanPart):
     """Days and money for as many tokens as were asked for; absent where none were."""
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
+    next_best: tuple[Fallback, ...] = ()
+    """The best plans of other pipeline settings, fastest first, for `steelyard measure` to run beside this one."""
+    spares: tuple[Spare, ...] = ()
+    """Most devices first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -256,8 +299,8 @@ class Plan(PlanPart):
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
-        for fallback in self.fallbacks:
-            _plan_of(self, fallback)
+        for other in (*self.fallbacks, *self.next_best, *self.spares):
+            _plan_of(self, other)
         return self
 
     def chain(self) -> ModelChain:
@@ -275,6 +318,15 @@ class Plan(PlanPart):
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
         return _plan_of(self, self.fallbacks[index]).model_copy(update={"fallbacks": self.fallbacks[index + 1 :]})
+
+    def contenders(self) -> "tuple[Plan, ...]":
+        """This plan and the next best ones, each as a plan that goes on with no other."""
+        alone = self.model_copy(update={"fallbacks": (), "next_best": (), "spares": ()})
+        return (alone, *(_plan_of(self, other) for other in self.next_best))
+
+    def spare_plan(self, spare: Spare) -> "Plan":
+        """The plan for a part of the cluster; raises `InvalidPlanError` if it contradicts itself."""
+        return _plan_of(self, spare)
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
         """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
@@ -334,9 +386,10 @@ class Plan(PlanPart):
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
-    """The plan with what its fallback has instead, and no fallbacks."""
-    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in ("fallbacks", "training")}
-    return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
+    """The plan with what its fallback or spare has instead, and no other plans."""
+    left_out = ("fallbacks", "next_best", "spares", "training")
+    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in left_out}
+    return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields if name in own})
 
 
 def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:

@@ -4,6 +4,7 @@
 |--------------------|----------------------------------------------------------------------------------|
 | `job`              | config, cluster, batch → job, with its profile (traced, or given as measured)    |
 | `profile_file`     | plan from a measured profile → that profile's file, if it is as it was           |
+| `assumed_links`    | job with a profile of one device → the same for many, links as the cluster says  |
 | `problem`          | job and options → cost tables, one for every pipeline setting                    |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
 | `plan_from_search` | outcome of a search → plan without prediction                                    |
@@ -12,7 +13,7 @@
 | `demands`          | options of a search ↔ what a user asked for, as it stands in a plan              |
 | `why_not`          | job and a pin → what it costs, or what forbids it                                |
 | `price`            | plan without prediction → plan with it                                           |
-| `calibration`      | job and a measured run → the job with all times scaled                           |
+| `calibration`      | job and measured runs → the job with all times scaled                            |
 | `devices`          | job → the same on other numbers of devices; the fewest that do                   |
 | `batch`            | job → the global batch that is worth its size                                    |
 | `length`           | jobs of any length → the longest sequences that fit                              |
@@ -20,18 +21,21 @@
 | `framework_fit`    | job and plan → the best plan that another framework can run                      |
 | `not_searched`     | job → what was never searched, and why                                           |
 | `explain`          | job and plan → what binds, the rivals, what memory is worth                      |
-| `fallbacks`        | plan → plans of less memory in it, for where memory runs out                     |
+| `elastic`          | plan → the plan for what is left of its cluster, when it is or beforehand         |
+| `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains    |
+| `fallbacks`        | plan → others in it: of less memory to go on with, the next best to measure      |
 | `frontier`         | job → time against memory, time and money against devices                        |
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
 
 from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
-from steelyard.planning.calibration import calibrate
+from steelyard.planning.calibration import calibrate, time_factors
 from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
+from steelyard.planning.elastic import check_replannable, with_spares
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.fallbacks import with_fallbacks
+from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.job import make_job
@@ -42,6 +46,7 @@ from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_
 from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
+from steelyard.planning.slow_rank import slow_nodes
 from steelyard.planning.why_not import pin_error, why_not, why_not_plan
 
 __all__ = [
@@ -58,6 +63,7 @@ __all__ = [
     "PlanningResult",
     "Space",
     "calibrate",
+    "check_replannable",
     "demands_of",
     "device_counts",
     "explain_plan",
@@ -78,7 +84,9 @@ __all__ = [
     "price_plan",
     "samples_not_measured",
     "search_for_report",
+    "slow_nodes",
     "stage_strategies",
+    "time_factors",
     "uniform_plan",
     "why_not",
     "why_not_plan",
@@ -86,5 +94,7 @@ __all__ = [
     "with_cost",
     "with_devices",
     "with_fallbacks",
+    "with_next_best",
     "with_price",
+    "with_spares",
 ]

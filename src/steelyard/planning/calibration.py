@@ -1,7 +1,9 @@
-r"""One factor on all predicted times from a single measured run: $f = t_\text{measured} / t_\text{predicted}$.
+r"""One factor on all predicted times from measured runs: the median of $f = t_\text{measured} / t_\text{predicted}$.
 
 A catalogue knows what devices and links can do, not what a machine room, a driver or a framework's version makes of it.
 Most of that is common to all plans of a model on a device, so that one run scales the prediction of every other plan.
+Of several runs the median is taken (of an even number the geometric mean of the middle two), which one odd run does not
+move: published runs scaled by the median of three others are nearer than those by one (`steelyard.cost.accuracy`).
 The factor leaves the order of plans as it is, but for what it does to the time of an optimizer or a step's overhead.
 
 A run is given as the record that `steelyard train` writes, or as a file of these lines (YAML or JSON):
@@ -13,9 +15,11 @@ A run is given as the record that `steelyard train` writes, or as a file of thes
 A record holds the prediction of its plan; a plan in a file is predicted again with today's catalogue and profile.
 """
 
-import re
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -24,7 +28,7 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.files import parse_json, parse_yaml, read_text
-from steelyard.hardware.values import Device
+from steelyard.hardware import is_same_device
 from steelyard.limits import PositiveSeconds
 from steelyard.plan.file import parse_value, read_plan
 from steelyard.plan.plan import Plan
@@ -47,17 +51,36 @@ class MeasuredRun(BaseModel):
     step_time_s: PositiveSeconds
 
 
-def calibrate(job: Job, path: str | Path) -> Job:
-    """The job with all times multiplied by what the run in a file took over what was predicted of it.
+def calibrate(job: Job, *paths: str | Path) -> Job:
+    """The job with all times multiplied by what the runs in files took over what was predicted of them, by the median.
 
-    Raises `InvalidRunError` for a file that is neither kind of run, a run of another model or device, or a record of a
-    plan that had no prediction; `InvalidPlanError` for a plan file that cannot be read.
+    Raises `InvalidRunError` for a file that is neither kind of run, a run of another model or device, a record of a
+    plan that had no prediction, or a file that is given twice; `InvalidPlanError` for a plan file that cannot be read.
     """
-    path = Path(path)
+    factors = [factor for _, factor in time_factors(job, paths)]
+    return replace(job, time_factor=math.exp(median(map(math.log, factors))), num_calibrating=len(factors))
+
+
+def time_factors(job: Job, paths: Sequence[str | Path]) -> tuple[tuple[Path, float], ...]:
+    """What each run took over what is predicted of it for this job; raises as `calibrate`."""
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if path.resolve() in found:
+            raise InvalidRunError(
+                field="--calibrate",
+                found=f"{path} twice",
+                expected="each run once",
+                hint="leave one out: a run counts no more for being named again",
+            )
+        found[path.resolve()] = path
+    return tuple((path, _time_factor(job, path)) for path in found.values())
+
+
+def _time_factor(job: Job, path: Path) -> float:
     content = _content(path)
     if isinstance(content, dict) and "plan" in content:
-        return _calibrate_by_plan(job, parse_value(content, MeasuredRun, InvalidRunError, what="run"), path)
-    return _calibrate_by_record(job, parse_value(content, RunRecord, InvalidRunError, what="run record"), path)
+        return _factor_of_plan(job, parse_value(content, MeasuredRun, InvalidRunError, what="run"), path)
+    return _factor_of_record(job, parse_value(content, RunRecord, InvalidRunError, what="run record"), path)
 
 
 def _content(path: Path) -> Any:
@@ -73,7 +96,7 @@ def _content(path: Path) -> Any:
         ) from error
 
 
-def _calibrate_by_plan(job: Job, run: MeasuredRun, path: Path) -> Job:
+def _factor_of_plan(job: Job, run: MeasuredRun, path: Path) -> float:
     plan = read_plan(path.parent / run.plan)
     _check_model(job, plan.chain().config_hash, path)
     same_size = plan.num_devices == job.cluster.num_devices
@@ -83,7 +106,7 @@ def _calibrate_by_plan(job: Job, run: MeasuredRun, path: Path) -> Job:
     ran = job_of(plan, cluster=cluster, profile=profile, folder=(path.parent / run.plan).parent)
     if ran.cluster.device.name != job.cluster.device.name:
         raise _other_device(job, ran.cluster.device.name, path)
-    return replace(job, time_factor=run.step_time_s / predict(plan, replace(ran, time_factor=1.0)).step_time_s)
+    return run.step_time_s / predict(plan, replace(ran, time_factor=1.0)).step_time_s
 
 
 def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
@@ -95,7 +118,7 @@ def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
     return held and alike and (same_size or not identity.is_measured)
 
 
-def _calibrate_by_record(job: Job, record: RunRecord, path: Path) -> Job:
+def _factor_of_record(job: Job, record: RunRecord, path: Path) -> float:
     _check_model(job, record.config_hash, path)
     if not is_same_device(record.device, job.cluster.device):
         raise _other_device(job, record.device, path)
@@ -106,18 +129,7 @@ def _calibrate_by_record(job: Job, record: RunRecord, path: Path) -> Job:
             expected="the record of a plan that `steelyard plan` wrote",
             hint="write a file with version, plan and step_time_s instead",
         )
-    uncalibrated_s = record.predicted_step_s / record.predicted_time_factor
-    return replace(job, time_factor=record.median_step_s / uncalibrated_s)
-
-
-def is_same_device(found: str, device: Device) -> bool:
-    """Whether a driver's name of a device (NVIDIA H100 80GB HBM3) means one of the catalogue (h100-80gb).
-
-    Sizes of memory are left out: every other part of the catalogue's name must occur.
-    """
-    words = re.findall(r"[a-z0-9]+", found.lower())
-    parts = [part for part in device.name.lower().split("-") if not part.endswith("gb")]
-    return all(any(word.startswith(part) for word in words) for part in parts)
+    return record.median_step_s / (record.predicted_step_s / record.predicted_time_factor)
 
 
 def _check_model(job: Job, config_hash: str, path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from steelyard.cost.accuracy import interval_of
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, least_step_s, predict
@@ -50,6 +51,8 @@ class PlanningResult:
     cost: PlanCost | None
     miss: NearestMiss | None
     miss_text: str
+    others: tuple[tuple[Plan, PlanCost], ...] = ()
+    """The best plans of other pipeline settings that the simulator priced, without their predictions, fastest first."""
     has_margin: bool = True
     """False for a plan that takes of the margin of the job, since none leaves it free."""
 
@@ -195,7 +198,9 @@ def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | No
     not_built = tuple(Alternative(description=describe(each.pipeline), reason=NOT_BUILT) for each in left_out)
     prediction = prediction.model_copy(update={"alternatives": prediction.alternatives + not_built})
     plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
-    return replace(result, search=found.search, plan=plan, cost=costs[best], miss=None)
+    ranked = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    others = tuple((candidates[index], costs[index]) for index in ranked if index != best)
+    return replace(result, search=found.search, plan=plan, cost=costs[best], miss=None, others=others)
 
 
 def _not_searched_text(left_out: Sequence[Setting], settings: Sequence[Setting]) -> str:
@@ -246,6 +251,7 @@ def _prediction(
         lower_bound_s=found.lower_bound_s,
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
+        interval=interval_of(job.cost_source(), candidates[best].strategies, steps_s[best]),
         alternatives=tuple(alternatives),
     )
 

@@ -46,7 +46,12 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
             expected=f"a multiple of the {size} devices of a node" + (f", or {parts}" if parts else ""),
             hint="name counts such as --devices " + ",".join(str(nodes * size) for nodes in (1, 2, 4)),
         )
-    nodes, per_node = (1, count) if count < size else (count // size, size)
+    return with_shape(cluster, *((1, count) if count < size else (count // size, size)))
+
+
+def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
+    """The same sort of cluster with so many nodes and devices of each."""
+    size = cluster.devices_per_node
     if is_as_named(cluster):
         return replace(parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}"), device=cluster.device)
     is_short = cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}"
@@ -56,7 +61,7 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
 
 def job_on(job: Job, count: int) -> Job:
     """The same job on ``count`` devices; raises `UserError` where its profile was measured on another number."""
-    if job.profile.identity.is_measured and count != job.cluster.num_devices:
+    if job.has_measured_links and count != job.cluster.num_devices:
         raise UserError(
             field="--devices",
             found=str(count),
@@ -71,7 +76,7 @@ def plan_fewest_devices(
 ) -> FewestDevices:
     """The fastest plan on the fewest devices of the job's cluster that hold any; infeasible if all of them do not."""
     tried: list[tuple[int, str]] = []
-    measured = job.profile.identity.is_measured
+    measured = job.has_measured_links
     for count in (job.cluster.num_devices,) if measured else device_counts(job.cluster):
         progress(f"planning for {format_plural(count, 'device')}")
         result = plan_or_reason(job_on(job, count), options, top=top)

@@ -1,12 +1,12 @@
-"""Plans of less memory for a run to go on with where the chosen one runs out of it."""
+"""Other plans that a plan carries along: of less memory, to go on with, and the next best, to measure beside it."""
 
 import math
 from dataclasses import replace
 
 from steelyard.cost.setting import Job
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.planning.choose import device_bytes, plan_job
-from steelyard.planning.price import peak_bytes
+from steelyard.planning.choose import PlanningResult, device_bytes, plan_job
+from steelyard.planning.price import peak_bytes, with_cost
 from steelyard.planning.problem import PlanOptions
 from steelyard.search import Problem
 
@@ -34,6 +34,15 @@ def with_fallbacks(plan: Plan, job: Job, options: PlanOptions, *, num_fallbacks:
         if len(found) == num_fallbacks or peak_bytes(less) > budget:
             break
     return plan.model_copy(update={"fallbacks": tuple(_as_fallback(each) for each in found)})
+
+
+def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
+    """The result whose plan has up to ``num_plans`` of the others in it, each the best of its pipeline setting."""
+    if result.plan is None:
+        return result
+    job, others = result.job, result.others[: max(0, num_plans)]
+    kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in others)
+    return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
 
 
 def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem) -> Plan | None:

@@ -38,7 +38,7 @@ def find_trade_offs(
     this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
     """
     if device_counts is None:
-        measured = job.profile.identity.is_measured
+        measured = job.has_measured_links
         device_counts = (job.cluster.num_devices,) if measured else doubled_counts(job.cluster)
     jobs = [job_on(job, count) for count in sorted(set(device_counts))]
     points, is_complete = memory_points(job, options, max_searches=max_searches, progress=progress)

@@ -6,12 +6,13 @@ from typing import Any
 
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
-from steelyard.hardware import Cluster, parse_cluster
+from steelyard.hardware import Cluster, is_same_device, known_device, parse_cluster
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
+from steelyard.planning.assumed_links import with_assumed_links
 from steelyard.planning.margin import with_margin
 from steelyard.planning.profile_file import read_profile
 from steelyard.profiles.profile import Profile
@@ -90,7 +91,13 @@ def make_job(
         imbalance=imbalance,
         profile_file=file,
     )
-    return with_margin(job, memory_margin, is_asked=memory is not None)
+    job = with_margin(job, memory_margin, is_asked=memory is not None)
+    if not job.assumes_links:
+        return job
+    degrees = divisors(machines.devices_per_node)
+    return with_assumed_links(
+        job, lambda: cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
+    )
 
 
 def _chain_of(config: str | Path | Mapping[str, Any] | ModelChain) -> ModelChain:
@@ -108,13 +115,16 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
     ]
     if identity.device_kind is not None:
         wanted.append(("device_kind", identity.device_kind, cluster.device.kind))
-    if identity.is_measured:
+    if identity.is_measured and identity.num_devices > 1:
         wanted.append(("num_devices", identity.num_devices, cluster.num_devices))
+    is_named = known_device(cluster.device.name) is not None
+    if identity.is_measured and is_named and not is_same_device(identity.device, cluster.device):
+        wanted.append(("device", identity.device, cluster.device.name))
     for field, found, expected in wanted:
         if found != expected:
             raise InvalidProfileError(
                 field=f"identity.{field}",
                 found=str(found),
                 expected=f"{expected}, as in this job",
-                hint="profile again for this model, length, precision and kind and number of devices",
+                hint="profile again for this model, length, precision and kind of device, on as many devices or on one",
             )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from steelyard.cost.accuracy import interval_of
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
@@ -68,7 +69,8 @@ def job_of(
         job = replace(job, margin_bytes=plan.prediction.margin_bytes)
     imbalance = plan.prediction.profile.imbalance
     job = job if imbalance is None else replace(job, imbalance=imbalance)
-    return replace(job, time_factor=plan.prediction.time_factor)
+    source = plan.prediction.profile
+    return replace(job, time_factor=source.time_factor, num_calibrating=source.num_calibrating)
 
 
 def job_or_reason(
@@ -118,6 +120,7 @@ def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
         lower_bound_s=0.0,
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
+        interval=interval_of(job.cost_source(), plan.strategies, cost.step_time_s),
     )
     priced, training = plan.model_copy(update={"prediction": prediction}), plan.training
     return priced if training is None else priced.with_training(training.tokens, price=training.price_per_device_hour)

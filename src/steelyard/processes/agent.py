@@ -20,11 +20,12 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.launcher import api as launcher
 from torch.distributed.run import parse_args, run
 
 from steelyard.processes.failure import End, failures_folder, write_ends
 from steelyard.processes.parent import PARENT_VARIABLE, end_process, watch_parent
-from steelyard.processes.start import END_S
+from steelyard.processes.start import END_S, RESTARTS_VARIABLE
 
 _MOST_WORDS_BYTES = 4096
 
@@ -50,6 +51,10 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
         "1"  # else processes meet the addresses of those before a restart
     )
     SubprocessHandler._popen = start_process  # type: ignore[method-assign]
+    if RESTARTS_VARIABLE in os.environ:
+        from steelyard.processes.elastic import ElasticAgent
+
+        launcher.LocalElasticAgent = ElasticAgent  # type: ignore[misc]
     end_process(_run(sys.argv[1:]))
 
 
@@ -59,7 +64,7 @@ def _run(arguments: list[str]) -> int:
     except ChildFailedError as error:
         folder = failures_folder()
         if folder is not None:
-            write_ends(_ends(error.failures, folder), folder)
+            write_ends(ends_of(error.failures, folder), folder)
         _, first = error.get_first_failure()
         return max(first.exitcode, 1)
     except SignalException as error:
@@ -67,7 +72,7 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _ends(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, End]:
+def ends_of(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, End]:
     """How the failed processes ended. torchrun kills those that do not end within `END_S` seconds of its asking."""
     first_s = min(failure.timestamp for failure in failures.values())
     return {

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,33 +19,36 @@ from steelyard.errors import UserError
 
 
 @contextmanager
-def process_group(timeout_s: float) -> Iterator[None]:
-    """Joins the processes that torchrun started and leaves them at the end.
+def process_group(timeout_s: float, *, store: dist.Store | None = None) -> Iterator[None]:
+    """Joins the processes that torchrun started and leaves them at the end; they meet in ``store``, if it is given.
 
     A collective that waits longer than ``timeout_s`` seconds for a peer raises. After an error the group is not torn
     down, which would wait for the peers: the process is expected to end. Raises `UserError` outside torchrun, or if a
     process has no GPU of its own.
     """
-    init_process_group(timeout_s)
+    init_process_group(timeout_s, store=store)
     yield
     dist.barrier()
     dist.destroy_process_group()
 
 
-def init_process_group(timeout_s: float) -> None:
+def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> None:
     """Joins the processes that torchrun started."""
     _check_environment()
     quiet_notices()
     timeout = timedelta(seconds=timeout_s)
+    place: dict[str, Any] = {}
+    if store is not None:
+        place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     if torch.cuda.is_available():
         _check_gpus()
         local_rank = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank), **place)
         return
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group("gloo", timeout=timeout, **place)
 
 
 def quiet_notices() -> None:

@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.errors import UserError
@@ -21,12 +24,44 @@ END_S = 10.0
 """Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
 """Errors that a process meets because another one is gone."""
+RESTARTS_VARIABLE = "STEELYARD_ELASTIC"
+"""Environment variable with the restarts after which a device is given up; absent where a run is not elastic."""
+TAKEN_IN_VARIABLE = "STEELYARD_TAKEN_IN"
+"""Environment variable of processes that were started again since others came back, not since one failed."""
+RETURN_SIGNAL = signal.SIGUSR1
+"""Tells an elastic run that the devices of this host which were given up are back."""
+_MOST_RESTARTS = 1_000_000
+"""What torchrun is told where the agent itself counts restarts (`steelyard.processes.elastic`)."""
+_LAST_CALL_S = 2 * END_S
+"""How long hosts that could go on wait for others, whose processes may take `END_S` seconds to end."""
 _STDERR = 2
 _NUM_SHOWN_LINES = 25
 _SIGNAL_HINTS = {
     "SIGKILL": " (often: the machine ran out of memory)",
     "SIGBUS": " (often: a file that is mapped into memory has shrunk, or shared memory is full)",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """A run that goes on with the hosts and devices that are left."""
+
+    hosts: tuple[int, int] = (1, 1)
+    """The fewest and the most that take part."""
+    rendezvous: str | None = None
+    """HOST:PORT where hosts meet, on one of them; None for this host alone."""
+
+    def arguments(self) -> list[str]:
+        """For torchrun."""
+        if self.rendezvous is None:
+            return ["--standalone"]
+        return [
+            f"--nnodes={self.hosts[0]}:{self.hosts[1]}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.rendezvous}",
+            "--rdzv-id=steelyard",
+            f"--rdzv-conf=last_call_timeout={_LAST_CALL_S:.0f},keep_alive_interval=2",
+        ]
 
 
 class RankFailedError(RuntimeError):
@@ -51,11 +86,18 @@ class RankUserError(UserError):
 
 
 def run_processes(
-    module: str, arguments: Sequence[str], *, num_processes: int, restarts: int = 0, stdout_to_stderr: bool = False
+    module: str,
+    arguments: Sequence[str],
+    *,
+    num_processes: int,
+    restarts: int = 0,
+    elastic: Elastic | None = None,
+    stdout_to_stderr: bool = False,
 ) -> None:
     """Runs ``module`` in ``num_processes`` processes under torchrun until all have ended.
 
-    When one fails, torchrun ends the others and starts all again, up to ``restarts`` times. With
+    When one fails, torchrun ends the others and starts all again, up to ``restarts`` times; an ``elastic`` run goes on
+    after that with what is left, and takes back what it lost when this process gets `RETURN_SIGNAL`. With
     ``stdout_to_stderr`` what they print leaves stdout to the caller. Raises `RankUserError` or `RankFailedError` with
     the error of the process that failed first in the last attempt.
     """
@@ -64,7 +106,7 @@ def run_processes(
             sys.executable,
             "-m",
             _AGENT,
-            "--standalone",
+            *(elastic or Elastic()).arguments(),
             f"--nproc-per-node={num_processes}",
         ]
         silent = ",".join(f"{rank}:2" for rank in range(1, num_processes))
@@ -74,18 +116,35 @@ def run_processes(
             f"--shutdown-timeout={END_S:.0f}",
             "--monitor-interval=0.1",
         ]
-        command += [f"--max-restarts={restarts}", "--log-dir", folder, "-m", module, *arguments]
+        command += [f"--max-restarts={_MOST_RESTARTS if elastic else restarts}", "--log-dir", folder]
+        command += ["-m", module, *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}
         environment[PARENT_VARIABLE] = str(os.getpid())
+        if elastic is not None:
+            environment[RESTARTS_VARIABLE] = str(restarts)
         stdout = _STDERR if stdout_to_stderr else None
         with subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as agent:
             try:
-                exit_code = agent.wait()
+                with _passing_on(agent, is_wanted=elastic is not None):
+                    exit_code = agent.wait()
             except BaseException:
                 _end(agent)
                 raise
         if exit_code:
             _raise_first_failure(Path(folder), exit_code)
+
+
+@contextmanager
+def _passing_on(agent: subprocess.Popen[bytes], *, is_wanted: bool) -> Iterator[None]:
+    """In the context `RETURN_SIGNAL` reaches the agent; only the main thread may ask for signals."""
+    if not is_wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(RETURN_SIGNAL, lambda *_: agent.send_signal(RETURN_SIGNAL))
+    try:
+        yield
+    finally:
+        signal.signal(RETURN_SIGNAL, before)
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:

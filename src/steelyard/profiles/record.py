@@ -34,6 +34,10 @@ class RankRecord(RecordPart):
     busy_s: Seconds | None = None
     """Seconds of a step, the median, in which the rank worked and did not wait for another stage; absent in records
     that were written before it was measured."""
+    own_s: Seconds | None = None
+    """Seconds of a step, the median, in which the rank computed and waited for nobody, its own stage included; absent
+    in records that were written before it was measured."""
+    host: str = ""
     imbalance: float | None = None
     """Pairs of tokens and experts on the busiest rank of this one's expert groups over their mean, of its layers and of
     the timed steps; absent where it holds no divided experts."""
@@ -65,5 +69,7 @@ class RunRecord(RecordPart):
     """What was assumed of how uneven routing is; absent for models without experts."""
     predicted_busy_s: tuple[Seconds, ...] | None = None
     """Per stage the seconds of a step in which it works, as the plan predicted."""
+    predicted_own_s: tuple[Seconds, ...] | None = None
+    """Per stage the seconds of a step in which a rank computes itself."""
     predicted_peak_bytes: tuple[Bytes, ...] | None = None
     """Per stage, as the plan predicted."""

@@ -7,12 +7,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from steelyard.plan.choices import ExcludedValues, Explanation, Rival, StrategyVerdict, Verdict
+from steelyard.plan.choices import ExcludedValues, Explanation, Rival, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan, Prediction
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,
     alternative_table,
+    as_good_line,
     headline,
     link_lines,
     stage_table,
@@ -38,14 +39,31 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
         parts += [Text(line) for line in prediction_lines(plan, plan.prediction)]
     if explanation.binds:
         parts.append(Text(explanation.binds))
+    parts += [Text(slow_sentence(each), style="yellow") for each in explanation.slow_nodes]
     parts += [Text(f"Note: {note}", style="yellow") for note in explanation.notes]
     if explanation.rivals:
         parts.append(rival_table("Best plan instead", explanation.rivals, whole=everything))
+        if plan.prediction is not None and (line := as_good_line(plan.prediction, explanation.rivals)):
+            parts.append(Text(line))
     if explanation.budgets:
         parts.append(rival_table("Best plan with another memory per device", explanation.budgets, whole=everything))
     if everything:
         parts += _everything(plan, explanation)
     return Group(*parts)
+
+
+def slow_sentence(slow: SlowNode) -> str:
+    """What a slow rank costs and what planning without its node gains."""
+    costs = (
+        f"{slow.rank[0].upper()}{slow.rank[1:]} as predicted next to the others: a step of "
+        f"{format_seconds(slow.step_time_s)} takes {format_seconds(slow.slowed_step_s)} with it"
+    )
+    if slow.without_step_s is None:
+        return f"{costs}; no plan fits without its node."
+    gain = 1 - slow.without_step_s / slow.slowed_step_s
+    gained = f"a gain of {gain:.1%}" if gain > 0 else f"{-gain:.1%} more, so keep it"
+    without = f"{format_seconds(slow.without_step_s)} on {slow.cluster} ({slow.setting}; {slow.strategies})"
+    return f"{costs}; the best plan without its node takes {without}, {gained}."
 
 
 def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:

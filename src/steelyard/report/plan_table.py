@@ -1,11 +1,14 @@
 """A plan as tables for the terminal: the decision, where time and memory go, and what lost."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.plan.choices import Rival
 from steelyard.plan.plan import Alternative, Plan, Prediction
 from steelyard.units import GB, format_bytes, format_days, format_money, format_plural, format_seconds
 
@@ -28,6 +31,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.profile}", style="dim"),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
+            *(Text(line) for line in spare_lines(plan, plan.prediction)),
         ]
         if plan.prediction.alternatives and num_alternatives > 0:
             parts.append(alternative_table(plan.prediction, num_alternatives))
@@ -55,6 +59,7 @@ def headline(plan: Plan) -> str:
         f"{format_bytes(max(stage.total_bytes for stage in prediction.stages))} of "
         f"{format_bytes(prediction.budget_bytes)} per device"
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
+        + (f"\n{prediction.interval}" if prediction.interval else "")
         + (f"\n{compared}" if compared else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
@@ -94,10 +99,36 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         return []
     between = machines.inter_link if machines.num_nodes > 1 else None
     links = [(machines.intra_link, "inside a node"), *([(between, "between nodes")] if between is not None else [])]
-    if prediction.profile.is_measured or machines.intra_link.needs_profile:
+    source = prediction.profile
+    if (source.is_measured and not source.links_assumed) or machines.intra_link.needs_profile:
         return []
     words = [f"{link.name} {where}, {link.bytes_per_s / GB:,.3g} GB/s" for link, where in links]
     return [f"Links assumed, per device and direction: {'; '.join(words)}"]
+
+
+def spare_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """What a step takes after each loss that was planned for."""
+    lines = []
+    for lost, spare in enumerate(plan.spares, start=1):
+        if spare.prediction is None:
+            continue
+        step_s, needed = spare.prediction.step_time_s, max(each.total_bytes for each in spare.prediction.stages)
+        change = step_s / prediction.step_time_s - 1
+        lines.append(
+            f"With {_loss(plan, lost)} less: {format_seconds(step_s)} a step ({change:+.1%}), "
+            f"{format_bytes(needed)} per device, on {spare.cluster}"
+        )
+    return lines
+
+
+def missing_spare_lines(plan: Plan, num_asked: int) -> list[str]:
+    """That a loss has no plan, where so many were asked for."""
+    missing = len(plan.spares) + 1
+    return [] if missing > num_asked else [f"with {_loss(plan, missing)} less there is no plan that fits"]
+
+
+def _loss(plan: Plan, lost: int) -> str:
+    return format_plural(lost, "node" if plan.machines().num_nodes > 1 else "device")
 
 
 def gain_sentence(plan: Plan) -> str:
@@ -189,8 +220,22 @@ def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -
     for column in ("candidate", "step", "why"):
         table.add_column(column)
     for alternative in prediction.alternatives[:shown]:
-        table.add_row(alternative.description, alternative_step(alternative), alternative.reason)
+        table.add_row(alternative.description, alternative_step(alternative), why_lost(prediction, alternative))
     return table
+
+
+def why_lost(prediction: Prediction, alternative: Alternative) -> str:
+    """The reason why a candidate lost, and whether by more than predictions can tell plans apart."""
+    return ("as good: " if prediction.is_as_good(alternative.step_time_s) else "") + alternative.reason
+
+
+def as_good_line(prediction: Prediction, rivals: Sequence[Rival]) -> str:
+    """The rivals that predictions cannot tell from the plan, by name; empty where there are none."""
+    names = [rival.name for rival in rivals if prediction.is_as_good(rival.step_time_s)]
+    if not names or prediction.interval is None:
+        return ""
+    within = f"predicted within {prediction.interval.as_good:.0%}, where the order of plans is not certain"
+    return f"As good as this plan ({within}): {', '.join(names)}."
 
 
 def alternative_step(alternative: Alternative) -> str:

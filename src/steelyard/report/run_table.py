@@ -1,5 +1,7 @@
 """Predicted against measured after a run."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from steelyard.plan.plan import Plan
@@ -7,7 +9,7 @@ from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds
 
 
-def comparison_table(plan: Plan, record: RunRecord) -> Table:
+def comparison_table(record: RunRecord) -> Table:
     """Step time and memory per rank, predicted and measured, with the prediction's error."""
     table = Table(title="Predicted against measured", title_justify="left", header_style="bold")
     table.add_column("")
@@ -21,17 +23,42 @@ def comparison_table(plan: Plan, record: RunRecord) -> Table:
         "–" if predicted_s is None else f"{predicted_s / record.median_step_s:.2f}",
         end_section=True,
     )
-    for stage in range(plan.num_stages if plan.num_stages > 1 else 0):
-        _add_busy_row(table, record, stage, is_last=stage == plan.num_stages - 1)
+    num_stages = 1 + max(rank.stage for rank in record.ranks)  # an elastic run may end under another plan
+    for stage in range(num_stages if num_stages > 1 else 0):
+        _add_busy_row(table, record, stage, is_last=stage == num_stages - 1)
     _add_imbalance_row(table, record)
     predicted_bytes = record.predicted_peak_bytes
     for rank in record.ranks:
         expected = None if predicted_bytes is None else predicted_bytes[rank.stage]
         table.add_row(
-            f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if plan.num_stages > 1 else ""),
+            f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if num_stages > 1 else ""),
             "–" if expected is None else format_bytes(expected),
             format_bytes(rank.peak_bytes),
             "–" if expected is None else f"{expected / rank.peak_bytes:.2f}",
+        )
+    return table
+
+
+def trial_table(trials: Sequence[tuple[Plan, RunRecord | None, str]]) -> Table:
+    """A row for each plan that was tried with its words: predicted and measured step and memory of a rank."""
+    table = Table(title="Predicted and measured", title_justify="left", header_style="bold")
+    table.add_column("")
+    for column in ("predicted", "measured", "ratio", "memory", "measured"):
+        table.add_column(column, justify="right")
+    table.add_column("plan")
+    for number, (plan, record, words) in enumerate(trials):
+        expected_s = plan.prediction.step_time_s if plan.prediction else None
+        expected = max(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else None
+        peak = None if record is None else max(rank.peak_bytes for rank in record.ranks)
+        ratio = None if record is None or expected_s is None else expected_s / record.median_step_s
+        table.add_row(
+            str(number),
+            "–" if expected_s is None else format_seconds(expected_s),
+            "–" if record is None else format_seconds(record.median_step_s),
+            "–" if ratio is None else f"{ratio:.2f}",
+            "–" if expected is None else format_bytes(expected),
+            "–" if peak is None else format_bytes(peak),
+            words,
         )
     return table
 

@@ -61,6 +61,8 @@ class Checkpointer:
         """Apart from the groups of training, whose collectives go on meanwhile."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self.last_step = 0
+        """Of the last checkpoint that this object has completed, as this rank knows it; 0 before the first."""
         on_first_rank(lambda: prepare_folder(folder, resumed=resumed, known=known), self._group)
 
     def save(self, state: RunState, info: CheckpointInfo, device: torch.device) -> None:
@@ -99,6 +101,7 @@ class Checkpointer:
                 merged = {name: checksum for each in found for name, checksum in each.items()}
                 commit(self._folder, info, merged, keep_last=self._keep_last)
             dist.barrier(self._group)  # else a rank that ends now would take the first one with it, before the rename
+            self.last_step = info.step
         except (CheckpointException, OSError) as error:
             raise _not_written(error, part_path(self._folder, info.step)) from error
 

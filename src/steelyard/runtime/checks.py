@@ -1,8 +1,9 @@
 """What must hold before a plan is run; checked by every process before it takes memory."""
 
-from steelyard.errors import InvalidPlanError
+from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Plan
+from steelyard.runtime.options import TrainOptions
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
@@ -13,6 +14,24 @@ def check_world_size(plan: Plan, world_size: int) -> None:
             found=f"a plan for {plan.num_devices} processes",
             expected=f"a plan for the {world_size} processes that were started",
             hint=f"start {plan.num_devices} processes, or plan for {world_size} devices",
+        )
+
+
+def check_elastic(options: TrainOptions) -> None:
+    """Raises `UserError` for an elastic run without checkpoints, which could only begin anew."""
+    if options.elastic and options.checkpoint_dir is None:
+        raise UserError(
+            field="--elastic",
+            found="no --checkpoint-dir",
+            expected="a folder for checkpoints, which those that are left go on from",
+            hint="add --checkpoint-dir DIR that all hosts see, and --checkpoint-every STEPS",
+        )
+    if options.elastic and options.checkpoint_every >= options.steps:
+        raise UserError(
+            field="--elastic",
+            found=f"--checkpoint-every {options.checkpoint_every}, no checkpoint before the last of {options.steps}",
+            expected="a checkpoint on the way, which those that are left go on from",
+            hint="lower --checkpoint-every",
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import parse_file, read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.processes.start import RankFailedError, run_processes
+from steelyard.processes.start import Elastic, RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.checkpoint_folder import (
     AUTO,
@@ -23,7 +23,7 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     read_info,
 )
-from steelyard.runtime.checks import check_builder
+from steelyard.runtime.checks import check_builder, check_elastic
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.host import check_host
 from steelyard.runtime.options import TrainOptions
@@ -40,10 +40,11 @@ def launch(
     options: TrainOptions,
     *,
     restarts: int = 0,
+    elastic: Elastic | None = None,
     stdout_to_stderr: bool = False,
-) -> RunRecord:
+) -> RunRecord | None:
     """Trains a plan on the devices of this host and returns the record; the first process prints a line per step,
-    to stderr where ``stdout_to_stderr`` is set.
+    to stderr where ``stdout_to_stderr`` is set. An ``elastic`` run's record is None where another host has it.
 
     When a process fails, torchrun starts all again, up to ``restarts`` times. Raises a `UserError` for a mistake in
     the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
@@ -51,8 +52,10 @@ def launch(
     plan = read_plan(plan_path)
     check_builder(plan, options.builder)
     check_outputs(options)
+    check_elastic(options)
     prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
-    if options.checkpoint_dir is not None:
+    is_alone = elastic is None or elastic.rendezvous is None
+    if options.checkpoint_dir is not None and is_alone:
         lock_folder(options.checkpoint_dir).close()
     if options.resume is not None and options.resume != AUTO:
         found, _ = find_checkpoint(options.resume, options.checkpoint_dir)
@@ -62,7 +65,7 @@ def launch(
         path = Path(plan_path)
         while True:
             try:
-                return _run(path, plan, data, options, restarts, stdout_to_stderr)
+                return _run(path, plan, data, options, restarts, elastic, stdout_to_stderr)
             except RankFailedError as error:
                 if error.failure is None or error.failure.kind != OUT_OF_MEMORY:
                     raise
@@ -74,18 +77,28 @@ def launch(
 
 
 def _run(
-    path: Path, plan: Plan, data: str | Path, options: TrainOptions, restarts: int, stdout_to_stderr: bool
-) -> RunRecord:
-    check_host(plan, range(plan.num_devices), device=options.device)
+    path: Path,
+    plan: Plan,
+    data: str | Path,
+    options: TrainOptions,
+    restarts: int,
+    elastic: Elastic | None,
+    stdout_to_stderr: bool,
+) -> RunRecord | None:
+    num_processes = plan.num_devices // (1 if elastic is None else elastic.hosts[1])
+    check_host(plan, range(num_processes), device=options.device)
     arguments = [str(path), "--data", str(data), *options.arguments()]
     run_processes(
         "steelyard.train",
         arguments,
-        num_processes=plan.num_devices,
+        num_processes=num_processes,
         restarts=restarts,
+        elastic=elastic,
         stdout_to_stderr=stdout_to_stderr,
     )
     assert options.record is not None, "set by the caller"
+    if elastic is not None and elastic.hosts[1] > 1 and not options.record.exists():
+        return None
     return parse_file(options.record, RunRecord, InvalidPlanError, what="record")
 
 

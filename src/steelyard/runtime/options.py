@@ -9,11 +9,12 @@ from typing import Any, Self, get_args
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import DeviceKind
 from steelyard.limits import MOST_BYTES, MOST_STEPS
+from steelyard.profiles.slowness import SLOW_SHARE
 from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
     "text, JSON lines, a folder of text, or token ids (.npy, .bin); for image models a folder with a folder of images "
-    "per class, or synthetic; for your own module a safetensors file of tensors named as in its sample, or synthetic"
+    "per class; for your own module a safetensors file of tensors named as in its sample; or synthetic, for all of them"
 )
 MOST_SEED = 2**32 - 1
 
@@ -55,6 +56,9 @@ class TrainOptions:
     resume: str | None = _option(
         None, "a checkpoint or a folder of them to go on from; of --checkpoint-dir: latest, or auto", str
     )
+    elastic: bool = _option(
+        False, "go on with the hosts and devices that are left, under a new plan; needs --checkpoint-dir", parse_yes
+    )
     init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
     builder: str | None = _option(
@@ -63,6 +67,12 @@ class TrainOptions:
     device: str | None = _option(None, "gpu or cpu: insist on it where the plan is for the other", str)
     enforce_memory: bool = _option(False, "no process may take more than the plan's budget", parse_yes)
     timeout_s: float = _option(600.0, "seconds after which a process that waits for the others gives up", least=1)
+    slow_share: float = _option(
+        SLOW_SHARE,
+        "name ranks that compute longer than predicted by this part, next to the others; 0: none",
+        least=0,
+    )
+    slow_steps: int = _option(20, "steps over whose median ranks are compared so", int, least=1)
     metrics: Path | None = _option(None, "file for one JSON line per step", Path)  # noqa: RUF009
     tensorboard: Path | None = _option(None, "folder for TensorBoard's event files", Path)  # noqa: RUF009
     record: Path | None = _option(None, "file for the run record", Path)  # noqa: RUF009

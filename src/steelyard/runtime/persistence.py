@@ -6,6 +6,7 @@ that torchrun has started again goes on from the newest checkpoint of ``--checkp
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,8 @@ from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.output import say, write_file
 from steelyard.processes.failure import previous_failures, restart_count
-from steelyard.processes.start import LOST_PEER
+from steelyard.processes.standing import Standing, read_standing, write_standing
+from steelyard.processes.start import LOST_PEER, TAKEN_IN_VARIABLE
 from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import (
     AUTO,
@@ -34,6 +36,7 @@ from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
 from steelyard.runtime.weights import export_weights, load_weights
+from steelyard.units import format_plural
 
 
 class Persistence:
@@ -76,7 +79,9 @@ class Persistence:
             self.num_steps, self.num_samples = info.step, info.num_samples
             if options.metrics is not None:
                 on_first_rank(lambda: _keep_lines(options.metrics, info.step))
-            _say(*notices, f"resumed after step {info.step} from {path}")
+            lost = read_standing().num_steps - info.step
+            again = f"; {format_plural(lost, 'step')} lost, trained again" if restarts and lost > 0 else ""
+            _say(*notices, f"resumed after step {info.step} from {path}{again}")
         elif options.init is not None:
             notices = load_weights(options.init, self._state, self._model.chain)
             _say(*notices, f"first weights from {options.init}")
@@ -103,6 +108,9 @@ class Persistence:
         if self._checkpointer is None:
             return
         self._checkpointer.check()
+        if self._options.elastic:
+            saved = max(self._checkpointer.last_step, self.num_steps)
+            write_standing(Standing(num_steps=num_steps, num_saved=saved), os.environ)
         if num_steps % self._options.checkpoint_every == 0 or num_steps == self._options.steps:
             self._checkpointer.save(self._state, self._info(num_steps), self._model.device)
 
@@ -216,6 +224,8 @@ def _step_of(line: str) -> float:
 
 
 def _why_restarted() -> str:
+    if TAKEN_IN_VARIABLE in os.environ:
+        return "hosts or devices have come back"
     failures = previous_failures()
     if not failures or LOST_PEER.search(failures[0].message):
         return "a process was lost"

@@ -16,6 +16,7 @@ from typing import Any
 from steelyard.model.family import Task
 from steelyard.output import explained, say
 from steelyard.plan.plan import Plan
+from steelyard.profiles.slowness import SlowRank
 from steelyard.runtime.options import TrainOptions
 from steelyard.units import format_bytes, format_count
 
@@ -30,6 +31,10 @@ class Step:
     time_s: float
     busy_s: float
     """Seconds in which this rank worked and did not wait for another stage."""
+    own_s: float
+    """Those of them in which it did not wait for a rank of its own stage either."""
+    slow: tuple[SlowRank, ...] = ()
+    """The ranks of the run that were found slow in the last comparison."""
     peak_bytes: int
     """The most bytes that this rank's tensors held, in the step that was measured; 0 before it."""
     imbalance: float | None = None
@@ -51,6 +56,7 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int | None
     imbalance: float | None = None
+    slow: str | None = None
 
     def line(self, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
         """The line of progress."""
@@ -65,9 +71,11 @@ class StepMetrics:
             parts.append(f"imbalance {self.imbalance:.2f}")
         if self.memory_bytes is not None:
             parts.append(f"memory {format_bytes(self.memory_bytes)}")
+        if self.slow is not None:
+            parts.append(f"slow: {self.slow}")
         return "  ".join(parts)
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[str, float | str]:
         """What is known, by its name."""
         names = (name for name in self.__slots__)
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -87,6 +95,7 @@ def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:
         mfu=model_flop_utilisation(plan, step.time_s),
         memory_bytes=step.peak_bytes or None,
         imbalance=step.imbalance,
+        slow=", ".join(map(str, step.slow)) or None,
     )
 
 
@@ -140,7 +149,7 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[StepMetrics], None]]:
 
         def write(metrics: StepMetrics) -> None:
             for name, value in metrics.values().items():
-                if name != "step":
+                if name != "step" and not isinstance(value, str):
                     writer.add_scalar(name, value, metrics.step)
 
         yield write

@@ -2,15 +2,19 @@
 
 On the CPU passes are timed by the wall clock. On a GPU events are recorded around each, and read when the step has
 ended, so nothing waits for the device. Waiting for the ranks of the same stage, inside collectives, counts as work: a
-plan's prediction counts them too.
+plan's prediction counts them too. It is also measured by itself, where work waits for a collective: on the CPU in
+`Work.wait` and `wait_tensor`, on a GPU also where its stream waits for another one's event, as FSDP has it.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.pipelining import PipelineStage
 
 
@@ -19,27 +23,33 @@ class StageClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wall_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._depth = 0
+        self._worked = _Sum()
+        self._waited = _Sum()
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Counts its body; a body inside another is counted once."""
-        self._depth += 1
-        started = self._mark()
-        try:
+        with self._counted(self._worked):
             yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._add(started)
 
-    def take_s(self) -> float:
-        """Seconds of work since the last call; on a GPU call it when the step has ended there."""
-        found = self._wall_s + sum(first.elapsed_time(last) for first, last in self._events) / 1e3
-        self._wall_s, self._events = 0.0, []
-        return found
+    @contextmanager
+    def seeing_waits(self) -> Iterator[None]:
+        """In the context, work that waits for other ranks is also counted by itself."""
+        waits = [(dist.Work, "wait"), (functional_collectives, "wait_tensor")]
+        if self._device.type == "cuda":
+            waits += [(torch.cuda.Stream, "wait_event"), (torch.cuda.Stream, "wait_stream")]
+        with ExitStack() as stack:
+            for owner, name in waits:
+                stack.enter_context(mock.patch.object(owner, name, self._waiting(getattr(owner, name))))
+            yield
+
+    def take_s(self) -> tuple[float, float]:
+        """Seconds of work since the last call, and those of them without waiting for other ranks of the stage.
+
+        On a GPU call it when the step has ended there.
+        """
+        worked_s = self._worked.take_s()
+        return worked_s, max(0.0, worked_s - self._waited.take_s())
 
     def watch(self, stage: PipelineStage) -> None:
         """Counts the passes of a pipeline stage, whichever schedule runs them."""
@@ -53,6 +63,26 @@ class StageClock:
 
         return timed
 
+    def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(*arguments: Any, **keywords: Any) -> Any:
+            if not self._worked.depth:
+                return wait(*arguments, **keywords)
+            with self._counted(self._waited):
+                return wait(*arguments, **keywords)
+
+        return waiting
+
+    @contextmanager
+    def _counted(self, total: "_Sum") -> Iterator[None]:
+        total.depth += 1
+        started = self._mark()
+        try:
+            yield
+        finally:
+            total.depth -= 1
+            if total.depth == 0:
+                total.add(started, self._mark())
+
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
@@ -60,8 +90,22 @@ class StageClock:
         event.record()
         return event
 
-    def _add(self, started: Any) -> None:
-        if self._device.type == "cuda":
-            self._events.append((started, self._mark()))
+
+class _Sum:
+    """Seconds between pairs of marks: of the wall clock, or events of a GPU."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._wall_s = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def add(self, first: Any, last: Any) -> None:
+        if isinstance(first, float):
+            self._wall_s += last - first
         else:
-            self._wall_s += time.perf_counter() - started
+            self._events.append((first, last))
+
+    def take_s(self) -> float:
+        found = self._wall_s + sum(first.elapsed_time(last) for first, last in self._events) / 1e3
+        self._wall_s, self._events = 0.0, []
+        return found

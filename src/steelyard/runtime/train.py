@@ -1,10 +1,12 @@
 """Trains a model under a plan: the loop that every rank runs, and the record of what it measured."""
 
 import math
+import socket
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain as concatenated
 from pathlib import Path
 
@@ -16,12 +18,14 @@ from steelyard.modules.kinds.ep import take_imbalance
 from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.output import write_file
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import OWN_TERMS, Plan
 from steelyard.processes.allocator import allocator_setting
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
+from steelyard.profiles.slowness import OwnWork, SlowRank, slow_ranks
 from steelyard.runtime.checks import check_builder
 from steelyard.runtime.data.own import OwnData
 from steelyard.runtime.data.source import SampleData, open_samples
+from steelyard.runtime.host import device_kind
 from steelyard.runtime.memory_limit import MemoryLimit
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
@@ -65,12 +69,36 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
         steps = trainer.run()
         if is_first:
             steps = reported(steps, plan, options, num_done=trainer.persistence.num_steps)
-        with trainer.persistence.rescuing():
+        with trainer.persistence.rescuing(), model.clock.seeing_waits():
             finished = list(steps)
     record = _record(trainer, finished)
     if is_first and options.record is not None:
         write_file(options.record, record.model_dump_json(indent=2) + "\n", "--record")
     return record
+
+
+class SlownessWatch:
+    """Compares what the ranks compute every few steps, after those that warm up; the calls are collective."""
+
+    def __init__(self, model: ParallelModel, options: TrainOptions) -> None:
+        self._share, self._every = options.slow_share, options.slow_steps
+        self._predicted_s = predicted_own_s(model.plan, model.device)
+        self._mine = OwnWork(rank=dist.get_rank(), stage=model.mesh.stage_index, host=socket.gethostname(), own_s=0.0)
+        self._seen_s: list[float] = []
+        self._found: tuple[SlowRank, ...] = ()
+
+    def after_step(self, number: int, own_s: float) -> tuple[SlowRank, ...]:
+        """The slow ranks of the last comparison; ``number`` counts the steps of this run from 0."""
+        if self._share <= 0 or number < MAX_WARMUP_STEPS:
+            return ()
+        self._seen_s.append(own_s)
+        if len(self._seen_s) == self._every:
+            mine = replace(self._mine, own_s=statistics.median(self._seen_s))
+            self._seen_s.clear()
+            work: list[OwnWork | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(work, mine)
+            self._found = slow_ranks([each for each in work if each is not None], self._predicted_s, self._share)
+        return self._found
 
 
 def planned_own(plan: Plan, options: TrainOptions) -> OwnModel | None:
@@ -105,6 +133,7 @@ class _Trainer:
         first_step = self.model.num_steps = self.persistence.num_steps
         memory_step = min(first_step + 1, self._options.steps - 1)
         """The first step that begins with optimizer states in place; it is no timed step unless the run is short."""
+        watch = SlownessWatch(self.model, self._options)
         for step in range(first_step, self._options.steps):
             lr = learning_rate(step, self._options)
             set_learning_rate(self._optimizers, lr)
@@ -113,12 +142,17 @@ class _Trainer:
                 loss, norm = self._measured_step(step)
             else:
                 loss, norm = self._step(step)
+            loss_value, norm_value = loss.item(), norm.item()
+            step_s = time.perf_counter() - started_s
+            busy_s, own_s = self.model.clock.take_s()
             result = Step(
-                loss=loss.item(),
-                grad_norm=norm.item(),
+                loss=loss_value,
+                grad_norm=norm_value,
                 lr=lr,
-                time_s=time.perf_counter() - started_s,
-                busy_s=self.model.clock.take_s(),
+                time_s=step_s,
+                busy_s=busy_s,
+                own_s=own_s,
+                slow=watch.after_step(step - first_step, own_s),
                 peak_bytes=self.peak_bytes,
                 imbalance=self._imbalance(),
             )
@@ -202,6 +236,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
         predicted_time_factor=plan.prediction.time_factor if plan.prediction else 1.0,
         predicted_imbalance=plan.prediction.profile.imbalance if plan.prediction else None,
         predicted_busy_s=predicted_busy_s(plan),
+        predicted_own_s=predicted_own_s(plan, trainer.model.device),
         predicted_peak_bytes=tuple(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else None,
     )
 
@@ -211,6 +246,19 @@ def predicted_busy_s(plan: Plan) -> tuple[float, ...] | None:
     if plan.prediction is None:
         return None
     return tuple(stage.total_time_s * plan.num_microbatches for stage in plan.prediction.stages)
+
+
+def predicted_own_s(plan: Plan, device: torch.device) -> tuple[float, ...] | None:
+    """For each stage the seconds of a step in which a rank is predicted to compute itself.
+
+    None where the plan predicts nothing, or for another kind of device than it runs on.
+    """
+    if plan.prediction is None or device_kind(plan) not in (None, "gpu" if device.type == "cuda" else "cpu"):
+        return None
+    return tuple(
+        plan.num_microbatches * sum(stage.time_s.get(term, 0.0) for term in OWN_TERMS)
+        for stage in plan.prediction.stages
+    )
 
 
 def _gather_ranks(trainer: _Trainer, timed: list[Step]) -> tuple[RankRecord, ...]:
@@ -223,6 +271,8 @@ def _gather_ranks(trainer: _Trainer, timed: list[Step]) -> tuple[RankRecord, ...
         memory_method=memory_method(model.device),
         num_params=model.num_local_params(),
         busy_s=statistics.median(step.busy_s for step in timed),
+        own_s=statistics.median(step.own_s for step in timed),
+        host=socket.gethostname(),
         imbalance=statistics.fmean(uneven) if uneven else None,
     )
     ranks: list[RankRecord | None] = [None] * dist.get_world_size()

@@ -282,11 +282,6 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     assert gain_sentence(found.plan) == ""
 
 
-def test_a_prediction_says_how_far_such_ones_typically_are_off() -> None:
-    assert "predicted, typically ± 9%" in report_page(on("h100-80gb"))
-    assert "no run of such a device to compare" in report_page(single())
-
-
 # charts of trade-offs
 
 

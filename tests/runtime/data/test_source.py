@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from steelyard.errors import InvalidDataError
 from steelyard.runtime.data.prepare import TextOptions, prepare_text
 from steelyard.runtime.data.source import open_data
-from steelyard.runtime.data.tokens import TokenData
+from steelyard.runtime.data.tokens import MadeUpTokens, TokenData
 
 
 @pytest.fixture(autouse=True)
@@ -188,3 +188,20 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path, token: int, d
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4, token], dtype=dtype))
     with pytest.raises(InvalidDataError, match=f"token {token} between tokens 0 and 4"):
         open_small(tmp_path / "a.npy").reader(0, 1)([0])
+
+
+def test_made_up_tokens_are_the_same_however_they_are_read_and_others_for_another_seed() -> None:
+    data, again = open_small(Path("synthetic")), open_small(Path("synthetic"), seq_len=8)
+    first = data.reader(0, 1)([0])
+    assert first.tolist() == open_small(Path("synthetic")).reader(0, 1)([0]).tolist()
+    assert first.tolist() != open_small(Path("synthetic"), seed=1).reader(0, 1)([0]).tolist()
+    tokens = MadeUpTokens(vocab_size=11, seed=3)
+    assert tokens.read(5, 4).tolist() == tokens.read(0, 9)[5:].tolist()
+    assert again.num_samples == data.num_samples // 2
+
+
+def test_made_up_tokens_are_evenly_drawn_from_the_vocabulary() -> None:
+    counts = np.bincount(MadeUpTokens(vocab_size=10, seed=0).read(0, 10_000), minlength=10)
+    assert len(counts) == 10
+    assert counts.min() > 850
+    assert counts.max() < 1150

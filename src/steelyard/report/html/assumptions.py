@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.setting import Job
-from steelyard.hardware import Link
+from steelyard.hardware import Cluster, Link
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.plan import Plan
 from steelyard.report.html.contents import ReportContents
@@ -77,7 +77,8 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
 
 def _source(profile: CostSource) -> str:
     if profile.is_measured:
-        return f"measured on {profile.num_devices} × {profile.device}, {profile.created}"
+        links = "; links assumed, as below" if profile.links_assumed else ""
+        return f"measured on {profile.num_devices} × {profile.device}, {profile.created}{links}"
     return (
         f"each kind of layer traced on fake tensors with torch {profile.torch} and transformers "
         f"{profile.transformers}, {profile.created}; rates from the catalogue below"
@@ -91,6 +92,8 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     memory = "" if device.memory_bytes is None else f"{format_bytes(device.memory_bytes)} that a device may hold"
     if device.needs_profile:
         yield "device", f"{device.name}: {memory}; its speed was measured"
+        if job.assumes_links:
+            yield from _links(cluster)
         return
     yield (
         "device",
@@ -100,11 +103,10 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
             _cite(device.source),
         ],
     )
-    for name, link in (("inside a node", cluster.intra_link), ("between nodes", cluster.inter_link)):
-        if link is not None and (name == "inside a node" or cluster.num_nodes > 1):
-            yield name, _link_facts(link)
+    yield from _links(cluster)
     rates = job.efficiency
-    entry = "as given" if job.rates is not None else catalogue_rates(device.name)
+    entry = str(catalogue_rates(device.name)) if job.rates is None else "as given"
+    entry = "with which layers take what was measured" if job.assumes_links else entry
     yield (
         "reached",
         f"{rates.matmul:.0%} of the peak in large matrix products and {rates.attention:.0%} in attention, {entry}; "
@@ -114,8 +116,15 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     if any(kind.num_experts for kind in job.chain.kinds):
         yield "routing", f"{job.imbalance:g} times the mean on the rank whose experts most tokens take: assumed"
     if job.time_factor != 1.0:
-        yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from a measured run"
+        runs = "a measured run" if job.num_calibrating < 2 else f"{job.num_calibrating} measured runs"
+        yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from {runs}"
     yield "upper bound", "memory terms are added as if their peaks came together; see each bar for the terms"
+
+
+def _links(cluster: Cluster) -> Iterator[tuple[str, Child]]:
+    for name, link in (("inside a node", cluster.intra_link), ("between nodes", cluster.inter_link)):
+        if link is not None and (name == "inside a node" or cluster.num_nodes > 1):
+            yield name, _link_facts(link)
 
 
 def link_text(link: Link) -> str:

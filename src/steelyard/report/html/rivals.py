@@ -6,7 +6,7 @@ from steelyard.plan.choices import Rival
 from steelyard.plan.plan import Alternative
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, section, table, tag
-from steelyard.report.plan_table import alternative_step
+from steelyard.report.plan_table import alternative_step, as_good_line, why_lost
 from steelyard.units import format_bytes, format_seconds
 
 SHOWN = 8
@@ -25,6 +25,7 @@ def rival_section(found: ReportContents) -> Html:
             tag("h3", "The best plan instead"),
             tag("p", f"Each line was searched again, among {study.scope}.", class_="hint"),
             _rival_table((*study.explanation.rivals, *study.explanation.budgets)),
+            tag("p", line) if (line := as_good_line(found.prediction, study.explanation.rivals)) else None,
         ]
     if study.left_out:
         parts.append(
@@ -36,10 +37,10 @@ def rival_section(found: ReportContents) -> Html:
             )
         )
     if alternatives:
-        parts += [tag("h3", "Other pipeline settings"), _alternative_table(alternatives[:SHOWN])]
+        parts += [tag("h3", "Other pipeline settings"), _alternative_table(found, alternatives[:SHOWN])]
         if len(alternatives) > SHOWN:
             rest = alternatives[SHOWN:]
-            parts.append(folded(f"{len(rest)} more that lost", _alternative_table(rest)))
+            parts.append(folded(f"{len(rest)} more that lost", _alternative_table(found, rest)))
     if not parts:
         parts.append(
             tag("p", f"Nothing was compared with this plan: steelyard explain {found.plan_file} searches its rivals.")
@@ -73,13 +74,13 @@ def _slowdown_bar(slowdown: float) -> Html:
     return tag("i", class_="slower" if slowdown >= 0 else "faster", style=f"width:{width:.2f}em", aria_hidden="true")
 
 
-def _alternative_table(alternatives: Sequence[Alternative]) -> Html:
+def _alternative_table(found: ReportContents, alternatives: Sequence[Alternative]) -> Html:
     rows = [
         (
             each.description,
             alternative_step(each),
             "–" if each.memory_bytes is None else format_bytes(each.memory_bytes),
-            each.reason,
+            why_lost(found.prediction, each),
         )
         for each in alternatives
     ]

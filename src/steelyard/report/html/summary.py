@@ -1,6 +1,5 @@
 """The decision in one sentence, and its figures."""
 
-from steelyard.cost.accuracy import typical_error
 from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan, Prediction
 from steelyard.report.html.assumptions import link_text
@@ -60,8 +59,7 @@ def network_text(found: ReportContents) -> str:
 
 def accuracy_text(prediction: Prediction) -> str:
     """How far a step typically turns out from its prediction."""
-    error = typical_error(prediction.profile)
-    return "predicted; no run of such a device to compare" if error is None else f"predicted, typically ± {error:.0%}"
+    return "predicted; no such runs to compare" if prediction.interval is None else str(prediction.interval)
 
 
 def _unbroken(seconds: float) -> str:

@@ -21,7 +21,7 @@ from steelyard.runtime.data.tokenizer import ByteTokenizer, TextTokenizer, open_
 _logger = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
-"""The name of data that is made up: images."""
+"""The name of data that is made up."""
 _VERSION = 1
 """Raised whenever the same text becomes other tokens."""
 
@@ -39,7 +39,7 @@ class TextOptions:
 
 def prepare_data(path: Path, options: TextOptions, *, reads_text: bool = True) -> None:
     """Finds mistakes in the data before a run starts, and makes text into tokens while nobody waits for it."""
-    if not reads_text and str(path) == SYNTHETIC:
+    if str(path) == SYNTHETIC:
         return
     check_data_path(path)
     if reads_text and not is_token_file(path):

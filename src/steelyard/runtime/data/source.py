@@ -21,7 +21,7 @@ from steelyard.runtime.data.prepare import (
     prepare_text,
 )
 from steelyard.runtime.data.samples import Samples
-from steelyard.runtime.data.tokens import TokenData
+from steelyard.runtime.data.tokens import MadeUpTokens, TokenData
 
 
 class SampleData(Protocol):
@@ -55,8 +55,11 @@ def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_
 
 
 def open_data(path: str | Path, text: TextOptions, *, seq_len: int, vocab_size: int, seed: int) -> TokenData:
-    """The samples of next-token prediction from the token file or text at ``path``."""
+    """The samples of next-token prediction from the token file or text at ``path``; ``synthetic`` ones are made up."""
     path = Path(path)
+    if str(path) == SYNTHETIC:
+        made_up = MadeUpTokens(vocab_size=vocab_size, seed=seed)
+        return TokenData(made_up, name=SYNTHETIC, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     check_data_path(path)
     if is_token_file(path):
         tokens = open_token_file(path, vocab_size=vocab_size)

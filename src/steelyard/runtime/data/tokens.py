@@ -22,6 +22,24 @@ class TokenSource(Protocol):
         """``count`` token ids from token ``first`` on, as 64-bit numbers."""
 
 
+class MadeUpTokens:
+    """A long stream of tokens without meaning, evenly drawn from the vocabulary; token ``i`` is a hash of the seed and
+    ``i`` (splitmix64: Steele, Lea and Flood 2014)."""
+
+    num_tokens = 1 << 40
+
+    def __init__(self, *, vocab_size: int, seed: int) -> None:
+        self._vocab_size, self._seed = vocab_size, seed
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """``count`` token ids from token ``first`` on, as 64-bit numbers."""
+        mixed = np.arange(first, first + count, dtype=np.uint64) + (np.uint64(self._seed) << np.uint64(32))
+        mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(self._vocab_size)).astype(np.int64)
+
+
 class TokenData:
     """Samples of ``seq_len`` + 1 tokens from a stream of tokens, in an order that the seed decides.
 

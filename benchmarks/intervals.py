@@ -1,0 +1,326 @@
+r"""How far measured step times lie from predicted ones: the table of `steelyard/cost/accuracy.py`, and its test.
+
+    python benchmarks/intervals.py [--write]
+
+For a class of runs that are like each other the interval is $[q_{(1-p)/2},\, q_{(1+p)/2}]$ of measured over predicted
+time, quantiles in which sources of 20 runs or more weigh the same and smaller ones in proportion. Each source is
+predicted by the others' interval, and $p$ is the least of `LEVELS` of which, sources weighing so, nine in ten runs of a
+source that was left out lie inside: sources differ more than the runs of one, so $p$ is above 0.9.
+
+| class                      | runs                                                                                    |
+|----------------------------|-----------------------------------------------------------------------------------------|
+| catalogue                  | those that the rates are fitted to, each source by rates that were fitted without it    |
+| catalogue, beyond its fit  | devices of which no run was fitted, experts over ranks: recommended or not              |
+| one measured run           | pairs of the first class of one model, framework and device: one scales the other       |
+| three measured runs        | the same, `DRAWS` times for every run the median of three others                        |
+| measured profile           | ratios of `prediction_accuracy.py` as README.md has them, each plan left out in turn    |
+
+Two plans of one job err alike. ``as good`` is the least slowdown $x$ of which nine in ten pairs of a job's plans that
+are predicted further apart than $x$ are measured in that order; tested in the same way.
+
+With ``--write`` the figures go into the table of `accuracy.py` and that of README.md, which a test compares.
+"""
+
+import argparse
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from calibrate import fit_with_left_out
+from numpy.typing import NDArray
+from published_runs.forecast import forecast_case
+from published_runs.jobs import Case, case_of
+from published_runs.rows import PublishedRun, read_runs
+from published_runs.targets import MIN_JUDGED
+
+from steelyard.cost.accuracy import BEYOND_FIT, CATALOGUE, MEASURED, SCALED, SCALED_BY_SEVERAL, SEVERAL, spread_of
+
+README = Path(__file__).parent / "README.md"
+TABLE_FILE = Path(__file__).parents[1] / "src/steelyard/cost/accuracy.py"
+NAMES = ("CATALOGUE", "BEYOND_FIT", "SCALED", "SCALED_BY_SEVERAL", "MEASURED")
+INSIDE = 0.9
+LEVELS = (0.90, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 1.0)
+SLOWDOWNS = tuple(percent / 100 for percent in range(51))
+DRAWS = 20
+Array = NDArray[np.float64]
+Errors = Mapping[str, Array]
+"""Logarithms of measured over predicted time by source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A run with its measured time and the error of its prediction."""
+
+    run: PublishedRun
+    log_error: float
+    """Of measured over predicted time."""
+
+    @property
+    def log_measured_s(self) -> float:
+        """Logarithm of the seconds of a step."""
+        assert self.run.step_time_s is not None, "only timed runs have an error"
+        return float(np.log(self.run.step_time_s))
+
+    @property
+    def log_predicted_s(self) -> float:
+        """The same as predicted."""
+        return self.log_measured_s - self.log_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An interval of measured over predicted time, and what part of each source lies inside those of the others."""
+
+    typical: float
+    low: float
+    high: float
+    level: float
+    inside: Mapping[str, float]
+    num_runs: int
+    held_out: float
+    """The mean of ``inside``, sources weighing as in the interval."""
+
+
+def interval(errors: Errors) -> Found:
+    """The interval of a class: the narrowest of `LEVELS` that holds of sources left out, or the last of them."""
+    for level in LEVELS:
+        inside = {
+            source: _part_within(found, quantiles(_without(errors, source), level)) for source, found in errors.items()
+        }
+        held_out = _mean(inside, errors)
+        if held_out >= INSIDE:
+            break
+    low, high = np.exp(quantiles(errors, level))
+    medians = {source: float(np.median(np.abs(np.expm1(-found)))) for source, found in errors.items()}
+    return Found(
+        typical=_mean(medians, errors),
+        low=float(low),
+        high=float(high),
+        level=level,
+        inside=inside,
+        num_runs=sum(map(len, errors.values())),
+        held_out=held_out,
+    )
+
+
+def quantiles(errors: Errors, level: float) -> tuple[float, float]:
+    """The two quantiles between which the middle part ``level`` of all errors lies, weighed by `weight`."""
+    values = np.concatenate(list(errors.values()))
+    weights = np.concatenate([np.full(len(found), weight(found) / len(found)) for found in errors.values()])
+    order = np.argsort(values)
+    done = np.cumsum(weights[order]) / weights.sum()
+    places = np.searchsorted(done, [(1 - level) / 2, (1 + level) / 2 - 1e-12])
+    low, high = values[order][np.minimum(places, len(values) - 1)]
+    return float(low), float(high)
+
+
+def weight(runs: Sequence[float] | Array) -> float:
+    """Of a source: 1 from `MIN_JUDGED` runs on, less in proportion below."""
+    return min(1.0, len(runs) / MIN_JUDGED)
+
+
+def _part_within(errors: Array, bounds: tuple[float, float]) -> float:
+    return float(np.mean((errors >= bounds[0]) & (errors <= bounds[1])))
+
+
+def _without(errors: Errors, source: str) -> dict[str, Array]:
+    return {name: found for name, found in errors.items() if name != source}
+
+
+def _mean(parts: Mapping[str, float], errors: Mapping[str, Array]) -> float:
+    weights = {source: weight(errors[source]) for source in parts}
+    return sum(weights[source] * part for source, part in parts.items()) / sum(weights.values())
+
+
+def by_source(timed: Iterable[Timed]) -> dict[str, Array]:
+    """Their errors."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for each in timed:
+        found[each.run.source].append(each.log_error)
+    return {source: np.array(errors) for source, errors in found.items()}
+
+
+def scaled_by_one(timed: Iterable[Timed]) -> dict[str, Array]:
+    """What is left of each error where each other run that is like it scales the prediction."""
+    found: dict[str, list[Array]] = defaultdict(list)
+    for (source, *_), errors in _alike(timed).items():
+        pairs = errors[:, None] - errors[None, :]
+        found[source].append(pairs[~np.eye(len(errors), dtype=bool)])
+    return {source: np.concatenate(parts) for source, parts in found.items()}
+
+
+def scaled_by_several(timed: Iterable[Timed], chooser: random.Random) -> dict[str, Array]:
+    """The same where the median of several runs, drawn `DRAWS` times, scales it."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for (source, *_), errors in _alike(timed).items():
+        for place, error in enumerate(errors) if len(errors) > SEVERAL else ():
+            others = np.delete(errors, place).tolist()
+            found[source] += [error - median(chooser.sample(others, SEVERAL)) for _ in range(DRAWS)]
+    return {source: np.array(errors) for source, errors in found.items()}
+
+
+def _alike(timed: Iterable[Timed]) -> dict[tuple[str, ...], Array]:
+    """Errors of runs of one source, model, framework and device; those of which there are two or more."""
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for each in timed:
+        names = (each.run.text(column) for column in ("model", "framework", "gpu", "gpu_mem_gb"))
+        found[each.run.source, *names].append(each.log_error)
+    return {key: np.array(errors) for key, errors in found.items() if len(errors) > 1}
+
+
+Pairs = Mapping[str, Array]
+"""[N, 2] by source: of two plans of a job the logarithms of the slower over the faster time, predicted and measured."""
+
+
+def pairs_of_jobs(timed: Iterable[Timed]) -> dict[str, Array]:
+    """All pairs of plans of each job, the one that is predicted faster first."""
+    jobs: dict[tuple[str, str], list[Timed]] = defaultdict(list)
+    for each in timed:
+        jobs[each.run.source, each.run.job].append(each)
+    found: dict[str, list[Array]] = defaultdict(list)
+    for (source, _), plans in jobs.items():
+        times = np.array([(each.log_predicted_s, each.log_measured_s) for each in plans])
+        differences = times[:, None] - times[None, :]
+        found[source].append(differences[differences[:, :, 0] > 0])
+    joined = {source: np.concatenate(parts) for source, parts in found.items()}
+    return {source: pairs for source, pairs in joined.items() if len(pairs)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsGood:
+    """The slowdown within which plans are as good, and what part of each source's further pairs is in order."""
+
+    slowdown: float
+    level: float
+    inside: Mapping[str, float]
+    num_pairs: int
+    held_out: float
+    """The mean over sources of ``inside`` by the slowdown that the other sources give."""
+
+
+def as_good(pairs: Pairs) -> AsGood:
+    """The least slowdown beyond which nine in ten pairs are measured in the order in which they are predicted."""
+    for level in LEVELS:
+        inside = {
+            source: _in_order(found, least_slowdown(_without(pairs, source), level)) for source, found in pairs.items()
+        }
+        held_out = _mean(inside, pairs)
+        if held_out >= INSIDE:
+            break
+    return AsGood(
+        slowdown=least_slowdown(pairs, level),
+        level=level,
+        inside=inside,
+        num_pairs=sum(map(len, pairs.values())),
+        held_out=held_out,
+    )
+
+
+def least_slowdown(pairs: Pairs, level: float) -> float:
+    """The least of `SLOWDOWNS` beyond which such a part of the pairs is in order, or the last of them."""
+    for slowdown in SLOWDOWNS:
+        if _mean({source: _in_order(found, slowdown) for source, found in pairs.items()}, pairs) >= level:
+            return slowdown
+    return SLOWDOWNS[-1]
+
+
+def _in_order(pairs: Array, slowdown: float) -> float:
+    """The part of the pairs that are predicted further apart and are in that order; 1 where none are."""
+    further = pairs[pairs[:, 0] > np.log1p(slowdown)]
+    return float(np.mean(further[:, 1] >= 0)) if len(further) else 1.0
+
+
+def beyond_fit(runs: Iterable[PublishedRun]) -> Iterator[Timed]:
+    """Runs of devices and kinds of models of which none is among those that the rates are fitted to."""
+    for run in runs:
+        if not (run.is_open and run.step_time_s):
+            continue
+        case = case_of(run)
+        if isinstance(case, Case) and spread_of(case.job.cost_source(), case.plan.strategies) is BEYOND_FIT:
+            error = np.log(run.step_time_s / forecast_case(case).step_time_s)
+            yield Timed(run=run, log_error=float(error))
+
+
+def measured_profiles(text: str) -> dict[str, Array]:
+    """Errors by plan in the tables of `prediction_accuracy.py`, as they stand in README.md."""
+    rows = re.findall(r"^(.{35}) ([24]) +([\d.]+) (m?s) +([\d.]+) (m?s) ", text, flags=re.MULTILINE)
+    units = {"s": 1.0, "ms": 1e-3}
+    return {
+        f"{plan.strip()} on {count}": np.log([float(measured) * units[b] / (float(predicted) * units[a])])
+        for plan, count, predicted, a, measured, b in rows
+    }
+
+
+def lines(found: Sequence[tuple[str, Found]], good: AsGood) -> list[str]:
+    """The tables of README.md."""
+    head = "| costs made from | runs | typical | low | high | level | left out, inside |"
+    rows = [
+        f"| {name} | {each.num_runs:,} | {each.typical:.3f} | {each.low:.3f} | {each.high:.3f} | {each.level:.2f} | "
+        f"{each.held_out:.1%} |"
+        for name, each in found
+    ]
+    rows.append(
+        f"| as good | {good.num_pairs:,} pairs | – | – | {good.slowdown:.2f} | {good.level:.2f} | {good.held_out:.1%} |"
+    )
+    sources = sorted({source for name, each in found if name != MEASURED.words for source in each.inside})
+    columns = [(name, each.inside) for name, each in found if name != MEASURED.words] + [("as good", good.inside)]
+    table = ["| left out | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for source in sources:
+        cells = (f"{inside[source]:.0%}" if source in inside else "–" for _, inside in columns)
+        table.append(f"| {source} | " + " | ".join(cells) + " |")
+    return [head, "|---" * 7 + "|", *rows, "", *table]
+
+
+def rewritten(text: str, found: Sequence[tuple[str, Found]], good: AsGood) -> str:
+    """The text of `accuracy.py` with these figures."""
+    for name, (_, each) in zip(NAMES, found, strict=True):
+        figures = f"typical={each.typical:.3f}, low={each.low:.3f}, high={each.high:.3f}"
+        text, count = re.subn(rf"(?m)^({name} = Spread\(.*)typical=.*\)$", rf"\g<1>{figures})", text)
+        assert count == 1, f"{name} stands {count} times in the file"
+    return re.sub(r"(?m)^(AS_GOOD = )[\d.]+", rf"\g<1>{good.slowdown:.2f}", text)
+
+
+BEGIN, END = "<!-- benchmarks/intervals.py -->", "<!-- end -->"
+
+
+def in_readme(text: str, tables: Sequence[str]) -> str:
+    """The text of README.md with these tables between the marks."""
+    before, rest = text.split(BEGIN)
+    return "\n".join([before + BEGIN, "", *tables, "", END + rest.split(END, 1)[1]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the figures into accuracy.py and README.md")
+    options = parser.parse_args()
+    runs = read_runs()
+    named = {run.id: run for run in runs}
+    left_out = fit_with_left_out(runs, rounds=1)[1]
+    fitted = [
+        Timed(run=named[row], log_error=-ratio) for source in left_out for row, ratio in source.log_ratios.items()
+    ]
+    readme = README.read_text(encoding="utf-8")
+    errors = [
+        (CATALOGUE.words, by_source(fitted)),
+        (BEYOND_FIT.words, by_source(beyond_fit(runs))),
+        (SCALED.words, scaled_by_one(fitted)),
+        (SCALED_BY_SEVERAL.words, scaled_by_several(fitted, random.Random(0))),
+        (MEASURED.words, measured_profiles(readme)),
+    ]
+    found = [(name, interval(each)) for name, each in errors]
+    good = as_good(pairs_of_jobs(fitted))
+    tables = lines(found, good)
+    print("\n".join(tables))
+    if options.write:
+        text = TABLE_FILE.read_text(encoding="utf-8")
+        TABLE_FILE.write_text(rewritten(text, found, good), encoding="utf-8")
+        README.write_text(in_readme(readme, tables), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

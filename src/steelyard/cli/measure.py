@@ -1,0 +1,119 @@
+"""``steelyard measure``: a few steps of a plan and of the next best ones; the fastest goes on."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from steelyard.cli.options import AsJson, print_json, tried
+from steelyard.errors import UserError
+from steelyard.installed import require_training
+from steelyard.limits import MOST_STEPS
+from steelyard.output import make_folder
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.price import peak_bytes
+from steelyard.report.run_table import trial_table
+from steelyard.runtime.options import DATA_HELP, TrainOptions
+
+STEPS = 8
+
+
+def measure(
+    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    alternatives: Annotated[
+        bool, typer.Option("--alternatives", help="Also run the next best plans that `plan` kept in the file.")
+    ] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", help="Training steps of each; the first 3 are not timed.", min=1, max=MOST_STEPS)
+    ] = STEPS,
+    data: Annotated[Path, typer.Option("--data", help=f"{DATA_HELP[0].upper()}{DATA_HELP[1:]}.")] = Path("synthetic"),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", callback=tried, help="Where to write the fastest plan; default: PLAN.best.json."
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Where plans and records are kept; default: PLAN.measured.")
+    ] = None,
+    builder: Annotated[
+        str | None, typer.Option("--builder", help="FILE.py:FUNCTION that builds your own module, as planned with.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="gpu or cpu: insist on it where the plan is for the other.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a few steps of a plan on this host, and of the next best ones: which is fastest?"""
+    plan = read_plan(path)
+    contenders = plan.contenders() if alternatives else plan.contenders()[:1]
+    if alternatives and len(contenders) == 1:
+        raise UserError(
+            field=str(path),
+            found="no next best plans in the file",
+            expected="a plan that `steelyard plan --top 5 -o` wrote",
+            hint="plan again, or leave out --alternatives",
+        )
+    require_training("`steelyard measure` trains")
+    from steelyard.runtime.trials import fastest, run_trials
+
+    kept = folder or path.with_suffix(".measured")
+    make_folder(kept, "--folder")
+    options = TrainOptions(steps=steps, builder=builder, device=device)
+    trials = run_trials(contenders, data, options, folder=kept, stdout_to_stderr=as_json)
+    best = fastest(trials)
+    target = output or path.with_suffix(".best.json")
+    if best is not None:
+        write_plan(_going_on(plan, best.plan), target)
+    if as_json:
+        print_json(
+            {
+                "trials": [
+                    {
+                        "plan": str(kept / f"plan.{number}.json"),
+                        "predicted_s": trial.plan.prediction.step_time_s if trial.plan.prediction else None,
+                        "measured_s": None if trial.record is None else trial.record.median_step_s,
+                        "failure": trial.failure,
+                    }
+                    for number, trial in enumerate(trials)
+                ],
+                "best": None if best is None else trials.index(best),
+                "written": None if best is None else str(target),
+            }
+        )
+    else:
+        console = Console()
+        console.print(
+            trial_table([(trial.plan, trial.record, trial.failure or in_words(trial.plan)) for trial in trials])
+        )
+        console.print(f"plans and records are in {kept}/", highlight=False, soft_wrap=True)
+        if best is not None:
+            own = f" --builder {builder}" if builder else ""
+            console.print(
+                f"the fastest is plan {trials.index(best)}, written to {target}", highlight=False, soft_wrap=True
+            )
+            console.print(f"  run it: steelyard train {target}{own} --data PATH", highlight=False, soft_wrap=True)
+            calibrating = kept / f"record.{trials.index(best)}.json"
+            console.print(
+                f"  plan again by what was measured: add --calibrate {calibrating}", highlight=False, soft_wrap=True
+            )
+    if best is None:
+        print("every run failed", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def in_words(plan: Plan) -> str:
+    """What tells a plan from the others."""
+    return f"{describe(plan.pipeline)}: {summarise(plan)}"
+
+
+def _going_on(plan: Plan, best: Plan) -> Plan:
+    """The best plan with those fallbacks of the file that take less memory than it."""
+    fallbacks = (plan.fallback_plan(index) for index in range(len(plan.fallbacks)))
+    lower = [peak_bytes(each) < peak_bytes(best) for each in fallbacks]
+    kept = tuple(each for each, is_lower in zip(plan.fallbacks, lower, strict=True) if is_lower)
+    return best.model_copy(update={"fallbacks": kept})

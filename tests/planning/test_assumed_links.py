@@ -1,0 +1,136 @@
+"""A profile of one device for plans of many: what is measured, what is assumed, and that it is said."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from steelyard.cost.accuracy import CATALOGUE, spread_of
+from steelyard.cost.compute import compute_time
+from steelyard.cost.efficiency import Efficiency, efficiency_of
+from steelyard.cost.setting import Job
+from steelyard.errors import InvalidProfileError, UserError
+from steelyard.hardware import Cluster, parse_cluster
+from steelyard.planning import PlanOptions, make_job, plan_job
+from steelyard.planning.assumed_links import measured_over_catalogue, slowed, with_assumed_links
+from steelyard.planning.devices import job_on
+from steelyard.profiles.profile import Profile
+from steelyard.report.plan_table import link_lines
+from tests.cost import examples
+
+LINKED = """
+version: 1
+device: cpu
+num_nodes: 1
+devices_per_node: 4
+intra_link: {name: cable, bandwidth_GBps: 2, latency_us: 20}
+"""
+
+
+def of_one_device(*, device: str = "cpu", kind: str = "cpu", precision: str = "fp32") -> Profile:
+    """Layers that one device measured, a millisecond for each sample."""
+    whole = examples.measured_profile(examples.chain(), num_devices=1)
+    identity = whole.identity.model_copy(update={"device": device, "device_kind": kind, "precision": precision})
+    layers = tuple(layer for layer in whole.layers if not layer.degrees)
+    return whole.model_copy(update={"identity": identity, "layers": layers, "collectives": ()})
+
+
+def made(cluster: str | Cluster, profile: Profile, **changes: object) -> Job:
+    arguments = {"global_batch": 8, "seq_len": examples.SEQ_LEN, "precision": profile.identity.precision}
+    return make_job(examples.chain(), cluster, memory="1GiB", profile=profile, **arguments | changes)
+
+
+def on_gpus(num_devices: int = 8) -> Job:
+    """Before anything is assumed."""
+    profile = of_one_device(device="NVIDIA A100-SXM4-80GB", kind="gpu", precision="bf16")
+    return replace(examples.job(parse_cluster(f"1x{num_devices}xa100-80gb")), profile=profile)
+
+
+def assumed() -> Job:
+    return with_assumed_links(on_gpus(), lambda: examples.profile(examples.chain(), "bf16"))
+
+
+@pytest.fixture
+def cpu_cluster(tmp_path: Path) -> str:
+    (tmp_path / "cluster.yaml").write_text(LINKED)
+    return str(tmp_path / "cluster.yaml")
+
+
+def test_one_process_is_enough_to_plan_for_four_whose_links_a_file_states(cpu_cluster: str) -> None:
+    plan = plan_job(made(cpu_cluster, of_one_device()), PlanOptions()).plan
+    assert plan is not None
+    assert plan.prediction is not None
+    assert plan.num_devices == 4
+    assert plan.prediction.profile.links_assumed
+    assert "layers measured on cpu" in str(plan.prediction.profile)
+    assert "links assumed" in str(plan.prediction.profile)
+    assert link_lines(plan, plan.prediction) == ["Links assumed, per device and direction: cable inside a node, 2 GB/s"]
+
+
+def test_a_slower_link_makes_the_plan_slower(tmp_path: Path, cpu_cluster: str) -> None:
+    (tmp_path / "slow.yaml").write_text(LINKED.replace("bandwidth_GBps: 2", "bandwidth_GBps: 0.01"))
+    options = PlanOptions(num_stages=1)
+    fast, slow = (plan_job(made(name, of_one_device()), options) for name in (cpu_cluster, str(tmp_path / "slow.yaml")))
+    assert fast.cost is not None
+    assert slow.cost is not None
+    assert slow.cost.step_time_s > fast.cost.step_time_s
+
+
+def test_no_shape_is_planned_that_was_neither_measured_nor_has_rates(cpu_cluster: str) -> None:
+    plan = plan_job(made(cpu_cluster, of_one_device()), PlanOptions()).plan
+    assert plan is not None
+    assert not any(strategy.shape for strategy in plan.strategies)
+
+
+def test_links_whose_rates_nobody_knows_are_an_error() -> None:
+    with pytest.raises(InvalidProfileError, match="not in the catalogue"):
+        plan_job(made("1x4xcpu", of_one_device()), PlanOptions())
+
+
+def test_on_gpus_layers_stay_as_measured_and_those_in_other_shapes_come_from_the_trace() -> None:
+    job = assumed()
+    assert job.profile.layer("block", {}).times
+    divided = job.profile.layer("block", examples.tp_shape(2, False))
+    assert divided is not None
+    assert not divided.times
+
+
+def test_the_catalogues_rates_are_scaled_to_what_the_measured_layers_take() -> None:
+    job = assumed()
+    assert measured_over_catalogue(job) == pytest.approx(1.0, rel=1e-6)
+    assert measured_over_catalogue(on_gpus()) != pytest.approx(1.0, rel=0.01)
+
+
+def test_slowed_rates_make_every_kernel_take_so_much_longer() -> None:
+    rates: Efficiency = efficiency_of("a100-80gb", "")
+    job = replace(on_gpus(), rates=rates)
+    layer = job.profile.layer("block", {}).model_copy(update={"times": ()})
+    before, after = (compute_time(layer, 2, replace(job, rates=each)) for each in (rates, slowed(rates, 3.0)))
+    assert after.forward_s == pytest.approx(3 * before.forward_s)
+    assert after.forward_launch_s == pytest.approx(3 * before.forward_launch_s)
+
+
+def test_the_interval_is_the_catalogues_whose_links_they_are() -> None:
+    job = assumed()
+    assert spread_of(job.cost_source(), ()) is CATALOGUE
+
+
+def test_without_rates_in_the_catalogue_nothing_is_known_of_the_errors(cpu_cluster: str) -> None:
+    assert spread_of(made(cpu_cluster, of_one_device()).cost_source(), ()) is None
+
+
+def test_a_profile_of_one_device_prices_other_numbers_of_them(cpu_cluster: str) -> None:
+    assert job_on(made(cpu_cluster, of_one_device()), 2).cluster.num_devices == 2
+
+
+def test_a_profile_of_several_devices_still_prices_their_number_alone() -> None:
+    with pytest.raises(InvalidProfileError, match=r"identity.num_devices: found 4\n  expected: 8, as"):
+        made("1x8xcpu", examples.measured_profile(examples.chain()))
+    with pytest.raises(UserError, match="on which the profile was measured"):
+        job_on(made("1x4xcpu", examples.measured_profile(examples.chain())), 2)
+
+
+def test_a_profile_of_another_device_is_refused() -> None:
+    profile = of_one_device(device="NVIDIA H100 80GB HBM3", kind="gpu", precision="bf16")
+    with pytest.raises(InvalidProfileError, match=r"identity.device: found NVIDIA H100 80GB HBM3\n  expected: a100"):
+        made("1x8xa100-80gb", profile)

@@ -1,0 +1,139 @@
+"""The plan for what is left of a cluster."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from steelyard.cost.setting import Job
+from steelyard.errors import UserError
+from steelyard.plan.asked import Asked
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning import NothingFitsError, PlanOptions, check_replannable, make_job, parse_pin, plan_job
+from steelyard.planning.devices import with_shape
+from steelyard.planning.elastic import fastest_plan, replan, with_spares
+
+HERE = Path()
+BATCH = 64
+
+
+def job_on(cluster: str, *, model: str = "llama3-8b") -> Job:
+    return make_job(model, cluster, global_batch=BATCH, seq_len=2048, precision="bf16", memory=None, profile=None)
+
+
+def plan_of(job: Job, options: PlanOptions | None = None) -> Plan:
+    plan = plan_job(job, options or PlanOptions()).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return job_on("4x8xh100-80gb")
+
+
+@pytest.fixture(scope="module")
+def plan(job: Job) -> Plan:
+    return plan_of(job)
+
+
+def test_all_devices_keep_the_plan(plan: Plan) -> None:
+    found = replan(plan, (8, 8, 8, 8), HERE)
+    assert found.plan is plan
+    assert found.taken == (8, 8, 8, 8)
+    assert found.notice == ""
+
+
+def test_a_lost_node_gives_the_plan_that_the_search_gives_on_what_is_left(plan: Plan) -> None:
+    found = replan(plan, (8, 8, 8), HERE).plan
+    alone = {count: plan_of(job_on(f"{count}x8xh100-80gb")) for count in (2, 3)}
+    best = min(alone.values(), key=step_s)
+    assert found.strategies == best.strategies
+    assert found.pipeline == best.pipeline
+    assert step_s(found) == step_s(best)
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_time_s
+
+
+def test_what_is_left_trains_the_same_batch_and_length_in_the_same_memory(plan: Plan) -> None:
+    found = replan(plan, (8, 8), HERE).plan
+    assert (found.global_batch, found.seq_len, found.precision) == (plan.global_batch, plan.seq_len, plan.precision)
+    assert found.prediction is not None
+    assert plan.prediction is not None
+    assert found.prediction.budget_bytes == plan.prediction.budget_bytes
+
+
+@pytest.mark.parametrize("hosts", [(7, 8, 8, 8), (8, 7, 8, 8), (8, 8, 1), (3, 8), (5,)])
+def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[int]) -> None:
+    found = replan(plan, hosts, HERE)
+    assert sum(found.taken) == found.plan.num_devices
+    assert all(taken <= there for taken, there in zip(found.taken, hosts, strict=True))
+    assert len({taken for taken in found.taken if taken}) == 1
+    assert found.taken[0] > 0, "it holds the store"
+
+
+def test_more_devices_left_never_cost_time(job: Job) -> None:
+    times = [fastest_plan(job, (8,) * count, ()) for count in (1, 2, 3, 4)]
+    steps = [step_s(each[0]) for each in times if each is not None]
+    assert len(steps) == len(times)
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:
+    notice = replan(plan, (8, 8, 8), HERE).notice
+    assert notice.startswith("32 → ")
+    assert " devices, predicted " in notice
+    assert " a step (" in notice
+
+
+def test_what_was_asked_is_kept_where_what_is_left_can_have_it(job: Job) -> None:
+    asked = plan_of(job, PlanOptions(pins=(parse_pin("blocks 0-31: remat=full", option="--pin", num_layers=34),)))
+    found = replan(asked, (8, 8), HERE)
+    assert {str(strategy.remat) for strategy in found.plan.strategies[1:33]} == {"full"}
+    assert "given up" not in found.notice
+
+
+def test_what_was_asked_is_given_up_where_nothing_that_is_left_can_have_it(job: Job) -> None:
+    asked = plan_of(job, PlanOptions(num_stages=32))
+    assert asked.asked == Asked(num_stages=32)
+    assert "given up: --stages 32" in replan(asked, (8, 8), HERE).notice
+
+
+def test_devices_that_hold_no_plan_are_an_error_that_says_what_to_do(job: Job) -> None:
+    tight = replace(job, cluster=with_shape(job.cluster, 2, 8), budget_bytes=13_000_000_000)
+    with pytest.raises(NothingFitsError, match="1 device left, no part of which has a plan") as raised:
+        replan(plan_of(tight), (1,), HERE)
+    assert "start again when devices are back" in str(raised.value)
+
+
+def test_a_plan_for_a_loss_is_used_without_a_search(plan: Plan, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = with_spares(plan, job, num_spares=1)
+    searched = replan(plan, (8, 8, 8), HERE)
+    monkeypatch.setattr("steelyard.planning.elastic.job_of", None)
+    found = replan(ahead, (8, 8, 8), HERE)
+    assert found.taken == searched.taken
+    assert found.notice == searched.notice
+    assert found.plan.stages == searched.plan.stages
+
+
+def test_spares_survive_the_file(plan: Plan, job: Job, tmp_path: Path) -> None:
+    ahead = with_spares(plan, job, num_spares=2)
+    assert [spare.num_left for spare in ahead.spares] == [24, 16]
+    write_plan(ahead, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == ahead
+
+
+def test_of_one_node_a_device_is_lost() -> None:
+    job = job_on("1x8xh100-80gb")
+    assert [spare.num_left for spare in with_spares(plan_of(job), job, num_spares=1).spares] == [7]
+
+
+def test_a_plan_whose_costs_are_not_known_is_refused_before_it_runs(plan: Plan) -> None:
+    foreign = plan.model_copy(update={"cluster": "our-machines", "hardware": None, "prediction": None})
+    with pytest.raises(UserError, match=r"--elastic: .*: found 'our-machines'"):
+        check_replannable(foreign, HERE)

@@ -1,0 +1,214 @@
+"""Runs that lose devices and hosts for good, and get them back: real processes under torchrun."""
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steelyard import find_plan
+from steelyard.errors import UserError
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.processes.start import Elastic, RankFailedError, run_processes
+from steelyard.profiles.record import RunRecord
+from steelyard.runtime.checkpoint_folder import complete_checkpoints
+from steelyard.runtime.options import TrainOptions
+from tests.processes.forking_agent import fork_ranks
+from tests.runtime.models import CONFIGS
+from tests.runtime.test_launch import assert_gone
+
+pytestmark = pytest.mark.processes
+
+NUM_STEPS = 40
+LIMIT_S = 150
+SAME_LOSS = 1e-4
+"""Sums in another order, as under any other plan."""
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of four devices, and a batch that three do not divide."""
+    folder = tmp_path_factory.mktemp("plan")
+    config = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
+    plan = find_plan(config, "1x4xh100-80gb", global_batch=4, seq_len=64, precision="fp32")
+    write_plan(plan, folder / "plan.json")
+    np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
+    return folder / "plan.json"
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
+    fork_ranks(monkeypatch, "steelyard.runtime.train", "steelyard.planning.elastic")
+    monkeypatch.setenv("PIDS", str(tmp_path))
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))
+    return TrainOptions(
+        steps=NUM_STEPS,
+        lr=1e-2,
+        warmup_steps=2,
+        timeout_s=60,
+        device="cpu",
+        elastic=True,
+        checkpoint_dir=tmp_path / "checkpoints",
+        checkpoint_every=2,
+        metrics=tmp_path / "metrics.jsonl",
+        record=tmp_path / "record.json",
+    )
+
+
+def train(
+    plan_path: Path,
+    options: TrainOptions,
+    faults: str = "",
+    *,
+    num_processes: int = 4,
+    elastic: Elastic | None = None,
+    restarts: int = 0,
+) -> None:
+    data = str(plan_path.parent / "tokens.npy")
+    arguments = [faults, str(plan_path), "--data", data, *options.arguments()]
+    run_processes(
+        "tests.runtime.faulty_train",
+        arguments,
+        num_processes=num_processes,
+        restarts=restarts,
+        elastic=elastic or Elastic(),
+    )
+
+
+def losses(options: TrainOptions) -> list[float]:
+    assert options.metrics is not None
+    lines = [json.loads(line) for line in options.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plan_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        fork_ranks(patch, "steelyard.runtime.train", "steelyard.planning.elastic")
+        patch.setenv("PIDS", str(folder))
+        steps = TrainOptions(
+            steps=NUM_STEPS, lr=1e-2, warmup_steps=2, device="cpu", metrics=folder / "metrics.jsonl", timeout_s=60
+        )
+        train(plan_path, steps)
+    return losses(steps)
+
+
+def num_ranks(options: TrainOptions) -> int:
+    assert options.record is not None
+    return len(RunRecord.model_validate_json(options.record.read_text()).ranks)
+
+
+def test_a_device_that_is_lost_for_good_and_comes_back_changes_no_loss(
+    plan_path: Path,
+    options: TrainOptions,
+    undisturbed: list[float],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    train(plan_path, options, "0:kill-step:6,1:return:9")
+    printed = capfd.readouterr().out
+    assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
+    assert re.search(
+        r"elastic: rank 1 was ended by SIGKILL .* goes on with 3 processes\. When .*kill -USR1 \d", printed
+    )
+    assert re.search(r"elastic: 4 → 2 devices, predicted .* → .* a step \(.*\); spare, .*: process 2 of 3", printed)
+    resumed = re.search(r"resumed after step (\d) from .*; (\d) steps? lost, trained again", printed)
+    assert resumed is not None, printed
+    assert int(resumed[1]) + int(resumed[2]) == 5  # in the sixth it was killed
+    assert "elastic: devices of this host back; the next complete checkpoint takes them in" in printed
+    assert "started again (2): hosts or devices have come back" in printed
+    assert read_plan(tmp_path / "checkpoints" / "plan-2.json").global_batch == 4
+    assert num_ranks(options) == 4
+    assert_gone(tmp_path)
+
+
+def test_a_device_is_given_up_only_when_its_restarts_are_used_up(
+    plan_path: Path, options: TrainOptions, undisturbed: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(plan_path, options, "0:kill-step:6,1:kill-step:9", restarts=1)
+    printed = capfd.readouterr().out
+    assert printed.count("goes on with 3 processes") == 1
+    assert printed.index("started again (1)") < printed.index("goes on with 3 processes")
+    assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
+    assert num_ranks(options) == 2
+
+
+def test_an_error_of_the_program_is_no_lost_device(plan_path: Path, options: TrainOptions) -> None:
+    with pytest.raises(RankFailedError, match="CUDA out of memory"):
+        train(plan_path, options, "0:memory:3")
+    assert complete_checkpoints(options.checkpoint_dir) != []  # type: ignore[arg-type]
+
+
+def test_devices_too_few_for_any_plan_end_the_run_with_what_to_do(
+    plan_path: Path, options: TrainOptions, tmp_path: Path
+) -> None:
+    plan = read_plan(plan_path)
+    assert plan.prediction is not None
+    tight = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"budget_bytes": 1 << 20})})
+    write_plan(tight, tmp_path / "plan.json")
+    (tmp_path / "tokens.npy").symlink_to(plan_path.parent / "tokens.npy")
+    with pytest.raises(UserError, match="3 devices left, no part of which has a plan for a global batch of 4"):
+        train(tmp_path / "plan.json", options, "0:kill-step:6")
+    assert_gone(tmp_path)
+
+
+def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
+    plan_path: Path,
+    options: TrainOptions,
+    undisturbed: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("BAD_RANK", "3")
+    monkeypatch.setenv("SLOW_HOSTS", "1")
+    ended: list[str] = []
+
+    def host(name: str, faults: str = "") -> threading.Thread:
+        def run() -> None:
+            try:
+                meeting = Elastic(hosts=(1, 2), rendezvous=f"localhost:{port}")
+                train(plan_path, options, faults, num_processes=2, elastic=meeting)
+                ended.append(f"{name} is done")
+            except RankFailedError:
+                ended.append(f"{name} is lost")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    threads = [host("first")]
+    wait_for(lambda: listens(port))
+    threads.append(host("second", "0:kill-agent:7"))
+    wait_for(lambda: list((tmp_path / "checkpoints").glob("plan-*.json")) != [])
+    assert ended == ["second is lost"]
+    threads.append(host("third"))
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert sorted(ended[1:]) == ["first is done", "third is done"]
+    assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
+    assert num_ranks(options) == 4
+    assert_gone(tmp_path, within_s=10)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.1)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
