@@ -2,6 +2,7 @@
 # make test   set-up, then everything that CI checks
 # make quick  the part of the tests that starts no processes
 # make traces  how packaged models split, and their traces: what is missing or out of date
+# make gpu    the cost model against one GPU, ten minutes or less; fails where there is none
 # make fuzz   CASES damaged files and commands (100,000), from SEED (by the clock); those that end badly are kept
 # make nightly  make fuzz, then the quick tests with other examples than make test, and more of them
 
@@ -17,7 +18,7 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 CASES ?= 100000
 SEED ?= $(shell date +%s)
 
-.PHONY: demo test quick traces fuzz nightly clean
+.PHONY: demo test quick traces gpu fuzz nightly clean
 
 demo: $(VENV)/installed
 	$(BIN)/steelyard demo
@@ -30,6 +31,9 @@ quick: $(VENV)/installed-dev
 
 traces: $(VENV)/installed
 	$(BIN)/python -m steelyard.tracer.package --jobs 2
+
+gpu: $(VENV)/installed
+	$(BIN)/python benchmarks/gpu.py --json benchmarks/gpu.json
 
 fuzz: $(VENV)/installed-dev
 	$(BIN)/python -m tests.damage --cases $(CASES) --seed $(SEED) --keep .damage

@@ -29,6 +29,8 @@ OPTIONS = TrainOptions(
     init=Path("weights"),
     export_hf=Path("out"),
     timeout_s=20.0,
+    slow_share=0.5,
+    slow_steps=7,
     metrics=Path("m.jsonl"),
     tensorboard=Path("events"),
     record=Path("r.json"),
@@ -52,9 +54,16 @@ def test_the_command_takes_what_a_process_that_torchrun_starts_takes(
 
     monkeypatch.setattr(launching, "launch", launch)
     words = OPTIONS.arguments()
-    place = words.index("--enforce-memory")
-    run("train", plan, "--data", "text.txt", "--restarts", 2, *words[:place], *words[place + 2 :])
-    assert found == {"arguments": (plan, Path("text.txt"), OPTIONS), "restarts": 2, "stdout_to_stderr": False}
+    for name in ("--enforce-memory", "--elastic"):
+        place = words.index(name)
+        del words[place : place + 2]
+    run("train", plan, "--data", "text.txt", "--restarts", 2, *words)
+    assert found == {
+        "arguments": (plan, Path("text.txt"), OPTIONS),
+        "restarts": 2,
+        "elastic": None,
+        "stdout_to_stderr": False,
+    }
     run("train", plan, "--data", "text.txt", "--enforce-memory")
     assert found["arguments"][2] == TrainOptions(enforce_memory=True)
 

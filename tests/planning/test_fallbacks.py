@@ -11,7 +11,7 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, make_problem, plan_job, with_fallbacks
+from steelyard.planning import PlanOptions, make_problem, plan_job, with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
 from tests.cost import examples
 
@@ -73,4 +73,40 @@ def test_a_plan_whose_fallback_leaves_layers_out_is_refused(plan: Plan) -> None:
     run = content["fallbacks"][0]["stages"][0]["runs"][-1]
     run["layers"] = [run["layers"][0], run["layers"][1] - 1]
     with pytest.raises(InvalidPlanError, match="layers"):
+        Plan.model_validate(content)
+
+
+def test_as_many_next_best_plans_are_kept_as_asked_for_each_of_another_setting_that_fits(job: Job) -> None:
+    result = plan_job(job, PlanOptions(), top=1)
+    kept = with_next_best(result, num_plans=12).plan
+    assert kept is not None
+    contenders = kept.contenders()
+    assert len(contenders) == 13 > 1 + len(result.others), "more than the search priced"
+    assert len({each.pipeline for each in contenders}) == 13
+    seconds = [each.prediction.step_time_s for each in contenders if each.prediction]
+    assert seconds == sorted(seconds)
+    assert all(peak_bytes(each) <= job.budget_bytes for each in contenders)
+
+
+def test_a_next_best_plan_costs_what_it_predicts_and_survives_the_file(job: Job, tmp_path: Path) -> None:
+    kept = with_next_best(plan_job(job, PlanOptions()), num_plans=2).plan
+    assert kept is not None
+    write_plan(kept, tmp_path / "plan.json")
+    for each in read_plan(tmp_path / "plan.json").contenders():
+        assert each.prediction is not None
+        assert each.prediction.step_time_s == predict(each, job).step_time_s
+
+
+def test_no_next_best_plan_is_kept_where_none_is_asked_for(job: Job) -> None:
+    kept = with_next_best(plan_job(job, PlanOptions()), num_plans=-1).plan
+    assert kept is not None
+    assert kept.next_best == ()
+
+
+def test_a_next_best_plan_that_contradicts_the_model_is_an_error(job: Job) -> None:
+    kept = with_next_best(plan_job(job, PlanOptions()), num_plans=1).plan
+    assert kept is not None
+    content = kept.model_dump(mode="json")
+    content["next_best"][0]["num_microbatches"] = 7
+    with pytest.raises(InvalidPlanError, match="a divisor of the global batch"):
         Plan.model_validate(content)

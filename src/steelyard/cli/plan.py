@@ -238,6 +238,7 @@ def plan(
         if result.num_left_out:
             notes.append(f"left out: {format_plural(result.num_left_out, 'pipeline setting')} ({NOT_BUILT})")
         if result.plan is not None:
+            show("searching the best plans of other pipeline settings")
             result = with_next_best(result, num_plans=top - 1 if output is not None else 0)
             kept = _completed(result, options, num_fallbacks=fallbacks if output is not None else 0, show=show)
             if spares:

@@ -18,7 +18,7 @@ from steelyard.model.decoder import embed, project, project_capped, run_block
 from steelyard.model.families import FAMILIES
 from steelyard.model.family import Family, LayerKind
 from steelyard.plan.capabilities import Capabilities
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import OTHER_PLANS, Plan
 from steelyard.units import format_plural
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
@@ -105,7 +105,7 @@ def _styles(family: Family, kind: LayerKind) -> dict[str, str]:
 
 def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
     """The plan without predictions and other plans, with the config of a packaged model."""
-    content = plan.model_dump(mode="json", exclude_none=True, exclude={"prediction", "fallbacks", "next_best"})
+    content = plan.model_dump(mode="json", exclude_none=True, exclude={"prediction", *OTHER_PLANS})
     return content | {"model": {"name": plan.model.name, "config": dict(chain.config)}}
 
 

@@ -257,6 +257,10 @@ class Spare(Fallback):
     hardware: ClusterFile | None = None
 
 
+OTHER_PLANS = ("fallbacks", "next_best", "spares")
+"""The fields of a plan that hold other plans of the same model."""
+
+
 class Plan(PlanPart):
     """A strategy for every layer, stages, microbatches and schedule. Valid once constructed.
 
@@ -299,8 +303,9 @@ class Plan(PlanPart):
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
-        for other in (*self.fallbacks, *self.next_best, *self.spares):
-            _plan_of(self, other)
+        for name in OTHER_PLANS:
+            for other in getattr(self, name):
+                _plan_of(self, other)
         return self
 
     def chain(self) -> ModelChain:
@@ -321,7 +326,7 @@ class Plan(PlanPart):
 
     def contenders(self) -> "tuple[Plan, ...]":
         """This plan and the next best ones, each as a plan that goes on with no other."""
-        alone = self.model_copy(update={"fallbacks": (), "next_best": (), "spares": ()})
+        alone = self.model_copy(update=dict.fromkeys(OTHER_PLANS, ()))
         return (alone, *(_plan_of(self, other) for other in self.next_best))
 
     def spare_plan(self, spare: Spare) -> "Plan":
@@ -387,8 +392,7 @@ class Plan(PlanPart):
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
     """The plan with what its fallback or spare has instead, and no other plans."""
-    left_out = ("fallbacks", "next_best", "spares", "training")
-    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in left_out}
+    own = {name: getattr(plan, name) for name in Plan.model_fields if name not in (*OTHER_PLANS, "training")}
     return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields if name in own})
 
 

@@ -3,8 +3,11 @@
 import math
 from dataclasses import replace
 
+from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
+from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Fallback, Plan
+from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import PlanningResult, device_bytes, plan_job
 from steelyard.planning.price import peak_bytes, with_cost
 from steelyard.planning.problem import PlanOptions
@@ -12,6 +15,8 @@ from steelyard.search import Problem
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
+SETTING_LIMIT_S = 5.0
+"""Seconds for the best plan of one setting more."""
 ROUNDING_BYTES = 2
 """What is lost where the bytes of a device become those that tensors may fill."""
 
@@ -37,12 +42,30 @@ def with_fallbacks(plan: Plan, job: Job, options: PlanOptions, *, num_fallbacks:
 
 
 def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
-    """The result whose plan has up to ``num_plans`` of the others in it, each the best of its pipeline setting."""
+    """The result whose plan has up to ``num_plans`` others in it, each the best of its pipeline setting, fastest first.
+
+    Those that the search found, then of the settings that it left unsolved the most promising.
+    """
     if result.plan is None:
         return result
-    job, others = result.job, result.others[: max(0, num_plans)]
-    kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in others)
+    job, found = result.job, list(result.others[: max(0, num_plans)])
+    for tables in _most_promising(result)[: 2 * num_plans]:
+        if len(found) >= num_plans:
+            break
+        ranked = accept(job, [tables], num_alternatives=0, time_limit_s=SETTING_LIMIT_S).ranked
+        found += [(each.plan, predict(each.plan, job)) for each in ranked[:1]]
+    found.sort(key=lambda each: each[1].step_time_s)
+    kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
+
+
+def _most_promising(result: PlanningResult) -> list[CostTables]:
+    """The settings of which no plan was priced, by what no plan of theirs is faster than."""
+    assert result.plan is not None, "a result without a plan has no other"
+    taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
+    left = [each for each in result.search.settings if each.tables.pipeline not in taken]
+    left.sort(key=lambda each: each.result.lower_bound_s)
+    return [result.problem.settings[each.index] for each in left]
 
 
 def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem) -> Plan | None:

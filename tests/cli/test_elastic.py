@@ -1,0 +1,184 @@
+"""Lost and slow nodes as a user meets them: `plan --spares`, `train --elastic` and `explain --record`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from steelyard.cli.app import app
+from steelyard.plan.file import dump_json, read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning.elastic import replan
+from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
+from tests.cli.conftest import Run, user_error
+from tests.cost.examples import CONFIG, SEQ_LEN, chain, measured_profile
+from tests.runtime.models import make_plan
+
+JOB = ("llama3.2-1b", "--cluster", "2x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16)
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    arguments = ["plan", *JOB, "--stages", 2, "-o", path]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_time_s
+
+
+def test_spares_say_what_a_lost_node_costs_and_are_kept_in_the_plan(run: Run, tmp_path: Path) -> None:
+    result = run("plan", *JOB, "--spares", 1, "-o", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    plan = read_plan(tmp_path / "plan.json")
+    (spare,) = plan.spares
+    alone = run("plan", *JOB[:2], "1x4xa100-80gb", *JOB[3:], "--json")
+    assert step_s(plan.spare_plan(spare)) == json.loads(alone.stdout)["prediction"]["step_time_s"]
+    assert spare.cluster == "1x4xa100-80gb"
+    text = " ".join(result.stdout.split())
+    assert "With 1 node less: " in text
+    assert f"({step_s(plan.spare_plan(spare)) / step_s(plan) - 1:+.1%})" in text
+
+
+def test_a_loss_that_no_plan_survives_is_said(run: Run) -> None:
+    result = run("plan", *JOB, "--spares", 2)
+    assert result.exit_code == 0, result.output
+    assert "with 2 nodes less there is no plan that fits" in " ".join(result.output.split())
+
+
+def test_spares_are_in_the_json(run: Run) -> None:
+    content = json.loads(run("plan", *JOB, "--spares", 1, "--json").stdout)
+    assert [spare["num_left"] for spare in content["spares"]] == [4]
+
+
+def elastic_error(run: Run, path: Path, *options: object) -> str:
+    return str(user_error(run("train", path, "--data", "text.txt", "--elastic", *options)))
+
+
+def test_an_elastic_run_needs_checkpoints(run: Run, plan_path: Path) -> None:
+    assert "--elastic: found no --checkpoint-dir" in elastic_error(run, plan_path)
+
+
+def test_an_elastic_run_needs_checkpoints_on_the_way(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    options = ("--checkpoint-dir", tmp_path, "--steps", 50, "--checkpoint-every", 50)
+    found = elastic_error(run, plan_path, *options)
+    assert "found --checkpoint-every 50, no checkpoint before the last of 50" in found
+    assert "lower --checkpoint-every" in found
+
+
+def test_an_elastic_run_needs_a_plan_whose_costs_are_known(run: Run, tmp_path: Path) -> None:
+    plan = make_plan("llama-tied", "dp2, dp2, dp2, dp2", num_devices=2)
+    write_plan(plan.model_copy(update={"cluster": "ours"}), tmp_path / "plan.json")
+    found = elastic_error(run, tmp_path / "plan.json", "--checkpoint-dir", tmp_path)
+    assert found.startswith("--elastic: ")
+    assert "'ours'" in found
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (("--elastic", "--hosts", "1:2"), "--hosts --elastic"),
+        (("--elastic", "--rendezvous", "a:1"), "--rendezvous --elastic"),
+        (("--hosts", "1:2", "--rendezvous", "a:1"), "--hosts --rendezvous"),
+        (("--elastic", "--hosts", "2:1", "--rendezvous", "a:1"), "'2:1'"),
+        (("--elastic", "--hosts", "many", "--rendezvous", "a:1"), "'many'"),
+        (("--elastic", "--hosts", "1:3", "--rendezvous", "a:1"), "'1:3'"),
+    ],
+)
+def test_hosts_that_do_not_go_together_are_one_error(
+    run: Run, plan_path: Path, tmp_path: Path, options: tuple[str, ...], found: str
+) -> None:
+    result = run("train", plan_path, "--data", "text.txt", "--checkpoint-dir", tmp_path, "--steps", 500, *options)
+    assert f"--hosts: found {found}\n" in str(user_error(result))
+
+
+def record(plan: Plan, folder: Path, *, slow: int | None = None, **changes: Any) -> Path:
+    """Of a run in which every rank computed for twice as long as predicted, the slow one for four times."""
+    predicted = (1.0,) * plan.num_stages
+    content = RunRecord(
+        model_name=plan.model.name,
+        config_hash=plan.chain().config_hash,
+        device="NVIDIA A100-SXM4-80GB",
+        num_devices=plan.num_devices,
+        strategies=tuple(map(str, plan.strategies)),
+        num_warmup_steps=0,
+        median_step_s=2.0,
+        tokens_per_s=1.0,
+        steps=(StepRecord(step=1, loss=1.0, time_s=2.0, grad_norm=1.0),),
+        ranks=tuple(
+            RankRecord(
+                rank=rank,
+                stage=rank * plan.num_stages // plan.num_devices,
+                peak_bytes=1,
+                memory_method="counted",
+                num_params=1,
+                own_s=4.0 if rank == slow else 2.0,
+                host=f"node{rank // 4}",
+            )
+            for rank in range(plan.num_devices)
+        ),
+        predicted_own_s=predicted,
+    )
+    (folder / "record.json").write_text(dump_json(content.model_copy(update=changes)))
+    return folder / "record.json"
+
+
+def test_explain_names_a_slow_rank_and_what_planning_without_its_node_gains(
+    run: Run, plan_path: Path, tmp_path: Path
+) -> None:
+    plan = read_plan(plan_path)
+    result = run("explain", plan_path, "--record", record(plan, tmp_path, slow=5), "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["explanation"]["slow_nodes"]
+    assert found["rank"] == "rank 5 (stage 1) on node1 computes 2.0 × as long"
+    assert found["step_time_s"] == pytest.approx(step_s(plan), rel=1e-6)
+    assert 1.5 * step_s(plan) < found["slowed_step_s"] < 2.0 * step_s(plan)
+    assert found["cluster"] == "1x4xa100-80gb"
+    assert found["without_step_s"] == step_s(replan(plan, (4,), tmp_path).plan)
+    text = " ".join(run("explain", plan_path, "--record", tmp_path / "record.json").stdout.split())
+    assert "Rank 5 (stage 1) on node1 computes 2.0 × as long as predicted next to the others: a step of" in text
+    assert "the best plan without its node takes" in text
+
+
+def test_explain_says_that_a_run_was_even(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    path = record(read_plan(plan_path), tmp_path)
+    result = run("explain", plan_path, "--record", path, "--json")
+    explanation = json.loads(result.stdout)["explanation"]
+    assert explanation.get("slow_nodes", []) == []
+    assert any("computed for longer than predicted" in note for note in explanation["notes"])
+
+
+def test_a_record_of_another_plan_is_refused(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    path = record(read_plan(plan_path), tmp_path, config_hash="another")
+    assert "expected: one of this plan" in str(user_error(run("explain", plan_path, "--record", path)))
+
+
+def test_a_record_from_before_own_work_was_measured_is_refused(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    plan = read_plan(plan_path)
+    path = record(plan, tmp_path)
+    content = json.loads(path.read_text())
+    for rank in content["ranks"]:
+        del rank["own_s"]
+    path.write_text(json.dumps(content))
+    assert "found a record from before" in str(user_error(run("explain", plan_path, "--record", path)))
+
+
+@pytest.mark.parametrize("left", [3, 2, 1])
+def test_a_plan_of_a_measured_profile_is_found_again_for_fewer_processes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(CONFIG))
+    Path("profile.json").write_text(dump_json(measured_profile(chain())))
+    cluster = ("--cluster", "1x4xcpu", "--memory", "1GiB", "--seq-len", SEQ_LEN, "--precision", "fp32")
+    result = run("plan", "config.json", *cluster, "--global-batch", 8, "--profile", "profile.json", "-o", "plan.json")
+    assert result.exit_code == 0, result.output
+    found = replan(read_plan("plan.json"), (left,), tmp_path)
+    assert found.plan.num_devices == sum(found.taken) <= left
+    assert found.plan.global_batch == 8
