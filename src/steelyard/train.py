@@ -3,12 +3,9 @@
 `steelyard train` starts the processes of one host by itself (`steelyard.runtime.launch`).
 """
 
-import os
+from steelyard.processes.allocator import set_allocator
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that set PyTorch's allocator, which reads them before its first tensor on a GPU."""
-if not any(name in os.environ for name in ALLOCATOR):
-    os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # leaves fewer holes, so that a full device goes on longer
+set_allocator()  # before torch is imported
 
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402

@@ -53,6 +53,16 @@ def test_every_file_opens_with_what_was_and_was_not_carried_over(name: str) -> N
         assert first.startswith(("#", "{"))
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_only_what_does_not_start_our_runtime_asks_to_set_the_allocator(name: str) -> None:
+    text = "".join(content for _, content in exported(FSDP, name).files)
+    assert ("export PYTORCH_ALLOC_CONF=expandable_segments:True" in text) == (not TARGETS[name].starts_steelyard)
+
+
+def test_a_cpu_has_no_allocator_to_set() -> None:
+    assert "ALLOC_CONF" not in text_of(FSDP.model_copy(update={"cluster": "1x8xcpu"}), "deepspeed", ".json")
+
+
 def test_the_statement_says_where_nothing_is_lost() -> None:
     from steelyard.export.target import Draft, Request, Target, export_plan
 

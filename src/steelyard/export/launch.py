@@ -231,6 +231,7 @@ TORCHRUN = Target(
     summary="train.sh: starts the plan on each host",
     capabilities=MEANS,
     write=_write_torchrun,
+    starts_steelyard=True,
 )
 SLURM = Target(
     name="slurm",
@@ -238,6 +239,7 @@ SLURM = Target(
     summary="train.sbatch: starts the plan on the nodes of a job",
     capabilities=MEANS,
     write=_write_slurm,
+    starts_steelyard=True,
 )
 KUBEFLOW = Target(
     name="kubeflow",
@@ -245,4 +247,5 @@ KUBEFLOW = Target(
     summary="pytorchjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
     capabilities=MEANS,
     write=_write_kubeflow,
+    starts_steelyard=True,
 )

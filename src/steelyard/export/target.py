@@ -10,6 +10,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import Plan
+from steelyard.processes.allocator import SETTING, VARIABLE
 
 RENDEZVOUS_PORT = 29500
 """Where the processes of several hosts meet, on the first of them."""
@@ -82,6 +83,8 @@ class Target:
     write: Callable[[Request], Draft]
     execution: Execution = OURS
     """How it carries a plan out: what an export is priced by."""
+    starts_steelyard: bool = False
+    """Whether what it starts is steelyard's own runtime, which sets PyTorch's allocator by itself."""
 
 
 def export_plan(target: Target, request: Request) -> Export:
@@ -97,7 +100,8 @@ def export_plan(target: Target, request: Request) -> Export:
     draft = target.write(request)
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     left_out = (*request.unsupported, *draft.left_out)
-    lines = statement(target, request, carried, left_out, draft.usage)
+    usage = draft.usage if target.starts_steelyard else (*draft.usage, *_allocator(request))
+    lines = statement(target, request, carried, left_out, usage)
     return Export(
         files=(
             *((draft.script,) if draft.script else ()),
@@ -107,6 +111,13 @@ def export_plan(target: Target, request: Request) -> Export:
         left_out=left_out,
         is_one=draft.script is not None,
     )
+
+
+def _allocator(request: Request) -> tuple[str, ...]:
+    """What to set beforehand where there are GPUs, as `steelyard train` does."""
+    if request.cluster is not None and not request.cluster.device.is_gpu:
+        return ()
+    return (f"before it: export {VARIABLE}={SETTING}, so that the memory of a nearly full device holds fewer holes",)
 
 
 def statement(

@@ -2,9 +2,9 @@
 
 PyTorch's allocator keeps what was freed for the next tensor of that size. Where the device is nearly full it gives all
 of that back and asks for it again, in every step. In published runs (`benchmarks/README.md`) those that were measured
-above 90 % of their device took 3 to 8 times as long as their neighbours; where 94 % or more was predicted, which is an
-upper bound, the median run of that source took 1.14 times what was predicted, below 84 % 1.03 times. Others show
-nothing of it. So plans are searched within `MARGIN` less than a GPU has, and within all of it where none fits so.
+above 90 % of their device took 3 to 8 times as long as predicted. Of those of that source whose predicted memory, an
+upper bound, is above 95 % six of 33 took 3 times as long, below it one in forty; others show nothing of it. So plans
+are searched within `MARGIN` less than a GPU has, and within all of it where none fits so.
 """
 
 from collections.abc import Sequence

@@ -10,4 +10,5 @@
 | `group`   | joins and leaves the process group                                               |
 | `failure` | how a process tells why it failed                                                |
 | `parent`  | ends a process whose parent is gone                                              |
+| `allocator` | how PyTorch's allocator is set on a GPU                                        |
 """

@@ -58,6 +58,8 @@ class RunRecord(RecordPart):
     tokens_per_s: float
     steps: Annotated[tuple[StepRecord, ...], FailFast()]
     ranks: Annotated[tuple[RankRecord, ...], FailFast()]
+    allocator: str = ""
+    """What PyTorch's allocator of GPU memory was set to; empty where it was not, and on a CPU, which has none."""
     mfu: float | None = None
     """Model FLOP utilisation of the median step; absent where the devices' peak rate is not known."""
     predicted_step_s: PositiveSeconds | None = None

@@ -19,6 +19,7 @@ from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.output import write_file
 from steelyard.plan.plan import OWN_TERMS, Plan
+from steelyard.processes.allocator import allocator_setting
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.profiles.slowness import OwnWork, SlowRank, slow_ranks
 from steelyard.runtime.checks import check_builder
@@ -229,6 +230,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
             )
         ),
         ranks=_gather_ranks(trainer, steps[num_warmup:]),
+        allocator=allocator_setting() if trainer.model.device.type == "cuda" else "",
         mfu=model_flop_utilisation(plan, median_s),
         predicted_step_s=plan.prediction.step_time_s if plan.prediction else None,
         predicted_time_factor=plan.prediction.time_factor if plan.prediction else 1.0,

@@ -1,0 +1,47 @@
+"""PyTorch's allocator is set as the user has it, or so that a full GPU holds fewer holes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from steelyard.processes.allocator import SETTING, VARIABLE, VARIABLES, allocator_setting, set_allocator
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_segments_expand_where_the_user_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+    assert allocator_setting() == ""
+    set_allocator()
+    assert allocator_setting() == SETTING == os.environ[VARIABLE]
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("value", ["max_split_size_mb:128", ""])
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    set_allocator()
+    assert {each: os.environ[each] for each in VARIABLES if each in os.environ} == {name: value}
+    assert allocator_setting() == value
+
+
+@pytest.mark.parametrize("module", ["steelyard.train", "steelyard.profiler.__main__"])
+def test_a_process_of_a_run_sets_it_before_torch(module: str) -> None:
+    """In a process of its own, whose imports are as torchrun has them."""
+    code = f"""
+import sys
+from steelyard.processes import allocator
+found = []
+allocator.set_allocator = lambda: found.append("torch" in sys.modules)
+import {module}
+print(found, "torch" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[False] True"
