@@ -14,7 +14,7 @@ $w_i \propto 1/H_i$ with $H_i = \sum_l h_i(k_l)$; both are the best where all la
 any of them has $\mu_i = 0$.
 
 Layers are whole. Of the $n$ layers of the commonest kind a stage holds, within $\theta$ seconds and its room, at most
-$\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. So the slowest stage takes at least the least $\theta$
+$\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. The slowest stage takes at least the least $\theta$
 in which all stages together hold $n$, and a step $(m-1)\,\theta$ more than all layers at their fastest.
 
 Source: weak Lagrangian duality.
