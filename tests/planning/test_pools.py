@@ -11,7 +11,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import find_network, parse_cluster, parse_pools
 from steelyard.hardware.values import MixedCluster
 from steelyard.planning.acceptance import accept, walked_bytes
-from steelyard.planning.choose import plan_job
+from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import bare_plan
 from steelyard.planning.pools import (
@@ -192,3 +192,11 @@ def test_a_plan_whose_pools_are_not_there_is_named():
 def test_other_partitions_are_refused():
     with pytest.raises(UserError, match=r"^--partition: found --partition with several pools"):
         PooledSpace(pooled("1x2xh100-80gb+1x2xa100-80gb"), replace(OPTIONS, partition="bmw"))
+
+
+def test_python_takes_pools_as_the_command_line_does():
+    asked = {"global_batch": 16, "seq_len": 256, "options": replace(OPTIONS, num_stages=2)}
+    plan = find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", **asked)
+    assert len(plan.stage_pools()) == 2
+    with pytest.raises(UserError, match=r"^profile: found profile with several pools"):
+        find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", profile="profile.json", **asked)

@@ -16,7 +16,7 @@ from steelyard.cost.predict import PlanCost, least_step_s, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster
+from steelyard.hardware import Cluster, MixedCluster, parse_pools
 from steelyard.model.own import chain_of_own
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
@@ -66,7 +66,7 @@ class NothingFitsError(UserError):
 
 def find_plan(
     config: Any,
-    cluster: str | Cluster,
+    cluster: str | Cluster | MixedCluster,
     *,
     global_batch: int,
     seq_len: int | None = None,
@@ -82,8 +82,8 @@ def find_plan(
     """The fastest plan to train a model on a cluster within the memory of its devices.
 
     ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
-    ``8x8xh100-80gb`` or a YAML file's path; ``memory`` per device as in ``20GiB`` or in bytes, else all it has,
-    of which ``memory_margin`` is left free where a plan fits so (of a GPU 0.05);
+    ``8x8xh100-80gb``, several of these joined by a plus, or a YAML file's path; ``memory`` per device as in ``20GiB``
+    or in bytes, else all it has, of which ``memory_margin`` is left free where a plan fits so (of a GPU 0.05);
     ``profile`` a measured profile (its path or value), else the model is traced and the catalogue's rates are used.
 
     Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/your-own-model.md). ``sample`` is then what is
@@ -102,18 +102,18 @@ def find_plan(
         seq_len = config.max_seq_len if seq_len is None else seq_len
     if seq_len is None:
         raise UserError(field="seq_len", found="nothing", expected="the tokens of a sample", hint="give seq_len=4096")
-    job = make_job(
-        config,
-        cluster,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        precision=precision,
-        memory=memory,
-        memory_margin=memory_margin,
-        profile=profile,
-        own=own,
-    )
-    result = plan_job(job, options or PlanOptions())
+    machines = parse_pools(cluster) if isinstance(cluster, str) else cluster
+    asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "precision": precision}
+    asked |= {"memory": memory, "memory_margin": memory_margin, "own": own}
+    if isinstance(machines, MixedCluster):
+        from steelyard.planning.pools import make_pooled_job, not_with_pools, plan_pools  # which plans each pool alone
+
+        if profile is not None:
+            raise not_with_pools("profile")
+        pooled = make_pooled_job(config, machines, **asked)
+        result = plan_pools(pooled, options or PlanOptions())
+    else:
+        result = plan_job(make_job(config, machines, profile=profile, **asked), options or PlanOptions())
     if result.plan is None:
         raise NothingFitsError(
             field="memory",

@@ -13,9 +13,14 @@ stages could hold all layers, each as many as it can, and the weights make all s
 $w_i \propto 1/H_i$ with $H_i = \sum_l h_i(k_l)$; both are the best where all layers are alike. A stage too slow for
 any of them has $\mu_i = 0$.
 
+Layers are whole. Of the $n$ layers of the commonest kind a stage holds, within $\theta$ seconds and its room, at most
+$\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. The slowest stage takes at least the least $\theta$
+in which all stages together hold $n$, and a step $(m-1)\,\theta$ more than all layers at their fastest.
+
 Source: weak Lagrangian duality.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +31,8 @@ from steelyard.search.frontier import FloatArray, frontier
 
 BISECTIONS = 24
 """Of the least time in which the stages could hold all layers."""
+TIES = 1e-9
+"""By which a number of layers is taken to be larger, so that rounding loses none."""
 NUM_PRICES = 24
 """Prices of memory that are tried for a stage."""
 
@@ -45,7 +52,8 @@ class PricedLayers:
     def unpriced(cls, seconds: Sequence[float], counts: Sequence[int]) -> "PricedLayers":
         """Layers of these times whose bytes are not counted."""
         priced = np.repeat(np.array(seconds)[:, None], NUM_PRICES, axis=1)
-        return cls(prices=np.zeros(NUM_PRICES), priced_s=priced, whole_s=np.asarray(counts) @ priced)
+        layers = np.asarray(counts)
+        return cls(prices=np.zeros(NUM_PRICES), priced_s=priced, whole_s=layers[layers > 0] @ priced[layers > 0])
 
     def scaled(self, factor: float) -> "PricedLayers":
         """The same with all times, and so all prices, so many times as large."""
@@ -92,7 +100,33 @@ def least_step_s(
         handed = handed - paid[np.arange(len(stages)), places]
     weights = 1 + more * _shares(whole[np.arange(len(stages)), places], more)
     priced = np.stack([stage.priced_s[used, place] for stage, place in zip(stages, places, strict=True)])
-    return float(weights @ handed + (weights[:, None] * priced).min(axis=0) @ np.asarray(counts)[used])
+    bound_s = float(weights @ handed + (weights[:, None] * priced).min(axis=0) @ np.asarray(counts)[used])
+    if rooms is None or not math.isfinite(bound_s):
+        return bound_s
+    fastest = np.stack([stage.priced_s[used, 0] for stage in stages]).min(axis=0)
+    commonest = int(np.argmax(counts))
+    block = np.stack([stage.priced_s[commonest] for stage in stages])
+    room_s = paid - np.asarray(handed_s)[:, None]
+    least_s = sum(handed_s) + float(fastest @ np.asarray(counts)[used])
+    return max(bound_s, least_s + more * _whole_layers_s(block, room_s, counts[commonest]))
+
+
+def _whole_layers_s(block_s: FloatArray, room_s: FloatArray, count: int) -> float:
+    """The least time in which all stages hold so many whole layers, of [P, A] what one and the room count by price."""
+
+    def held(limit_s: float) -> float:
+        most = np.floor((limit_s + room_s) / block_s * (1 + TIES)).min(axis=1)
+        return float(np.maximum(most, 0).sum())
+
+    low, high = 0.0, float(block_s[:, 0].min())
+    for _ in range(BISECTIONS):
+        if held(high) >= count:
+            break
+        low, high = high, 2 * high
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if held(middle) < count else (low, middle)
+    return low
 
 
 def _best_prices(whole_s: FloatArray, paid_s: FloatArray) -> NDArray[np.int64]:
