@@ -299,6 +299,10 @@ class Plan(PlanPart):
             schedule=find_schedule(self.schedule),
         )
 
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank belongs to."""
+        return next(index for index, stage in enumerate(self.stages) if stage.ranks[0] <= rank <= stage.ranks[1])
+
     def chunks(self, stage: int) -> tuple[StagePlan, ...]:
         """The parts of the model that the ranks of ``stage`` hold, in the order of the layers."""
         return self.stages[stage :: self.num_stages]
@@ -362,7 +366,7 @@ def _check_ranks(plan: Plan) -> None:
     takes_chunks = find_schedule(plan.schedule).takes_chunks
     if takes_chunks:
         _check_chunks(plan)
-    _check_consecutive(plan.stages[: plan.num_stages] if takes_chunks else plan.stages)
+    _check_consecutive(plan.stages[: plan.num_stages] if takes_chunks else plan.stages, alike=takes_chunks)
 
 
 def _check_chunks(plan: Plan) -> None:
@@ -387,17 +391,17 @@ def _check_chunks(plan: Plan) -> None:
             )
 
 
-def _check_consecutive(stages: tuple[StagePlan, ...]) -> None:
+def _check_consecutive(stages: tuple[StagePlan, ...], *, alike: bool) -> None:
     expected_first = 0
-    size = stages[0].num_devices
     for index, stage in enumerate(stages):
         first, last = stage.ranks
+        size = stages[0].num_devices if alike else stage.num_devices
         if first != expected_first or last - first + 1 != size or size < 1:
             raise InvalidPlanError(
                 field=f"stages[{index}].ranks",
                 found=f"[{first}, {last}]",
-                expected=f"[{expected_first}, {expected_first + max(size, 1) - 1}]: consecutive ranks, "
-                "as many as the first stage has",
+                expected=f"[{expected_first}, {expected_first + max(size, 1) - 1}]: consecutive ranks"
+                + (", as many as the first stage has" if alike else ""),
                 hint="number the ranks of the stages one after another",
             )
         expected_first = last + 1
