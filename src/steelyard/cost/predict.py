@@ -107,6 +107,14 @@ def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
 
 def _setting(plan: Plan, job: Job) -> Setting:
     _check_same_job(plan, job)
+    sizes = [stage.num_devices for stage in plan.stages]
+    if len(set(sizes)) > 1:
+        raise InvalidPlanError(
+            field="stages.ranks",
+            found=f"stages of {', '.join(map(str, sizes))} devices",
+            expected="stages of as many devices each, which alone are priced",
+            hint="train it as it is (steelyard train), or plan with equal stages",
+        )
     return Setting(job=job, pipeline=plan.pipeline)
 
 

@@ -1,17 +1,18 @@
 """The device mesh of a plan: one axis for the pipeline, and small axes inside a stage that layers combine.
 
 The world is one `DeviceMesh` with the axes ``pp``, ``one`` (of size 1) and ``a0``, ``a1``, … (the prime factors of a
-stage's devices); stages of unlike sizes have one each, without ``pp``. Each layer uses a run of neighbouring small axes for its samples and another for tensor parallelism;
-such a run is flattened once for the whole plan, so all layers that use it share one process group. A layer that does
-not divide its samples shards over ``one``, so precision and accumulation work alike everywhere.
+stage's devices); stages of unlike sizes have one each, without ``pp``. Each layer uses a run of neighbouring small axes
+for its samples and another for tensor parallelism; such a run is flattened once for the whole plan, so all layers that
+use it share one process group. A layer that does not divide its samples shards over ``one``, so precision and
+accumulation work alike everywhere.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -119,18 +120,17 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
         if stage == own:
             found = _mesh_of(mesh, stage, axes, part.strategies)
         else:
-            _join_groups_of_others(ranks.flatten(), axes, part.strategies)
+            _join_groups_of_others(mesh, part.strategies)
     assert found is not None, "every rank is of a stage"
     return found
 
 
-def _join_groups_of_others(ranks: torch.Tensor, axes: tuple[int, ...], strategies: tuple[Strategy, ...]) -> None:
-    """What `_mesh_of` asks of ranks outside its stage: groups are made by all ranks of the world together."""
+def _join_groups_of_others(world: DeviceMesh, strategies: tuple[Strategy, ...]) -> None:
+    """What `_mesh_of` asks of ranks outside its stage, which cannot slice it: all ranks together make every group."""
     for run in _runs_used(strategies):
         if len(run) > 1:
-            rest = [axis for axis in range(len(axes)) if axis not in run]
-            for row in ranks.view(axes).permute(*rest, *run).reshape(-1, prod(axes[axis] for axis in run)):
-                dist.new_group(row.tolist())
+            flat = _MeshLayout([world._layout[1 + axis] for axis in run]).collapse()
+            DeviceMesh._init_one_process_group(flat, world._rank_map, "others", (None, None))
 
 
 def _axis_names(axes: tuple[int, ...]) -> tuple[str, ...]:

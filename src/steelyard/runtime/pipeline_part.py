@@ -44,7 +44,8 @@ class PipelinePart(PipelineStage):
     """Part ``index`` of a pipeline, which torch calls a stage; ``examples`` are like its input and its output.
 
     ``group`` has one rank of each stage; it is None where stages have unlike numbers of ranks, and then ``alone`` is a
-    group of this rank. With ``sends_itself`` it begins and ends its sends, for a schedule that waits for them only when the step ends.
+    group of this rank. With ``sends_itself`` it begins and ends its sends, for a schedule that waits for them only when
+    the step ends.
     """
 
     def __init__(
