@@ -129,14 +129,12 @@ def test_runs_of_one_stage_that_leave_a_gap_are_named():
         ([[0, 1], [3, 4]], r"stages\[1\]\.ranks: found \[3, 4\]\n.*\[2, 3\]: consecutive ranks"),
         ([[0, 1], [1, 2]], r"stages\[1\]\.ranks: found \[1, 2\]\n.*\[2, 3\]"),
         ([[2, 3], [0, 1]], r"stages\[0\]\.ranks: found \[2, 3\]\n.*\[0, 1\]"),
-        ([[0, 1], [2, 5]], r"stages\[1\]\.ranks: found \[2, 5\]\n.*as many as the first stage"),
-        ([[0, 3], [4, 5]], r"stages\[1\]\.ranks: found \[4, 5\]\n.*\[4, 7\]"),
         ([[0, -1], [0, -1]], r"stages\[0\]\.ranks: found \[0, -1\]\n.*\[0, 0\]"),
         ([[1, 0], [2, 3]], r"stages\[0\]\.ranks: found \[1, 0\]\n.*\[0, 0\]"),
     ],
-    ids=["first", "gap", "overlap", "order", "larger", "smaller", "none", "backwards"],
+    ids=["first", "gap", "overlap", "order", "none", "backwards"],
 )
-def test_wrong_ranks_and_unequal_stages_are_named(ranks, place):
+def test_wrong_ranks_are_named(ranks, place):
     with pytest.raises(InvalidPlanError, match=f"^{place}"):
         read(changed((["stages", 0, "ranks"], ranks[0]), (["stages", 1, "ranks"], ranks[1])))
 
