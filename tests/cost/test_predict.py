@@ -11,7 +11,8 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, StagePlan, fold_runs
+from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import Affine
 from steelyard.search.evaluate import Solution, evaluate
 from tests.cost.examples import SEQ_LEN, cluster, job, plan, setting, unprofiled_job
@@ -86,6 +87,25 @@ def test_tied_matrices_that_are_divided_alike_gather_nothing(num_stages: int) ->
     alike_s, gathered_s = tied_s(f"fsdp{degree}-tp2+sp"), tied_s(f"tp2-fsdp{degree}")
     assert (alike_s > 0) == (num_stages > 1)
     assert gathered_s > 2 * alike_s
+
+
+def test_stages_of_unlike_sizes_are_priced_each_by_its_own_devices() -> None:
+    of = job()
+    candidate = plan(of, *ONE_STAGE, num_microbatches=4)
+    whole = candidate.stages[0]
+    layers, size = whole.last_layer + 1, whole.num_devices
+    unlike = candidate.model_copy(
+        update={
+            "stages": (
+                StagePlan(ranks=(0, size - 2), runs=fold_runs(0, (parse_strategy(f"fsdp{size - 1}"),))),
+                StagePlan(ranks=(size - 1, size - 1), runs=fold_runs(1, (parse_strategy("single"),) * (layers - 1))),
+            )
+        }
+    )
+    first, last = predict(unlike, of).stages
+    assert "fsdp" in first.time_s
+    assert "fsdp" not in last.time_s
+    assert last.time_s["pipeline"] > 0
 
 
 def test_a_plan_for_another_batch_is_an_error() -> None:

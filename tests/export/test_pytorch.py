@@ -104,6 +104,12 @@ def unsharded(config: dict[str, Any]) -> Plan:
     return make_plan(config, ", ".join(["single"] * chain.num_layers), num_devices=1, seq_len=seq_len)
 
 
+def test_stages_of_unlike_sizes_are_refused() -> None:
+    plan = make_plan(FAMILY_CONFIGS["llama"], "fsdp2, fsdp2", "single, single", sizes=(2, 1))
+    with pytest.raises(UserError, match="stages of 2, 1 devices"):
+        content_of(plan)
+
+
 def test_experts_under_tensor_parallelism_are_refused() -> None:
     plan = make_plan(FAMILY_CONFIGS["mixtral"], "tp2, tp2, tp2, tp2", num_devices=2)
     with pytest.raises(UserError, match="whose style 'experts' is more than stock calls"):

@@ -5,6 +5,7 @@ import pytest
 from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
 from steelyard.plan.strategy import Remat, parse_strategy
 from tests.export.examples import mixed, uneven_pipeline, uniform
+from tests.runtime.models import make_plan
 
 EVERY = Capabilities(
     mixes_layers=False,
@@ -30,6 +31,11 @@ def test_a_plan_of_one_strategy_is_within(remat: str) -> None:
 
 def test_an_uneven_pipeline_is_within() -> None:
     assert unsupported(uneven_pipeline(), EVERY) == ()
+
+
+def test_stages_of_unlike_sizes_are_beyond() -> None:
+    plan = make_plan("llama-tied", "fsdp2, fsdp2", "single, single", sizes=(2, 1))
+    assert "stages of unlike numbers of devices (2, 1)" in unsupported(plan, EVERY)
 
 
 def test_a_mix_is_named_with_its_counts() -> None:

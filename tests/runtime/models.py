@@ -113,19 +113,20 @@ def make_plan(
     num_chunks: int = 1,
     split: ModelSplit | None = None,
     own: OwnSplit | None = None,
+    sizes: tuple[int, ...] | None = None,
 ) -> Plan:
-    """A plan whose stages are given as strategies separated by commas, one per layer.
+    """A plan whose stages are given as strategies separated by commas, one per layer; all alike without ``sizes``.
 
     Interleaved, they are the parts of the pipeline: chunk 0 of every stage, then chunk 1, and so on.
     """
     num_stages = len(stages) // num_chunks
-    size = num_devices // num_stages
+    sizes = sizes or (num_devices // num_stages,) * num_stages
     parts, first_layer = [], 0
     for index, stage in enumerate(stages):
         strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
         runs = [run.model_dump(mode="json") for run in fold_runs(first_layer, strategies)]
-        first_rank = index % num_stages * size
-        parts.append({"ranks": [first_rank, first_rank + size - 1], "runs": runs})
+        place = index % num_stages
+        parts.append({"ranks": [sum(sizes[:place]), sum(sizes[: place + 1]) - 1], "runs": runs})
         first_layer += len(strategies)
     return Plan.model_validate(
         {

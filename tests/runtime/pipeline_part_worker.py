@@ -28,7 +28,7 @@ STAGES = {
 class StockPart(PipelineStage):
     """A stage as torch has it."""
 
-    def __init__(self, *arguments: Any, examples: tuple[Any, Any], group: Any, sends_itself: bool) -> None:
+    def __init__(self, *arguments: Any, examples: tuple[Any, Any], group: Any, **_ours: Any) -> None:
         super().__init__(*arguments, *examples, group=group)
 
     def end_step(self) -> None:

@@ -55,11 +55,18 @@ PLANS: dict[str, Plan] = {
         ("whole experts", EXPERTS, ["dp2, fsdp2, fsdp2, dp2, fsdp2"], 1, 2, 1, "1f1b"),
     )
 }
+PLANS["unlike stages"] = make_plan(
+    UNEVEN, "fsdp2, tp2", "single, single", sizes=(2, 1), global_batch=8, num_microbatches=2
+)
+PLANS["tied, unlike stages"] = make_plan(
+    TIED, "single", "tp2, dp2, fsdp2", sizes=(1, 2), global_batch=8, num_microbatches=2
+)
 RESUMED = {
-    "mixed": ("mixed", "interleaved", "two processes", "hybrid", "context"),
+    "mixed": ("mixed", "interleaved", "two processes", "hybrid", "context", "unlike stages"),
+    "unlike stages": ("unlike stages", "mixed"),
     "hybrid": ("hybrid", "mixed"),
     "context": ("context", "mixed"),
-    "tied, two stages": ("tied, two stages", "tied, one stage"),
+    "tied, two stages": ("tied, two stages", "tied, one stage", "tied, unlike stages"),
     "experts": ("experts", "other experts", "whole experts"),
 }
 INITIALISED = [("mixed", "other orders"), ("tied, two stages", "tied, one stage"), ("experts", "other experts")]

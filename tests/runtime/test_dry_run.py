@@ -91,6 +91,12 @@ def test_the_first_step_lacks_optimizer_states_alone_until_they_exist() -> None:
 
 
 @pytest.mark.slow
+def test_every_rank_of_unlike_stages_runs_on_fake_tensors() -> None:
+    plan = make_plan("llama-tied", "fsdp2, tp2", "single, single", sizes=(2, 1))
+    first, _, last = (on_host(plan, rank) for rank in range(plan.num_devices))
+    assert 1.9 < last.later_steps.terms["optimizer"] / first.later_steps.terms["optimizer"] < 2.1
+
+
 def test_gpipe_holds_every_microbatch() -> None:
     activations = {
         schedule: on_host(

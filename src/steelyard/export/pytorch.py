@@ -77,6 +77,14 @@ def _check(plan: Plan, chain: ModelChain) -> None:
         found = f"pytorch for {name} ({family.model_type})"
     elif words - STYLES:
         found = f"pytorch for {name} with tp, whose style {min(words - STYLES)!r} is more than stock calls"
+    sizes = [stage.num_devices for stage in plan.stages]
+    if len(set(sizes)) > 1:
+        raise UserError(
+            field="--to",
+            found=f"pytorch for a plan with stages of {', '.join(map(str, sizes))} devices",
+            expected="stages of as many devices each, which are one mesh",
+            hint="run the plan with `steelyard train`, or plan with equal stages",
+        )
     others = sorted({kind.name for strategy in plan.strategies for kind in strategy.kinds} - KINDS)
     if others:
         raise UserError(

@@ -108,6 +108,9 @@ def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
             reason for strategy in plan.strategies if (reason := capabilities.refusal(strategy)) is not None
         ),
     ]
+    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    if len(set(sizes)) > 1:
+        reasons.append(f"stages of unlike numbers of devices ({', '.join(map(str, sizes))})")
     if plan.num_stages > 1 and capabilities.pipeline == "none":
         reasons.append(f"a pipeline ({plan.num_stages} stages)")
     elif plan.num_stages > 1 and plan.schedule not in capabilities.schedules:

@@ -446,6 +446,10 @@ class Plan(PlanPart):
             schedule=find_schedule(self.schedule),
         )
 
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank belongs to."""
+        return next(index for index, stage in enumerate(self.stages) if stage.ranks[0] <= rank <= stage.ranks[1])
+
     def chunks(self, stage: int) -> tuple[StagePlan, ...]:
         """The parts of the model that the ranks of ``stage`` hold, in the order of the layers."""
         return self.stages[stage :: self.num_stages]

@@ -127,7 +127,7 @@ def _shortened(plan: Plan, rank: int) -> Plan:
     On one stage the first makes the gradients, the last reduces them, and those between are alike; on more the schedule
     knows.
     """
-    pipeline, stage = plan.pipeline, rank // plan.stages[0].num_devices
+    pipeline, stage = plan.pipeline, plan.stage_of(rank)
     fewest = 3 if pipeline.num_stages == 1 else pipeline.schedule.steady_from(pipeline, stage)
     if fewest >= plan.num_microbatches:
         return plan

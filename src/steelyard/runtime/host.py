@@ -58,8 +58,7 @@ def _check_memory(plan: Plan, ranks: range) -> None:
     free = free_bytes()
     if plan.prediction is None or free is None:
         return
-    size = plan.stages[0].num_devices
-    needed = sum(plan.prediction.stages[rank // size].total_bytes for rank in ranks)
+    needed = sum(plan.prediction.stages[plan.stage_of(rank)].total_bytes for rank in ranks)
     if needed > free:
         raise InvalidPlanError(
             field="memory",

@@ -31,7 +31,7 @@ class MemoryLimit:
 
     def __init__(self, plan: Plan, *, enforce: bool) -> None:
         self._plan = plan
-        self._stage = dist.get_rank() // plan.stages[0].num_devices
+        self._stage = plan.stage_of(dist.get_rank())
         self._budget_bytes = _budget_bytes(plan) if enforce else None
         if self._budget_bytes is not None and torch.cuda.is_available():
             total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

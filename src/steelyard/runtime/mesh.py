@@ -1,15 +1,18 @@
 """The device mesh of a plan: one axis for the pipeline, and small axes inside a stage that layers combine.
 
 The world is one `DeviceMesh` with the axes ``pp``, ``one`` (of size 1) and ``a0``, ``a1``, … (the prime factors of a
-stage's devices). Each layer uses a run of neighbouring small axes for its samples and another for tensor parallelism;
-such a run is flattened once for the whole plan, so all layers that use it share one process group. A layer that does
-not divide its samples shards over ``one``, so precision and accumulation work alike everywhere.
+stage's devices); stages of unlike sizes have one each, without ``pp``. Each layer uses a run of neighbouring small axes
+for its samples and another for tensor parallelism; such a run is flattened once for the whole plan, so all layers that
+use it share one process group. A layer that does not divide its samples shards over ``one``, so precision and
+accumulation work alike everywhere.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -42,6 +45,9 @@ class PlanMesh:
     """The meshes of a plan as one rank sees them."""
 
     world: DeviceMesh
+    """Of all stages, or where their sizes differ of this rank's own."""
+    stage_index: int
+    """The pipeline stage of this rank."""
     axis_names: tuple[str, ...]
     """Names of the small axes of a stage, outermost first; ``one`` alone where a stage is a single device."""
     runs: Mapping[tuple[int, ...], DeviceMesh]
@@ -53,14 +59,10 @@ class PlanMesh:
         return self.world[self.axis_names]
 
     @property
-    def stage_index(self) -> int:
-        """The pipeline stage of this rank."""
-        return self.world.get_local_rank(_PIPELINE)
-
-    @property
-    def pipeline(self) -> DeviceMesh:
-        """The ranks at this rank's place in every stage."""
-        return self.world[_PIPELINE]
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The ranks at this rank's place in every stage; None where stages have unlike sizes."""
+        names = self.world.mesh_dim_names
+        return self.world[_PIPELINE].get_group() if names and _PIPELINE in names else None
 
     def samples(self, strategy: Strategy) -> DeviceMesh:
         """The one-axis mesh over which the strategy divides samples."""
@@ -85,12 +87,13 @@ class PlanMesh:
 
     def hidden_placement(self, strategy: Strategy) -> HiddenPlacement:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
-        if not strategy.levels:
-            return HiddenPlacement(axes=(Replicate(),))
         letters = strategy.hidden.placements(mesh_axes(strategy.num_devices))
-        return HiddenPlacement(
-            axes=tuple(_PLACEMENTS[letter] for letter in letters), head_tail_degree=strategy.hidden.head_tail_degree
-        )
+        return self.placement(letters, strategy.hidden.head_tail_degree)
+
+    def placement(self, letters: str, head_tail_degree: int) -> HiddenPlacement:
+        """The placement with these letters on the small axes, none where a stage is a single device."""
+        axes = tuple(_PLACEMENTS[letter] for letter in letters) or (Replicate(),)
+        return HiddenPlacement(axes=axes, head_tail_degree=head_tail_degree)
 
     def _run(self, axes: tuple[int, ...]) -> DeviceMesh:
         return self.runs[axes]
@@ -101,12 +104,48 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
 
     Every run of axes that any layer of any stage uses gets its process group here, and none later.
     """
-    sizes = mesh_axes(plan.stages[0].num_devices)
-    names = tuple(f"a{index}" for index in range(len(sizes)))
-    world = init_device_mesh(device_type, (plan.num_stages, 1, *sizes), mesh_dim_names=(_PIPELINE, _ONE, *names))
-    wanted = {axes for strategy in set(plan.strategies) for axes in _axes_used(strategy)}
-    runs = {axes: _flat_mesh(world, tuple(names[axis] for axis in axes)) for axes in sorted(wanted | {()})}
-    return PlanMesh(world=world, axis_names=names or (_ONE,), runs=runs)
+    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    own = plan.stage_of(dist.get_rank())
+    if len(set(sizes)) == 1:
+        axes = mesh_axes(sizes[0])
+        world = init_device_mesh(
+            device_type, (plan.num_stages, 1, *axes), mesh_dim_names=(_PIPELINE, _ONE, *_axis_names(axes))
+        )
+        return _mesh_of(world, own, axes, plan.strategies)
+    found = None
+    for stage, part in enumerate(plan.stages):
+        axes = mesh_axes(part.num_devices)
+        ranks = torch.arange(part.ranks[0], part.ranks[1] + 1).view(1, *axes)
+        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(_ONE, *_axis_names(axes)))
+        if stage == own:
+            found = _mesh_of(mesh, stage, axes, part.strategies)
+        else:
+            _join_groups_of_others(mesh, part.strategies)
+    assert found is not None, "every rank is of a stage"
+    return found
+
+
+def _join_groups_of_others(world: DeviceMesh, strategies: tuple[Strategy, ...]) -> None:
+    """What `_mesh_of` asks of ranks outside its stage, which cannot slice it: all ranks together make every group."""
+    for run in _runs_used(strategies):
+        if len(run) > 1:
+            flat = _MeshLayout([world._layout[1 + axis] for axis in run]).collapse()
+            DeviceMesh._init_one_process_group(flat, world._rank_map, "others", (None, None))
+
+
+def _axis_names(axes: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(f"a{index}" for index in range(len(axes)))
+
+
+def _mesh_of(world: DeviceMesh, stage_index: int, axes: tuple[int, ...], strategies: tuple[Strategy, ...]) -> PlanMesh:
+    names = _axis_names(axes)
+    runs = {run: _flat_mesh(world, tuple(names[axis] for axis in run)) for run in _runs_used(strategies)}
+    return PlanMesh(world=world, stage_index=stage_index, axis_names=names or (_ONE,), runs=runs)
+
+
+def _runs_used(strategies: tuple[Strategy, ...]) -> list[tuple[int, ...]]:
+    """Every run of axes over which layers of these strategies communicate, and that of no axis."""
+    return sorted({(), *(run for strategy in set(strategies) for run in _axes_used(strategy))})
 
 
 def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:

@@ -28,12 +28,13 @@ from steelyard.modules.own_read import check_read, parts_of, planned_module
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
+from steelyard.runtime.border import Layout, Piece, border, received_pieces, sent_pieces
 from steelyard.runtime.checks import check_same_model, check_world_size
 from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
-from steelyard.runtime.pipeline_part import PipelinePart
-from steelyard.runtime.stage import StageModule, build_chunks, local_flow_shapes
+from steelyard.runtime.pipeline_part import Exchange, Pieces, PipelinePart
+from steelyard.runtime.stage import StageModule, build_chunks, flow_shapes
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
 
@@ -250,7 +251,9 @@ class ParallelModel:
             len(self.plan.stages),
             self.device,
             examples=(self._example(index, is_input=True), self._example(index, is_input=False)),
-            group=self.mesh.pipeline.get_group(),
+            group=self.mesh.pipeline,
+            alone=self.mesh.runs[()].get_group(),
+            exchange=self._exchange(index),
             sends_itself=self.plan.pipeline.schedule.keeps_sends,
         )
         self.clock.watch(part)
@@ -265,11 +268,31 @@ class ParallelModel:
         if not is_input and index == len(self.plan.stages) - 1:
             return torch.empty((), device="meta", requires_grad=True)
         sender = part.first_layer - 1 if is_input else part.last_layer
+        layout = border(self.plan, index)[1] if is_input else border(self.plan, index + 1)[0]
         streams = (
-            torch.empty(shape, dtype=self.chunks[0].dtype, device="meta", requires_grad=True)
-            for shape in local_flow_shapes(self.plan, self.chain, sender)
+            torch.empty(layout.local_shape(shape), dtype=self.chunks[0].dtype, device="meta", requires_grad=True)
+            for shape in flow_shapes(self.plan, self.chain, sender)
         )
         return as_flow(tuple(streams))
+
+    def _exchange(self, index: int) -> Exchange:
+        """What part ``index`` of the pipeline exchanges with the ranks of the parts beside it."""
+        rank, stages, found = dist.get_rank(), self.plan.stages, {}
+
+        def pieces(of: Callable[..., list[Piece]], source: Layout, target: Layout, layer: int) -> Pieces:
+            return [of(rank, source, target, shape) for shape in flow_shapes(self.plan, self.chain, layer)]
+
+        if index > 0:
+            before, own = border(self.plan, index)
+            layer = stages[index].first_layer - 1
+            found["arriving"] = pieces(received_pieces, before, own, layer)
+            found["returning"] = pieces(sent_pieces, own, before, layer)
+        if index < len(stages) - 1:
+            own, after = border(self.plan, index + 1)
+            layer = stages[index].last_layer
+            found["leaving"] = pieces(sent_pieces, own, after, layer)
+            found["coming_back"] = pieces(received_pieces, after, own, layer)
+        return Exchange(**found)
 
     def _own_generators(self) -> AbstractContextManager[None]:
         """Leaves the random generators of the user's own loop as they were."""

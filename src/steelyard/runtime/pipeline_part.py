@@ -5,22 +5,47 @@ first and kept to the end of training, and some schedules wait for what was sent
 is made as a receive begins. An activation goes with the last that uses it, the backward pass of its microbatch, and a
 gradient with the backward pass that it is for. What was sent stays until it must have arrived: an activation until its
 gradient is there, a gradient until the next is sent. So what is held does not grow with the microbatches of a step.
+
+Nor does torch know but one peer before and one behind. Here each tensor is exchanged in the pieces of an `Exchange`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+
+from steelyard.runtime.border import Piece
+
+Pieces = Sequence[Sequence[Piece]]
+"""For each tensor that is handed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """The pieces in which a part hands over a microbatch; nothing at the ends of the pipeline."""
+
+    arriving: Pieces = ()
+    """Of the activation from the part before."""
+    returning: Pieces = ()
+    """Of the gradient to the part before."""
+    leaving: Pieces = ()
+    """Of the activation to the next part."""
+    coming_back: Pieces = ()
+    """Of the gradient from the next part."""
 
 
 class PipelinePart(PipelineStage):
     """Part ``index`` of a pipeline, which torch calls a stage; ``examples`` are like its input and its output.
 
-    With ``sends_itself`` it begins and ends its sends, for a schedule that waits for them only when the step ends.
+    ``group`` has one rank of each stage; it is None where stages have unlike numbers of ranks, and then ``alone`` is a
+    group of this rank. With ``sends_itself`` it begins and ends its sends, for a schedule that waits for them only when
+    the step ends.
     """
 
     def __init__(
@@ -31,11 +56,19 @@ class PipelinePart(PipelineStage):
         device: torch.device,
         *,
         examples: tuple[Any, Any],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
+        alone: dist.ProcessGroup,
+        exchange: Exchange,
         sends_itself: bool,
     ) -> None:
-        super().__init__(module, index, num_parts, device, *examples, group=group)
+        super().__init__(module, index, num_parts, device, *examples, group=group or alone)
+        self._exchange = exchange
+        self._between = group or dist.group.WORLD
+        """Whose ranks exchange."""
+        self._has_column = group is not None
         self._sends_itself = sends_itself
+        self._arrived: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+        """Pieces that are received apart, with where they belong."""
         self._receives: dict[tuple[Any, ...], list[dist.P2POp]] = {}
         """What schedules were given to receive and may still hold, by what it is received into."""
         self._sent_activations: dict[int, list[_Send]] = {}
@@ -49,7 +82,7 @@ class PipelinePart(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of an activation that the schedule has to begin."""
-        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        operations = self._sends(super().get_fwd_send_ops(fwd_chunk_id), self._exchange.leaving)
         if not self._sends_itself:
             return operations
         self._sent_activations[fwd_chunk_id] = _begin(operations)
@@ -57,15 +90,24 @@ class PipelinePart(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of a gradient that the schedule has to begin."""
-        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        operations = self._sends(super().get_bwd_send_ops(bwd_chunk_id), self._exchange.returning)
         if not self._sends_itself:
             return operations
         _wait(self._sent_gradients)
         self._sent_gradients = _begin(operations)
         return []
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of an activation that the schedule has to begin."""
+        return self._receive(self.args_recv_info[fwd_chunk_id], self._exchange.arriving)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of a gradient that the schedule has to begin."""
+        return self._receive(self.grad_recv_info[bwd_chunk_id], self._exchange.coming_back)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
         """The output for a microbatch; autograd and torch's own cache alone hold what arrived from then on."""
+        self._put_together(self.args_recv_info[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
         self._let_go(self.args_recv_info[fwd_chunk_id])
         return output
@@ -73,6 +115,7 @@ class PipelinePart(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
         """The backward pass of a microbatch, whose activation has arrived: its gradient has come back."""
         _wait(self._sent_activations.pop(bwd_chunk_id, []))
+        self._put_together(self.grad_recv_info[bwd_chunk_id])
         super().backward_one_chunk(bwd_chunk_id, *arguments, **keywords)
         self._let_go(self.grad_recv_info[bwd_chunk_id])
 
@@ -93,12 +136,45 @@ class PipelinePart(PipelineStage):
         finally:
             self.device = device
 
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
-        for info in recv_infos:
-            if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
-        self._receives[recv_infos] = super()._get_recv_ops(recv_infos)
-        return self._receives[recv_infos]
+    def _sends(self, whole: list[dist.P2POp], pieces: Pieces) -> list[dist.P2POp]:
+        """Sends of the pieces in the place of torch's own, which are of whole tensors to one peer."""
+        return [
+            dist.P2POp(dist.isend, _part(operation.tensor, piece).contiguous(), piece.peer, self._between)
+            for operation, of_tensor in zip(whole, pieces, strict=True)
+            for piece in of_tensor
+        ]
+
+    def _receive(self, recv_infos: tuple[Any, ...], pieces: Pieces) -> list[dist.P2POp]:
+        operations, apart = [], []
+        for info, of_tensor in zip(recv_infos if pieces else (), pieces, strict=True):
+            info.buffer = torch.empty_like(info.buffer, device=self.device)
+            for piece in of_tensor:
+                wanted = _part(info.buffer, piece)
+                into = wanted if wanted.is_contiguous() else torch.empty_like(wanted, memory_format=_CONTIGUOUS)
+                if into is not wanted:
+                    apart.append((wanted, into))
+                operations.append(dist.P2POp(dist.irecv, into, piece.peer, self._between))
+        self._arrived[recv_infos], self._receives[recv_infos] = apart, operations
+        return operations
+
+    @torch.no_grad()
+    def _put_together(self, recv_infos: tuple[Any, ...]) -> None:
+        for wanted, arrived in self._arrived.pop(recv_infos, []):
+            wanted.copy_(arrived)
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        """The vote on whether shapes are known: from stage to stage, or where no rank is in all of all at once."""
+        if self._has_column:
+            return super()._warmup_forward_vote(has_backward, received_acc)
+        is_static = not InferenceMode.needs_dynamic(self._user_meta, has_backward)
+        vote = torch.tensor([int(is_static)], dtype=torch.int32, device=self.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN)
+        return vote
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        if self._has_column or received_result is None:
+            return super()._warmup_backward_result(received_result)
+        return received_result
 
     def _let_go(self, recv_infos: tuple[Any, ...]) -> None:
         """Forgets what was received, and lets the schedule's variables forget it."""
@@ -106,6 +182,13 @@ class PipelinePart(PipelineStage):
         for info in recv_infos:
             if info.buffer is not None:
                 info.buffer = torch.empty_like(info.buffer, device="meta")
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _part(tensor: Tensor, piece: Piece) -> Tensor:
+    return tensor[piece.where[: tensor.ndim]]
 
 
 _Send = tuple[dist.Work, Tensor]

@@ -31,7 +31,8 @@ from steelyard.modules.layers import (
 )
 from steelyard.modules.own_pieces import OwnBatch
 from steelyard.modules.replicated import Replica, Replicas
-from steelyard.plan.plan import Plan, StagePlan
+from steelyard.plan.plan import Plan
+from steelyard.runtime.border import Layout, border
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
 from steelyard.runtime.sharding import shard_layer
 
@@ -50,6 +51,7 @@ class LayerLoop(nn.Module):
         *,
         placements: list[HiddenPlacement],
         incoming: HiddenPlacement,
+        outgoing: HiddenPlacement | None,
         mesh: DeviceMesh,
         shares: list[int],
     ) -> None:
@@ -57,6 +59,8 @@ class LayerLoop(nn.Module):
         self.layers = nn.ModuleDict(layers)
         self._placements = placements
         self._incoming = incoming
+        self._outgoing = outgoing
+        """How the output is sent on; None where it is the loss."""
         self._mesh = mesh
         self._dropout_shares = [
             share if has_dropout(layer) else None for share, layer in zip(shares, layers.values(), strict=True)
@@ -74,19 +78,22 @@ class LayerLoop(nn.Module):
         for (name, layer), wanted, share in zip(
             self.layers.items(), self._placements, self._dropout_shares, strict=True
         ):
-            if wanted != current:
-                tensors = (redistribute(each, self._mesh, current, wanted) for each in tensors_of(hidden))
-                hidden, current = as_flow(tuple(tensors)), wanted
+            hidden, current = self._placed(hidden, current, wanted), wanted
             if share is not None:
                 seed_dropout(*dropout_seed, int(name), share)
             hidden = layer(hidden, context)
-        return hidden
+        return hidden if self._outgoing is None else self._placed(hidden, current, self._outgoing)
+
+    def _placed(self, hidden: Flow, current: HiddenPlacement, wanted: HiddenPlacement) -> Flow:
+        if wanted == current:
+            return hidden
+        return as_flow(tuple(redistribute(each, self._mesh, current, wanted) for each in tensors_of(hidden)))
 
 
 class StageModule(nn.Module):
     """The layers of one part. Takes token ids [B, S] in the first part and the hidden state [B, s, H] elsewhere.
 
-    The hidden state arrives in the layout of the layer before, so the receiver redistributes. ``num_microbatches``
+    The hidden state arrives as `steelyard.runtime.border` says, so the receiver redistributes. ``num_microbatches``
     backward passes make a step: replicated layers reduce their gradients in the last of them, sharded layers in each
     (which keeps their gradients sharded in between).
     """
@@ -203,35 +210,39 @@ def build_chunks(
     """This rank's parts of the pipeline: their layers made one by one, each sharded before the next takes memory."""
     prepare_model(model, chain)
     return tuple(
-        _build_chunk(model, plan, part, chain, mesh, seed=seed, device=device) for part in plan.chunks(mesh.stage_index)
+        _build_chunk(model, plan, index, chain, mesh, seed=seed, device=device)
+        for index in range(mesh.stage_index, len(plan.stages), plan.num_stages)
     )
 
 
 def _build_chunk(
     model: PreTrainedModel,
     plan: Plan,
-    stage_plan: StagePlan,
+    index: int,
     chain: ModelChain,
     mesh: PlanMesh,
     *,
     seed: int,
     device: torch.device,
 ) -> StageModule:
+    stage_plan = plan.stages[index]
     strategies = stage_plan.strategies
     layers: dict[str, ChainLayer] = {}
     replicas: list[Replica] = []
-    for index, strategy in enumerate(strategies, start=stage_plan.first_layer):
-        materialize_layer(model, chain, index, seed=seed, device=device)
-        layer = build_layer(model, chain, index, strategy.remat)
+    for number, strategy in enumerate(strategies, start=stage_plan.first_layer):
+        materialize_layer(model, chain, number, seed=seed, device=device)
+        layer = build_layer(model, chain, number, strategy.remat)
         sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision)
         if isinstance(sharded, Replica):
             replicas.append(sharded)
-        layers[str(index)] = layer
-    before = plan.strategies[stage_plan.first_layer - 1] if stage_plan.first_layer else strategies[0]
+        layers[str(number)] = layer
+    arriving = border(plan, index)[1] if index else None
+    leaving = border(plan, index + 1)[0] if index + 1 < len(plan.stages) else None
     loop = LayerLoop(
         layers,
         placements=[mesh.hidden_placement(strategy) for strategy in strategies],
-        incoming=mesh.hidden_placement(before),
+        incoming=_placement(arriving, mesh) if arriving else mesh.hidden_placement(strategies[0]),
+        outgoing=_placement(leaving, mesh) if leaving else None,
         mesh=mesh.stage,
         shares=[mesh.data(strategy).get_local_rank() for strategy in strategies],
     )
@@ -248,9 +259,10 @@ def _build_chunk(
     )
 
 
-def local_flow_shapes(plan: Plan, chain: ModelChain, layer: int) -> list[tuple[int, ...]]:
-    """Shapes of what one rank has of all that flows out of a layer for one microbatch: [B, s, H] of a hidden state."""
-    strategy = plan.strategies[layer]
-    samples, parts = plan.microbatch_samples // strategy.sample_degree, strategy.sequence_degree
-    shapes = chain.flow_shapes(layer, plan.seq_len)
-    return [(samples, *((shape[0] // parts, *shape[1:]) if parts > 1 else shape)) for shape in shapes]
+def _placement(layout: Layout, mesh: PlanMesh) -> HiddenPlacement:
+    return mesh.placement(layout.letters, layout.head_tail_degree)
+
+
+def flow_shapes(plan: Plan, chain: ModelChain, layer: int) -> list[tuple[int, ...]]:
+    """Shapes of all that flows out of a layer for one microbatch, over all ranks: [B, S, H] of a hidden state."""
+    return [(plan.microbatch_samples, *shape) for shape in chain.flow_shapes(layer, plan.seq_len)]

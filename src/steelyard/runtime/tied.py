@@ -26,7 +26,8 @@ class SharedGradient:
     """The copies of one shared parameter that this rank holds, and how their gradients meet.
 
     ``group`` joins the stages that hold copies, None for one stage. ``num_slices`` is in how many parts unlike copies
-    are gathered, None where all copies are divided alike.
+    are gathered, None where all copies are divided alike. ``adds`` is false where another rank of this stage adds its
+    copies to the sum over the group.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class SharedGradient:
         has_first: bool,
         group: dist.ProcessGroup | None,
         num_slices: int | None,
+        adds: bool,
     ) -> None:
         self._copies = copies
         self._has_first = has_first
         self._group = group
         self._num_slices = num_slices
+        self._adds = adds
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter repeats one that is counted elsewhere."""
@@ -60,6 +63,8 @@ class SharedGradient:
             total = _whole(first)
             for other in others:
                 total += _whole(other)
+            if not self._adds:
+                total.zero_()
             if self._group is not None:
                 dist.all_reduce(total, group=self._group)
             for each in (first, *others):
@@ -102,6 +107,8 @@ def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.M
                     has_first=mine[0] == shared.copies[0],
                     group=groups.get(stages),
                     num_slices=num_slices(shared, strategies, chain),
+                    adds=_are_alike(plan, stages)
+                    or dist.get_rank() in [plan.stages[stage].ranks[0] for stage in stages],
                 )
             )
     return TiedEmbedding(found) if found else None
@@ -113,10 +120,20 @@ def _stages_of(plan: Plan, shared: SharedWeight) -> tuple[int, ...]:
     return tuple(sorted({stage_of[layer] for layer, _ in shared.copies}))
 
 
+def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:
+    return len({plan.stages[stage].num_devices for stage in stages}) == 1
+
+
 def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of the ranks at the same place in each of the stages, on those ranks."""
+    """The group of the ranks at the same place in each of the stages, on those ranks; of all where sizes differ."""
+    if not _are_alike(plan, stages):
+        ranks = [
+            rank for stage in stages for rank in range(plan.stages[stage].ranks[0], plan.stages[stage].ranks[1] + 1)
+        ]
+        group = dist.new_group(ranks)
+        return group if dist.get_rank() in ranks else None
     mine = None
-    for place in range(plan.stages[0].num_devices):
+    for place in range(plan.stages[stages[0]].num_devices):
         ranks = [plan.stages[stage].ranks[0] + place for stage in stages]
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:

@@ -1,0 +1,37 @@
+"""Stages of unlike numbers of ranks train as one process does: losses, gradients, norms and weights."""
+
+from typing import Any
+
+import pytest
+
+from steelyard.plan.parity import TOLERANCES
+from tests.runtime.processes import run_parity
+from tests.runtime.unlike_cases import CASES
+
+pytestmark = pytest.mark.processes
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
+PLANS = [name for name, case in CASES.items() if case.fault is None]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_parity("tests.runtime.unlike_cases", tmp_path_factory.mktemp("unlike") / "result.json")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_gradients_and_norms_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
+    assert found["gradient_error"] < GRADIENT_TOLERANCE, found["gradient_tensor"]
+    assert found["norms"] == pytest.approx(found["expected_norms"], rel=LOSS_TOLERANCE)
+    assert found["same_loss_on_all_ranks"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
+
+
+def test_copies_that_are_not_summed_over_unlike_stages_fail_the_comparison(results: dict[str, dict[str, Any]]) -> None:
+    assert results["control: untied"]["gradient_error"] > 100 * GRADIENT_TOLERANCE
