@@ -87,6 +87,7 @@ def test_a_run_on_two_processes_learns_and_writes_its_record(tmp_path: Path, cap
     assert losses[-1] < losses[0] - 0.5
     assert record.strategies == tuple(str(strategy) for strategy in plan.strategies)
     assert RunRecord.model_validate_json((tmp_path / "record.json").read_text()) == record
+    assert record.allocator == ""  # a CPU has none
     assert [rank.rank for rank in record.ranks] == [0, 1]
     for rank in record.ranks:
         assert 16 * rank.num_params < rank.peak_bytes < 100 * 2**20
