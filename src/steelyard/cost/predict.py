@@ -192,7 +192,8 @@ def _switches_s(strategies: Sequence[Strategy], setting: Setting) -> list[float]
     distinct = tuple(dict.fromkeys(strategies))
     switch = switch_table(distinct, setting)
     place = {strategy: index for index, strategy in enumerate(distinct)}
-    return [0.0] + [float(switch[place[before], place[after]]) for before, after in pairwise(strategies)]
+    received = zip(setting.job.chain.layers[1:], pairwise(strategies), strict=True)
+    return [0.0] + [float(switch[kind, place[before], place[after]]) for kind, (before, after) in received]
 
 
 def _copies_sent(strategy: Strategy, setting: Setting) -> int:
