@@ -3,7 +3,7 @@
 | module             | idea                                                                                |
 |--------------------|-------------------------------------------------------------------------------------|
 | `space`            | which strategies a layer may take: the decision tree                                |
-| `frontier`         | the algebra of (bytes, seconds) pairs that nothing beats                            |
+| `frontier`         | (bytes, seconds) pairs that nothing beats                                           |
 | `layers`           | one strategy per layer of a run: the dynamic program on frontiers                   |
 | `least_memory`     | least memory: what fits, and the nearest miss                                       |
 | `bounds`           | lower bounds of stage times, by prices of memory                                    |
@@ -22,7 +22,6 @@
 
 from steelyard.search.balance import BalancedResult, Move, Partition, partition_by
 from steelyard.search.evaluate import Solution, StageCost, evaluate
-from steelyard.search.frontier import Frontier, frontier, product, reduce, union
 from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.partition import SettingResult, partition_exact
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
@@ -38,7 +37,6 @@ from steelyard.search.tradeoff import (
 __all__ = [
     "TIME_LIMIT_S",
     "BalancedResult",
-    "Frontier",
     "Move",
     "NearestMiss",
     "Partition",
@@ -54,7 +52,6 @@ __all__ = [
     "enumerate_levels",
     "enumerate_strategies",
     "evaluate",
-    "frontier",
     "load_problem",
     "mixing",
     "nearest_miss",
@@ -62,13 +59,10 @@ __all__ = [
     "parse_problem",
     "partition_by",
     "partition_exact",
-    "product",
-    "reduce",
     "refusal",
     "sampled_frontier",
     "save_problem",
     "search",
     "solve_problem",
     "strategy_verdicts",
-    "union",
 ]
