@@ -62,10 +62,8 @@ from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.search import (
     Problem,
     SpaceOptions,
-    cost_graph,
     enumerate_levels,
     enumerate_strategies,
-    graph_frontier,
     parse_problem,
     sampled_frontier,
     solve_problem,
@@ -338,18 +336,6 @@ def decoder_frontier() -> Record:
     return {"points": points, "is_complete": found.is_complete}
 
 
-def graphed(seed: int) -> Record:
-    """The frontier of random tables as a graph."""
-    tables = random_tables(np.random.default_rng(100 + seed), num_stages=1)
-    found = graph_frontier(cost_graph(tables, transient_bytes=10**6))
-    return {
-        "bytes": found.frontier.bytes.tolist(),
-        "seconds": found.frontier.seconds.tolist(),
-        "choices": found.choices.tolist(),
-        "exact": found.exact,
-    }
-
-
 def played(schedule: str, chunks: int, way: Mapping[str, Any]) -> Record:
     """The timeline of four unlike stages and 8 microbatches."""
     parts = [
@@ -370,7 +356,7 @@ def switches(cluster: str) -> Record:
     """Seconds from every strategy to every other, in the order of the strategies; those of layouts, remat aside."""
     job = measured("gpt2", 16, 1024, "3GiB") if cluster.endswith("cpu") else job_of("llama", cluster, 32, 2048)
     strategies = enumerate_strategies(job.cluster.num_devices, SpaceOptions(remats=(Remat.NONE,)))
-    table = switch_table(strategies, Setting(job=job, pipeline=_pipeline(1, 2)))
+    table = switch_table(strategies, Setting(job=job, pipeline=_pipeline(1, 2)))[1]
     return {str(before): row.tolist() for before, row in zip(strategies, table, strict=True)}
 
 

@@ -175,7 +175,6 @@ def solving_questions() -> Iterator[tuple[str, Question]]:
     yield "solve 125 layers of four kinds, 24 GB", partial(answers.solved, answers.deep_problem, 24 * GB)
     for seed in range(10):
         yield f"solve random tables {seed}", partial(answers.solved_random, seed)
-        yield f"graph of random tables {seed}", partial(answers.graphed, seed)
 
 
 def part_questions() -> Iterator[tuple[str, Question]]:

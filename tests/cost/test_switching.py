@@ -1,6 +1,7 @@
 """The collectives of a switch against those that DTensor issues, for every pair of layouts of 4, 6 and 8 devices."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -15,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steelyard.cost.communication import Group, collective_s
 from steelyard.cost.switching import moves, switch_table
+from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import mesh_axes, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 from tests.cost.examples import job, setting
+from tests.runtime.models import FAMILY_CONFIGS
 
 PLACEMENTS: dict[str, Placement] = {"B": Shard(0), "S": Shard(1), "R": Replicate()}
 SHAPE = (24, 24, 2)
@@ -98,7 +101,7 @@ def test_equal_layouts_switch_at_no_cost() -> None:
 def test_a_switch_pays_for_the_activation_and_for_its_gradient() -> None:
     strategies = tuple(parse_strategy(text) for text in ("dp8", "tp8"))
     where = setting()
-    table = switch_table(strategies, where)
+    table = switch_table(strategies, where)[1]
     gathered = [(2, 1, 0.25), (1, 2, 0.5), (0, 4, 1.0)]
     expected = sum(
         collective_s(
@@ -119,3 +122,19 @@ def test_a_larger_microbatch_never_switches_faster() -> None:
     strategies = tuple(parse_strategy(text) for text in ("dp8", "tp8", "tp8+sp", "dp2-tp4+sp", "tp2-dp4"))
     small = switch_table(strategies, setting(num_microbatches=2))
     assert (switch_table(strategies, setting(job(), num_microbatches=1)) >= small).all()
+
+
+def test_every_switch_of_t5_moves_the_tensors_that_cross_it() -> None:
+    """Between encoder blocks and into the decoder's embedding one hidden state, behind it the encoder's output too."""
+    t5 = chain_from_config(FAMILY_CONFIGS["t5"], name="t5")
+    where = setting(replace(job(), chain=t5))
+    strategies = tuple(parse_strategy(text) for text in ("dp8", "tp8"))
+    state_bytes = where.microbatch_samples * where.job.seq_len * t5.hidden_size * where.job.compute_bytes
+    each = sum(
+        where.job.collective_s("all_gather", share * state_bytes, Group(size=2, stride=stride, span=8))
+        for stride, share in ((1, 0.25), (2, 0.5), (4, 1.0))
+    )
+    crossing = {"encoder block": 1, "decoder embedding": 1, "decoder block": 2, "head": 2}
+    paid = dict(zip((kind.name for kind in t5.kinds), switch_table(strategies, where)[:, 0, 1], strict=True))
+    for kind, tensors in crossing.items():
+        assert paid[kind] == pytest.approx(tensors * each), kind

@@ -243,13 +243,49 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+class TowerBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class TwoTowers(nn.Module):
+    """Images and texts, each through a tower of its own width, and how well the two of a pair agree."""
+
+    def __init__(self, text_before_blocks=True):
+        super().__init__()
+        self.patches = nn.Linear(8, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH // 2)
+        self.vision = nn.ModuleList([TowerBlock(WIDTH) for _ in range(2)])
+        self.text = nn.ModuleList([TowerBlock(WIDTH // 2) for _ in range(2)])
+        self.project_image = nn.Linear(WIDTH, 16)
+        self.project_text = nn.Linear(WIDTH // 2, 16)
+        self.text_before_blocks = text_before_blocks
+
+    def forward(self, image, text):
+        x = self.patches(image)
+        y = self.tokens(text) if self.text_before_blocks else None
+        for block in self.vision:
+            x = block(x)
+        y = self.tokens(text) if y is None else y
+        for block in self.text:
+            y = block(y)
+        image, text = self.project_image(x.mean(1)), self.project_text(y.mean(1))
+        return functional.cosine_similarity(image, text, dim=-1)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A module, what is read for some samples, and a loss."""
+    """A module, what is read for some samples, a loss, and its lists of blocks where they are to be named."""
 
     build: Any
     sample: Any
     loss: Any = None
+    blocks: Any = None
 
     def module(self):
         torch.manual_seed(0)
@@ -282,4 +318,10 @@ CASES = {
         functional.mse_loss,
     ),
     "unet": Case(UNet, (_random(SAMPLES, TOKENS, 8), _random(SAMPLES, TOKENS, 3)), functional.mse_loss),
+    "towers": Case(
+        TwoTowers,
+        ({"image": _random(SAMPLES, TOKENS, 8), "text": _ids(VOCABULARY, SAMPLES, TOKENS)}, _random(SAMPLES)),
+        functional.mse_loss,
+        ("vision", "text"),
+    ),
 }

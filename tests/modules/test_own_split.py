@@ -12,12 +12,12 @@ from steelyard.errors import InvalidModelError
 from steelyard.modules.own_builder import Built, own_model
 from steelyard.modules.own_identity import check_same_module
 from steelyard.modules.own_split import find_own_split
-from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, UNet
+from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, TwoTowers, UNet
 
 
 def split_of(name: str) -> Any:
     case = CASES[name]
-    return own_model(Built(module=case.module(), sample=case.sample, loss=case.loss)).own
+    return own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).own
 
 
 def error_of(module: nn.Module, sample: Any, loss: Any = functional.mse_loss, blocks: Any = None) -> str:
@@ -73,6 +73,25 @@ def test_a_condition_flows_beside_the_hidden_state_into_every_block_and_the_head
 
 def test_long_skips_flow_through_the_blocks_between() -> None:
     assert [len(kind.shapes) for kind in split_of("unet").kinds] == [1, 1, 2, 2, 1, 0]
+
+
+def test_two_towers_are_one_chain_along_which_the_finished_and_the_waiting_flow() -> None:
+    own = split_of("towers")
+    assert own.blocks == ("vision.0", "vision.1", "text.0", "text.1")
+    image, text = (16, 32), (16, 16)
+    assert [sorted(own.kind(layer).shapes) for layer in range(6)] == [*[sorted((image, text))] * 5, []]
+
+
+def test_a_second_tower_that_begins_between_blocks_is_refused_by_its_operation() -> None:
+    case = CASES["towers"]
+    error = error_of(TwoTowers(text_before_blocks=False), case.sample, blocks=case.blocks)
+    assert "text.0: found an argument that embedding in tokens makes between two blocks" in error
+
+
+def test_a_second_tower_that_is_not_named_is_refused_with_what_to_name() -> None:
+    error = error_of(TwoTowers(), CASES["towers"].sample)
+    assert "text.0.norm: found layer_norm after the blocks" in error
+    assert "belongs to another list of blocks, name every list: blocks=(…, …)" in error
 
 
 def test_a_skip_that_is_joined_between_blocks_is_refused_by_its_operation() -> None:

@@ -30,10 +30,13 @@ PAIRS = [
     *((name, layout) for name in ("nanogpt", "titan", "dit", "sequential") for layout in LAYOUTS),
     ("unet", "data"),
     ("unet", "stages"),
+    ("towers", "data"),
+    ("towers", "stages"),
 ]
 
 SPLITS = {
-    name: own_model(Built(module=case.module(), sample=case.sample, loss=case.loss)).own for name, case in CASES.items()
+    name: own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).own
+    for name, case in CASES.items()
 }
 """Found before the ranks begin: a proof has ranks of its own."""
 

@@ -16,6 +16,8 @@ PAIRS = [
     ),
     "unet data",
     "unet stages",
+    "towers data",
+    "towers stages",
 ]
 
 

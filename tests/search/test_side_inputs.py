@@ -10,7 +10,7 @@ import pytest
 
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError
-from steelyard.search import cost_graph, evaluate, graph_frontier, sampled_frontier, search
+from steelyard.search import evaluate, search
 from steelyard.search.balance import Partition, even_boundaries
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.side_inputs import all_conditions, assess, conditioned, settle, source_classes
@@ -154,18 +154,61 @@ def test_strategies_are_exact_for_the_even_cuts() -> None:
             assert found.score_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
 
 
-def test_the_graph_of_a_stage_and_the_search_give_the_same_frontier() -> None:
-    for seed in range(15):
-        rng = np.random.default_rng(seed)
-        tables = with_side_inputs(rng, random_tables(rng, num_stages=1, max_plans=100))
-        tables = replace(tables, transient_bytes=np.zeros_like(tables.transient_bytes))
-        graph = graph_frontier(cost_graph(tables, transient_bytes=0))
-        assert graph.exact
-        for step in sampled_frontier([tables], max_searches=1000).steps:
-            point = graph.frontier.at(step.peak_bytes - tables.overhead_bytes)
-            assert point is not None, seed
-            seconds = float(graph.frontier.seconds[point]) * tables.pipeline.num_microbatches
-            assert step.score_s == pytest.approx(seconds, rel=1e-12, abs=1e-12), seed
+def unet(num_skips: int, num_strategies: int) -> CostTables:
+    """Layers down and up of one stage; each on the way down is read by its twin on the way up, too."""
+    rng = np.random.default_rng(num_skips)
+    plain = random_tables(rng, num_stages=1, num_strategies=num_strategies)
+    count = 2 * num_skips + 1
+    shape = (count, num_strategies)
+    last = count - 1
+    return replace(
+        plain,
+        kinds=tuple(str(layer) for layer in range(count)),
+        layers=tuple(range(count)),
+        legal=np.ones(shape, dtype=bool),
+        time_s=rng.uniform(1, 2, shape),
+        static_bytes=rng.integers(1, 100, shape),
+        activation_bytes=np.zeros(shape, dtype=np.int64),
+        transient_bytes=rng.integers(1, 100, shape),
+        switch_s=rng.uniform(0, 1, (count, num_strategies, num_strategies)),
+        overhead_bytes=0,
+        side_inputs=tuple(
+            SideInput(source=layer, readers=(last - layer,), seconds=rng.uniform(0, 1, (num_strategies,) * 2))
+            for layer in range(num_skips)
+        ),
+    )
+
+
+def least_of_unet(tables: CostTables) -> float:
+    """From the innermost layer outwards: least time of all between a layer and its twin, by the strategies of both."""
+    num_skips = len(tables.side_inputs)
+    time_s, switch_s = tables.time_s, tables.switch_s
+    within = np.where(np.eye(time_s.shape[1], dtype=bool), time_s[num_skips][:, None], np.inf)
+    for layer in reversed(range(num_skips)):
+        twin = len(tables.layers) - 1 - layer
+        into = (switch_s[layer + 1][:, :, None] + within[None]).min(axis=1)
+        through = (into[:, :, None] + switch_s[twin][None]).min(axis=1)
+        within = through + time_s[layer][:, None] + time_s[twin][None] + tables.side_inputs[layer].seconds
+    return float(within.min()) * tables.pipeline.num_passes
+
+
+def test_a_unet_of_eight_skips_in_ample_memory_is_planned_optimally() -> None:
+    tables = unet(8, 4)
+    found = search([tables], 10**6)
+    assert found.status == "optimal"
+    assert found.best is not None
+    assert found.best.score_s == pytest.approx(least_of_unet(tables), rel=1e-12)
+
+
+def test_the_skips_of_a_small_unet_in_tight_memory_agree_with_exhaustive_search() -> None:
+    tables = unet(3, 3)
+    plans = list(exhaustive.all_plans(tables))
+    for budget in (250, 300, 400, 600):
+        expected, found = exhaustive.fastest(plans, budget), search([tables], budget)
+        assert (found.best is None) == (expected is None)
+        if found.best is not None:
+            assert found.status == "optimal"
+            assert found.best.score_s == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_reported_stages_name_the_time_of_side_inputs() -> None:

@@ -36,7 +36,7 @@ class Costs:
     activation_bytes: NDArray[np.int64]
     transient_bytes: NDArray[np.int64]
     switch_s: NDArray[np.float64]
-    """[S, S] the same for all kinds."""
+    """[K, S, S]"""
 
 
 KnownCosts = dict[tuple[int, int, int], Costs]
@@ -67,7 +67,7 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
         static_bytes=costs.static_bytes,
         activation_bytes=costs.activation_bytes,
         transient_bytes=np.where(costs.legal, np.minimum(costs.transient_bytes + buffers, MOST_BYTES), 0),
-        switch_s=np.broadcast_to(costs.switch_s, (len(job.chain.kinds), *costs.switch_s.shape)),
+        switch_s=costs.switch_s,
         transfer_s=transfer_s(setting),
         overhead_bytes=overhead_bytes(setting),
     )

@@ -170,18 +170,17 @@ def pooled_tables(
 
 
 def _switches(parts: Sequence[CostTables], settings: Sequence[Setting], row: int, column: int) -> NDArray[np.float64]:
-    """[S, S'] seconds from the strategies of one pool to those of another; 0 where none follows on the other."""
+    """[K, S, S'] seconds from the strategies of one pool to those of another; 0 where none follows on the other."""
     before, after = parts[row].strategies, parts[column].strategies
     if row == column:
-        own: NDArray[np.float64] = parts[row].switch_s[0]
-        return own
+        return parts[row].switch_s
     if column - row == 1:
         return border_table(before, after, settings[row], settings[column])
-    return np.zeros((len(before), len(after)))
+    return np.zeros((len(parts[row].kinds), len(before), len(after)))
 
 
 def _joined(parts: Sequence[CostTables], pools: Pools, switch_s: NDArray[np.float64]) -> CostTables:
-    """The tables of the pools side by side, with these seconds [S, S] between strategies."""
+    """The tables of the pools side by side, with these seconds [K, S, S] between strategies."""
     first = parts[0]
     return CostTables(
         pipeline=first.pipeline,
@@ -193,7 +192,7 @@ def _joined(parts: Sequence[CostTables], pools: Pools, switch_s: NDArray[np.floa
         static_bytes=np.concatenate([part.static_bytes for part in parts], axis=1),
         activation_bytes=np.concatenate([part.activation_bytes for part in parts], axis=1),
         transient_bytes=np.concatenate([part.transient_bytes for part in parts], axis=1),
-        switch_s=np.broadcast_to(switch_s, (len(first.kinds), *switch_s.shape)),
+        switch_s=switch_s,
         transfer_s=min(pools.transfer_s[1:], default=0.0),
         overhead_bytes=min(pools.overhead_bytes),
         last_kinds=first.last_kinds,
@@ -235,4 +234,10 @@ def _floor(tables: CostTables, pools: Pools, parts: tuple[CostTables, ...]) -> C
         order=pools.order,
         parts=parts,
     )
-    return _joined(parts, own, tables.switch_s[0])
+    first = parts[0]
+    source = np.zeros(len(first.kinds), dtype=np.int64)
+    source[list(first.layers)] = tables.layers
+    if first.last_kinds:
+        used = list(dict.fromkeys(first.layers))
+        source[[first.last_kinds[kind] for kind in used]] = source[used]
+    return _joined(parts, own, tables.switch_s[source])

@@ -248,15 +248,18 @@ def _received_s(plan: Plan, index: int, settings: Sequence[Setting]) -> float:
 
 def _switches_s(strategies: Sequence[Strategy], settings: Sequence[Setting]) -> list[float]:
     """For each layer the seconds of the switch from the one before, there and back."""
-    known: dict[tuple[int, Strategy, Strategy], float] = {}
+    known: dict[tuple[int, int, Strategy, Strategy], float] = {}
     found = [0.0]
-    for (before, after), (sending, receiving) in zip(pairwise(strategies), pairwise(settings), strict=True):
-        key = id(receiving), before, after
+    kinds = settings[0].job.chain.layers[1:]
+    for kind, (before, after), (sending, receiving) in zip(
+        kinds, pairwise(strategies), pairwise(settings), strict=True
+    ):
+        key = id(receiving), kind, before, after
         if sending is not receiving:
-            found.append(float(border_table((before,), (after,), sending, receiving)[0, 0]))
+            found.append(float(border_table((before,), (after,), sending, receiving)[kind, 0, 0]))
         else:
             if key not in known:
-                known[key] = float(switch_table((before, after), receiving)[0, 1])
+                known[key] = float(switch_table((before, after), receiving)[kind, 0, 1])
             found.append(known[key])
     return found
 

@@ -1,4 +1,4 @@
-r"""What it costs to hand an activation from a layer in one layout to the next layer in another.
+r"""What it costs to hand what flows from a layer in one layout to the next layer in another.
 
 The stage mesh has small axes; on each, the activation is divided by samples (B), by sequence (S) or replicated (R).
 The steps are those that DTensor's redistribution takes. First, from the innermost axis outwards, each axis changes to
@@ -28,58 +28,93 @@ from steelyard.profiles.profile import CollectiveKind
 Placement = str
 """A letter of `steelyard.plan.kinds.kind.Placed` for each axis of the stage mesh."""
 Step = tuple[CollectiveKind, int, float]
-"""A collective, its axis of the stage mesh, and the tensor's bytes as a fraction of the whole activation."""
+"""A collective, its axis of the stage mesh, and the tensor's bytes as a fraction of all of it."""
 
 _HEAD_TAIL = Placed.HEAD_TAIL.value
 _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 
 
 def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
-    """[S, S] seconds between two strategies' layouts: a microbatch's activation there and its gradient back."""
+    """[K, S, S] seconds between two strategies' layouts, by the kind of the receiving layer, for a microbatch.
+
+    There, and the gradient back. Every tensor that flows into the layer is redistributed once and by itself: what it
+    reads, and what it hands on to layers behind it.
+    """
     layouts = [strategy.hidden for strategy in strategies]
     distinct = list(dict.fromkeys(layouts))
     index = np.array([distinct.index(layout) for layout in layouts])
     sizes = mesh_axes(setting.devices_per_stage)
     placements = [layout.placements(sizes) for layout in distinct]
-    step_s = _step_seconds(sizes, setting)
-    costs = np.zeros((len(distinct),) * 2)
-    for row, before in enumerate(placements):
-        for column, after in enumerate(placements):
-            steps = (*moves(before, after, sizes), *moves(after, before, sizes))
-            costs[row, column] = setting.job.time_factor * sum(map(step_s, steps), start=0.0)
-    table: NDArray[np.float64] = costs[np.ix_(index, index)]
-    return table
+    flows = _entering_bytes(setting)
+    costs = np.stack([_between(placements, sizes, each, setting) for each in dict.fromkeys(flows)])
+    tables = costs[:, index[:, None], index]
+    if len(tables) == 1:
+        return np.broadcast_to(tables[0], (len(flows), *tables[0].shape))
+    found: NDArray[np.float64] = tables[[list(dict.fromkeys(flows)).index(each) for each in flows]]
+    return found
 
 
 def border_table(
     before: tuple[Strategy, ...], after: tuple[Strategy, ...], sending: Setting, receiving: Setting
 ) -> NDArray[np.float64]:
-    """[S, S'] the same over the border of two stages: between equal ones as within the one that receives.
+    """[K, S, S'] the same over the border of two stages: between equal ones as within the one that receives.
 
     Over a border of unlike sizes the activation arrives in even parts of the layout that is wanted, and the gradient so
     of that it came in: each side gathers the copies that its ranks hold.
     """
     if sending.devices_per_stage == receiving.devices_per_stage:
-        return switch_table((*before, *after), receiving)[: len(before), len(before) :]
-    return _gather_seconds(before, sending)[:, None] + _gather_seconds(after, receiving)[None, :]
+        return switch_table((*before, *after), receiving)[:, : len(before), len(before) :]
+    return _gather_seconds(before, sending)[:, :, None] + _gather_seconds(after, receiving)[:, None, :]
 
 
 def _gather_seconds(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
-    """[S] seconds to gather a microbatch's activation that arrived in even parts, where ranks hold copies of it."""
+    """[K, S] seconds to gather what enters a layer where it arrived in even parts and ranks hold copies of it."""
     sizes = mesh_axes(setting.devices_per_stage)
-    step_s = _step_seconds(sizes, setting)
     whole, even = Placed.WHOLE.value, Placed.BATCH.value
 
     @cache
-    def seconds(placements: Placement) -> float:
+    def seconds(placements: Placement, flow_bytes: tuple[int, ...]) -> float:
         steps = moves(placements.replace(whole, even), placements, sizes)
-        return setting.job.time_factor * sum(map(step_s, steps), start=0.0)
+        each = (_step_seconds(sizes, num_bytes, setting)(step) for num_bytes in flow_bytes for step in steps)
+        return setting.job.time_factor * sum(each, start=0.0)
 
-    return np.array([seconds(strategy.hidden.placements(sizes)) for strategy in strategies])
+    placed = [strategy.hidden.placements(sizes) for strategy in strategies]
+    return np.array([[seconds(each, flow) for each in placed] for flow in _entering_bytes(setting)])
 
 
-def _step_seconds(sizes: tuple[int, ...], setting: Setting) -> Callable[[Step], float]:
-    """Seconds of a step of a redistribution on the stage mesh."""
+def _entering_bytes(setting: Setting) -> tuple[tuple[int, ...], ...]:
+    """For each kind the bytes of every tensor that flows into its layers, for a microbatch over all ranks.
+
+    The most of them where they differ; of a kind that nothing flows into, which has no switch, as of another.
+    """
+    job, chain = setting.job, setting.job.chain
+    entering: dict[int, tuple[int, ...]] = {}
+    for layer in range(1, chain.num_layers):
+        shapes = chain.flow_shapes(layer - 1, job.seq_len)
+        flow = tuple(setting.microbatch_samples * prod(shape) * job.compute_bytes for shape in shapes)
+        entering[chain.layers[layer]] = max(flow, entering.get(chain.layers[layer], ()), key=sum)
+    return tuple(entering.get(kind, entering[chain.layers[1]]) for kind in range(len(chain.kinds)))
+
+
+def _between(
+    placements: list[Placement],
+    sizes: tuple[int, ...],
+    flow_bytes: tuple[int, ...],
+    setting: Setting,
+) -> NDArray[np.float64]:
+    """[D, D] seconds from each placement to each other, there and back, for tensors of these bytes."""
+    costs = np.zeros((len(placements),) * 2)
+    for num_bytes in flow_bytes:
+        step_s = _step_seconds(sizes, num_bytes, setting)
+        for row, before in enumerate(placements):
+            for column, after in enumerate(placements):
+                steps = (*moves(before, after, sizes), *moves(after, before, sizes))
+                costs[row, column] += setting.job.time_factor * sum(map(step_s, steps), start=0.0)
+    return costs
+
+
+def _step_seconds(sizes: tuple[int, ...], whole_bytes: int, setting: Setting) -> Callable[[Step], float]:
+    """Seconds of a step of a redistribution on the stage mesh, of a tensor of so many bytes over all ranks."""
     has_all_to_all = setting.job.cluster.device.backend.has_all_to_all
 
     @cache
@@ -88,7 +123,7 @@ def _step_seconds(sizes: tuple[int, ...], setting: Setting) -> Callable[[Step], 
         group = Group(size=sizes[axis], stride=prod(sizes[axis + 1 :]), span=setting.devices_per_stage)
         if kind == "all_to_all" and not has_all_to_all:
             kind, fraction = "all_gather", fraction * sizes[axis]
-        return setting.job.collective_s(kind, fraction * setting.activation_bytes, group)
+        return setting.job.collective_s(kind, fraction * whole_bytes, group)
 
     return seconds
 

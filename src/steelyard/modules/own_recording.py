@@ -183,7 +183,8 @@ class _Recorder(TorchFunctionMode):
                 what.partition(" in ")[2],
                 f"{what.partition(' in ')[0]} after the blocks, of what {known.what} made {where}",
                 "what depends on parameters to reach the part after the blocks through them",
-                "give it to a block as an argument (and use that very tensor afterwards)",
+                "give it to a block as an argument (and use that very tensor afterwards); where this belongs to "
+                "another list of blocks, name every list: blocks=(…, …)",
             )
 
     def _block_begins(self, block: int, given: BlockArguments) -> None:

@@ -3,7 +3,7 @@
 | module             | idea                                                                                |
 |--------------------|-------------------------------------------------------------------------------------|
 | `space`            | which strategies a layer may take: the decision tree                                |
-| `frontier`         | the algebra of (bytes, seconds) pairs that nothing beats                            |
+| `frontier`         | (bytes, seconds) pairs that nothing beats                                           |
 | `layers`           | one strategy per layer of a run: the dynamic program on frontiers                   |
 | `least_memory`     | least memory: what fits, and the nearest miss                                       |
 | `bounds`           | lower bounds of stage times, by prices of memory                                    |
@@ -11,7 +11,6 @@
 | `pipeline_dp`      | joining runs, stage after stage, into the fastest pipeline                          |
 | `partition`        | cuts and strategies together, provably fastest for one pipeline setting             |
 | `side_inputs`      | values that layers read besides the output before them: conditions on their sources |
-| `graph`            | frontiers of layers that form no chain: FT's eliminations                           |
 | `balance`          | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
 | `group_strategies` | equal strategies of a plan next to each other                                       |
 | `evaluate`         | time and bytes of a given choice, from the definition                               |
@@ -23,8 +22,6 @@
 
 from steelyard.search.balance import BalancedResult, Move, Partition, partition_by
 from steelyard.search.evaluate import Solution, StageCost, evaluate
-from steelyard.search.frontier import Frontier, frontier, product, reduce, union
-from steelyard.search.graph import CostGraph, GraphEdge, GraphNode, GraphResult, cost_graph, graph_frontier
 from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.partition import SettingResult, partition_exact
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
@@ -40,11 +37,6 @@ from steelyard.search.tradeoff import (
 __all__ = [
     "TIME_LIMIT_S",
     "BalancedResult",
-    "CostGraph",
-    "Frontier",
-    "GraphEdge",
-    "GraphNode",
-    "GraphResult",
     "Move",
     "NearestMiss",
     "Partition",
@@ -57,12 +49,9 @@ __all__ = [
     "SpaceOptions",
     "StageCost",
     "TradeOff",
-    "cost_graph",
     "enumerate_levels",
     "enumerate_strategies",
     "evaluate",
-    "frontier",
-    "graph_frontier",
     "load_problem",
     "mixing",
     "nearest_miss",
@@ -70,13 +59,10 @@ __all__ = [
     "parse_problem",
     "partition_by",
     "partition_exact",
-    "product",
-    "reduce",
     "refusal",
     "sampled_frontier",
     "save_problem",
     "search",
     "solve_problem",
     "strategy_verdicts",
-    "union",
 ]

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from steelyard.search import kernels
-from steelyard.search.frontier import FloatArray, IntArray, frontier
+from steelyard.search.frontier import FloatArray, IntArray, reduce
 from steelyard.search.layers import StageCosts, peak_levels
 
 MAX_PRICES = 64
@@ -120,9 +120,10 @@ def _hull_slopes(costs: StageCosts, kinds: Sequence[int]) -> FloatArray:
     slopes = {0.0}
     for kind in kinds[:: -(-len(kinds) // MAX_KINDS)]:
         count = int(costs.count[kind])
-        points = frontier(costs.bytes[kind, :count], costs.seconds[kind, :count])
+        num_bytes, seconds = costs.bytes[kind, :count], costs.seconds[kind, :count]
+        kept = reduce(num_bytes, seconds)
         hull: list[tuple[float, float]] = []
-        for point in zip(points.bytes.tolist(), points.seconds.tolist(), strict=True):
+        for point in zip(num_bytes[kept].tolist(), seconds[kept].tolist(), strict=True):
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
                 hull.pop()
             hull.append(point)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.search.frontier import FloatArray, frontier
+from steelyard.search.frontier import FloatArray, reduce
 
 BISECTIONS = 24
 """Of the least time in which the stages could hold all layers."""
@@ -69,8 +69,9 @@ def priced_layers(
     mine = legal[commonest]
     prices = np.zeros(1)
     if mine.any():
-        points = frontier(num_bytes[commonest, mine], seconds[commonest, mine])
-        prices = np.unique(np.concatenate([prices, -np.diff(points.seconds) / np.diff(points.bytes)]))
+        own_bytes, own_s = num_bytes[commonest, mine], seconds[commonest, mine]
+        kept = reduce(own_bytes, own_s)
+        prices = np.unique(np.concatenate([prices, -np.diff(own_s[kept]) / np.diff(own_bytes[kept])]))
     prices = prices[np.linspace(0, len(prices) - 1, NUM_PRICES).round().astype(int)]
     paid = np.where(legal, seconds, np.inf)[:, :, None] + num_bytes[:, :, None] * prices
     priced = paid.min(axis=1, initial=np.inf)
