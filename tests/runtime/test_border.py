@@ -14,7 +14,7 @@ PAIRS = [
     ("tp2+sp", "fsdp2-cp2", (2, 4)),
     ("cp4", "fsdp2", (4, 2)),
     ("single", "dp3", (1, 3)),
-    ("fsdp2-tp2", "tp2-fsdp3", (4, 6)),
+    ("fsdp2-tp2", "fsdp3-tp2", (4, 6)),
 ]
 
 
