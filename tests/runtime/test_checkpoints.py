@@ -56,7 +56,7 @@ PLANS: dict[str, Plan] = {
     )
 }
 PLANS["unlike stages"] = make_plan(
-    UNEVEN, "fsdp2, tp2", "single, single", sizes=(2, 1), global_batch=8, num_microbatches=2
+    UNEVEN, "single", "tp2, fsdp2", "single", sizes=(1, 2, 1), global_batch=8, num_microbatches=4
 )
 PLANS["tied, unlike stages"] = make_plan(
     TIED, "single", "tp2, dp2, fsdp2", sizes=(1, 2), global_batch=8, num_microbatches=2
