@@ -15,6 +15,7 @@ import pytest
 from steelyard import find_plan
 from steelyard.errors import UserError
 from steelyard.plan.file import read_plan, write_plan
+from steelyard.planning import PlanOptions
 from steelyard.processes.start import Elastic, RankFailedError, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.checkpoint_folder import complete_checkpoints
@@ -33,10 +34,12 @@ SAME_LOSS = 1e-4
 
 @pytest.fixture(scope="module")
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of four devices, and a batch that three do not divide."""
+    """Of four devices in one stage, and a batch that three do not divide."""
     folder = tmp_path_factory.mktemp("plan")
     config = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
-    plan = find_plan(config, "1x4xh100-80gb", global_batch=4, seq_len=64, precision="fp32")
+    plan = find_plan(
+        config, "1x4xh100-80gb", global_batch=4, seq_len=64, precision="fp32", options=PlanOptions(num_stages=1)
+    )
     write_plan(plan, folder / "plan.json")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
     return folder / "plan.json"
