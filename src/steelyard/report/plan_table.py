@@ -10,6 +10,7 @@ from steelyard.errors import InvalidClusterError
 from steelyard.hardware import MixedCluster
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.choices import Rival
+from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Alternative, Plan, Prediction
 from steelyard.units import GB, format_bytes, format_days, format_money, format_plural, format_seconds
 
@@ -77,7 +78,8 @@ def pool_lines(prediction: Prediction) -> list[RenderableType]:
     """A line for each pool of unlike devices: what it is used for, or why it is left out."""
     lines: list[RenderableType] = []
     for pool in prediction.pools or ():
-        memory = format_bytes(pool.budget_bytes)
+        left = margin_text(pool.budget_bytes, pool.margin_bytes)
+        memory = format_bytes(pool.budget_bytes) + (f" ({left})" if left else "")
         used = f"{format_plural(pool.num_stages, 'stage')} on {pool.num_devices} devices of {memory}"
         words = used if pool.num_stages else f"left out: {pool.reason or 'not part of the plan'}"
         lines.append(Text(f"Pool {pool.name}: {words}", style="dim" if pool.num_stages else "yellow"))

@@ -277,6 +277,6 @@ def test_a_kind_without_a_twin_is_refused_when_a_layer_is_made(monkeypatch: pyte
     model = meta_model(chain())
     layer = build_layer(model, chain(), 1, Remat.NONE)
     with fake_world(2) as mesh:
-        unused = PlanMesh(world=mesh, axis_names=("ranks",), runs={})
+        unused = PlanMesh(world=mesh, stage_index=0, axis_names=("ranks",), runs={})
         with pytest.raises(InvalidPlanError, match="rp in rp2\n  expected: kinds that the runtime carries out: tp"):
             shard_layer(layer, model, chain(), parse_strategy("rp2"), unused, "fp32")
