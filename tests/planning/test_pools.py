@@ -202,3 +202,32 @@ def test_python_takes_pools_as_the_command_line_does():
     assert len(plan.stage_pools()) == 2
     with pytest.raises(UserError, match=r"^profile: found profile with several pools"):
         find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", profile="profile.json", **asked)
+
+
+def test_what_leaves_no_margin_in_any_pool_is_taken_with_a_warning_that_names_the_pool():
+    job = pooled(parse_pools("1x2xh100-80gb+1x2xa100-80gb"), batch=8)
+    roomy = plan_pools(job, OPTIONS)
+    assert roomy.has_margin
+    assert roomy.plan.prediction.warnings == ()
+    missed = plan_pools(with_memory(job, GIB, margin=0), OPTIONS)
+    assert missed.plan is None
+    least = int(missed.miss.needed_bytes * 1.09)
+    found = plan_pools(with_memory(job, least, margin=least // 20), OPTIONS)
+    assert found.plan is not None
+    assert not found.has_margin
+    assert all(pool.margin_bytes == 0 for pool in found.plan.prediction.pools)
+    assert any("h100-80gb: no plan was found that leaves" in each for each in found.plan.prediction.warnings)
+
+
+def with_memory(job, has_bytes, *, margin):
+    """The job on devices of this memory, ``margin`` of which is to be left free."""
+    pools = [
+        replace(
+            pool,
+            cluster=pool.cluster.with_memory(has_bytes),
+            budget_bytes=has_bytes - margin,
+            margin_bytes=margin,
+        )
+        for pool in job.pools
+    ]
+    return replace(job, pools=tuple(pools))

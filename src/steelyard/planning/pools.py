@@ -37,6 +37,7 @@ from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.choose import NUM_RESCORED, PlanningResult, plan_job
 from steelyard.planning.demands import asked_in
 from steelyard.planning.job import make_job
+from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.price import job_of
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
@@ -334,6 +335,16 @@ def _most_promising(
 
 def plan_pools(job: PooledJob, options: PlanOptions, *, top: int = NUM_RESCORED) -> PlanningResult:
     """Searches every setting of a job on several pools and turns the best into a plan; as `plan_job` for one."""
+    found = _plan_within(job, options, top, missed=())
+    if found.plan is not None or not any(pool.margin_bytes for pool in job.pools):
+        return found
+    whole = replace(job, pools=tuple(map(without_margin, job.pools)))
+    found = _plan_within(whole, options, top, missed=tuple(pool.margin_bytes for pool in job.pools))
+    return replace(found, has_margin=found.plan is None)
+
+
+def _plan_within(job: PooledJob, options: PlanOptions, top: int, *, missed: tuple[int, ...]) -> PlanningResult:
+    """As `plan_pools`, within the budgets of the pools; ``missed`` are margins that no plan was found to leave free."""
     found = search_pools(
         job,
         PooledSpace(job, options),
@@ -373,7 +384,7 @@ def plan_pools(job: PooledJob, options: PlanOptions, *, top: int = NUM_RESCORED)
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
         mfu_attention=cost.mfu_attention,
-        warnings=job.chain.warnings(job.seq_len),
+        warnings=(*job.chain.warnings(job.seq_len), *_pressures(job, plan, cost, missed)),
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
         certificate=_certificate(found, best, len(candidates), options.time_limit_s),
@@ -385,6 +396,16 @@ def plan_pools(job: PooledJob, options: PlanOptions, *, top: int = NUM_RESCORED)
     )
     plan = plan.model_copy(update={"prediction": prediction, "asked": asked_in(options)})
     return replace(result, plan=plan, cost=cost, miss=None)
+
+
+def _pressures(job: PooledJob, plan: Plan, cost: PlanCost, missed: tuple[int, ...] = ()) -> tuple[str, ...]:
+    """The warnings of `pressure`, for each pool that a plan uses."""
+    own, found = job.jobs(plan), []
+    for place, pool in enumerate(job.pools):
+        stages = [stage for stage, each in zip(cost.stages, own, strict=True) if each is pool]
+        told = pressure(pool, stages, missed_bytes=missed[place] if missed else 0) if stages else ()
+        found += [f"{pool.cluster.name}: {warning}" for warning in told]
+    return tuple(found)
 
 
 def pool_uses(job: PooledJob, plan: Plan, step_time_s: float, found: PooledSearch | None = None) -> tuple[PoolUse, ...]:
@@ -509,7 +530,7 @@ def price_pools(plan: Plan, job: PooledJob) -> Plan:
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
         mfu_attention=cost.mfu_attention,
-        warnings=job.chain.warnings(job.seq_len),
+        warnings=(*job.chain.warnings(job.seq_len), *_pressures(job, plan, cost)),
         budget_bytes=job.budget_bytes,
         stages=cost.stages,
         certificate=Certificate(status="priced"),
