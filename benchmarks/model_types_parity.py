@@ -42,7 +42,8 @@ def make_case(model_type: str, architecture: str, strategy: str) -> Case:
     split = split_model(model_type, config)
     half = (len(split.layers) + 1) // 2
     stages = (", ".join([strategy] * count) for count in (half, len(split.layers) - half))
-    options = {"num_microbatches": 2, "global_batch": 8, "seq_len": 16, "num_devices": NUM_PROCESSES, "split": split}
+    options = {"num_microbatches": 2, "global_batch": 8, "num_devices": NUM_PROCESSES, "split": split}
+    options["seq_len"] = split.max_seq_len if split.image else 16
     return Case(plan=make_plan(config, *stages, **options), num_steps=2)
 
 
@@ -114,7 +115,7 @@ def _ended(folder: Path, works: list[Callable[[], None]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", choices=("causal", "masked"), default="causal")
+    parser.add_argument("--task", choices=TASKS, default="causal")
     parser.add_argument("--types", help="separated by commas; all where left out")
     parser.add_argument("--strategy", default="fsdp2 remat=full", help="of every layer, over two ranks")
     options = parser.parse_args()

@@ -46,6 +46,17 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """What is here beside the keys of a type is ignored by it."""
 
+_IMAGES = {"image_size": 32, "patch_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
+    "dinov2": {**_IMAGES, "num_labels": 10},
+    "convnext": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "image_size": 32, "num_labels": 10},
+}
+
+
+def image_config(model_type: str) -> dict[str, Any]:
+    """The config of a type that classifies images."""
+    return {"model_type": model_type, **IMAGE_CONFIGS[model_type]}
+
 
 def split_config(model_type: str) -> dict[str, Any]:
     """The config of a type."""
