@@ -85,7 +85,7 @@ class BlockPiece:
         given = context.side.arguments[layer.kind.name]
         repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), given)
         places, names = self._call.with_hidden(repeated, hidden)
-        return self._call.result_of(layer.block(*places, **names))
+        return self._call.result_of(layer.block(*places, **names)).contiguous()  # as it is sent to another stage
 
 
 class BlockInputs:
@@ -202,7 +202,8 @@ class Shell:
             name: child and self._copy(child, f"{path}.{name}" if path else name, config)
             for name, child in module._modules.items()
         }
-        if holds_parameters(module):
+        holds_kept = any(each.startswith(f"{path}.") for each in self._keep)  # what it holds itself is tied to them
+        if holds_parameters(module) and not holds_kept:
             if self._shapes is None:
                 hole = _Hole(found, is_wide=module is self._whole.model.get_output_embeddings())
             else:
