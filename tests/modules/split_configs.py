@@ -53,11 +53,6 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def image_config(model_type: str) -> dict[str, Any]:
-    """The config of a type that classifies images."""
-    return {"model_type": model_type, **IMAGE_CONFIGS[model_type]}
-
-
 def split_config(model_type: str) -> dict[str, Any]:
     """The config of a type."""
-    return {"model_type": model_type, **SPLIT_CONFIGS[model_type]}
+    return {"model_type": model_type, **(SPLIT_CONFIGS | IMAGE_CONFIGS)[model_type]}

@@ -20,8 +20,8 @@ from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
 from steelyard.tracer.trace import trace
-from tests.modules.split_configs import SPLIT_CONFIGS, image_config, split_config
-from tests.runtime.family_cases import SPLIT
+from tests.modules.split_configs import SPLIT_CONFIGS, split_config
+from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 
 _found: dict[str, ModelSplit] = {}
@@ -52,8 +52,9 @@ def test_a_tied_embedding_is_found() -> None:
     assert split.layout().shared[0].copies == ((0, "model__embed_tokens.weight"), (3, "lm_head.weight"))
 
 
-def test_the_split_of_the_parity_tests_is_what_is_found() -> None:
-    assert split_of("cohere2") == SPLIT
+@pytest.mark.parametrize("model_type", SPLITS)
+def test_the_splits_of_the_parity_tests_are_what_is_found(model_type: str) -> None:
+    assert split_of(model_type) == SPLITS[model_type]
 
 
 def test_tensor_and_sequence_parallelism_are_proved() -> None:
@@ -121,7 +122,7 @@ def test_an_architecture_decides_the_task() -> None:
 
 
 def test_a_model_of_images_splits_into_pieces_that_are_the_whole() -> None:
-    split = split_model("dinov2", image_config("dinov2"))
+    split = split_of("dinov2")
     assert (split.task, split.image, split.vocab_size) == (Task.IMAGE_CLASSIFICATION, (3, 32, 32), 10)
     assert [kind.name for kind in split.kinds] == ["embedding", "block", "head"]
     assert split.layout().max_seq_len == 17
@@ -129,8 +130,8 @@ def test_a_model_of_images_splits_into_pieces_that_are_the_whole() -> None:
 
 
 def test_stages_of_images_may_change_the_shape_of_what_flows() -> None:
-    config = image_config("convnext")
-    chain = chain_from_config(config, name="c", split=split_model("convnext", config))
+    config = split_config("convnext")
+    chain = chain_from_config(config, name="c", split=split_of("convnext"))
     assert [chain.flow_shapes(layer, 64) for layer in range(3)] == [((16, 8, 8),), ((16, 8, 8),), ((32, 4, 4),)]
     assert [chain.hidden_shape(layer, 64) for layer in range(3)] == [(64, 16), (64, 16), (16, 32)]
     assert [layer.kind for layer in trace(chain, seq_len=64, precision="bf16", degrees=(1,)).layers] == [
