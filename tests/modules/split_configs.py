@@ -7,6 +7,7 @@ _SMALL = {
     **{"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64, "sliding_window": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
         "output_embedding_size": 96,
         "architectures": ["RemBertForMaskedLM"],
     },
-    "roberta": {**_SMALL, "architectures": ["RobertaForMaskedLM"]},
+    "roberta": {**_SMALL, **_NO_DROPOUT, "architectures": ["RobertaForMaskedLM"]},
 }
 """What is here beside the keys of a type is ignored by it."""
 
