@@ -103,7 +103,12 @@ def _shallow(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
         for key, value in config.items()
     }
     found |= {k: v[:num_blocks] for k, v in config.items() if isinstance(v, list) and len(v) in deep}
-    return found | {k: _shallow(v, num_blocks) for k, v in config.items() if k.endswith("_config") and v}
+    found = {k: v for k, v in found.items() if k not in ("out_features", "out_indices", "stage_names")}
+    by_block = config.get("per_layer_config") or {}
+    if by_block:
+        found["per_layer_config"] = {k: v for k, v in by_block.items() if int(k) < num_blocks}
+    parts = {k: v for k, v in config.items() if k.endswith("_config") and k != "per_layer_config" and v}
+    return found | {k: _shallow(v, num_blocks) for k, v in parts.items()}
 
 
 def divided_share(chain: ModelChain) -> float:

@@ -7,6 +7,7 @@ _SMALL = {
     **{"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64, "sliding_window": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
@@ -42,11 +43,17 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
         "output_embedding_size": 96,
         "architectures": ["RemBertForMaskedLM"],
     },
-    "roberta": {**_SMALL, "architectures": ["RobertaForMaskedLM"]},
+    "roberta": {**_SMALL, **_NO_DROPOUT, "architectures": ["RobertaForMaskedLM"]},
 }
 """What is here beside the keys of a type is ignored by it."""
+
+_IMAGES = {"image_size": 32, "patch_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
+    "dinov2": {**_IMAGES, "num_labels": 10},
+    "convnext": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "image_size": 32, "num_labels": 10},
+}
 
 
 def split_config(model_type: str) -> dict[str, Any]:
     """The config of a type."""
-    return {"model_type": model_type, **SPLIT_CONFIGS[model_type]}
+    return {"model_type": model_type, **(SPLIT_CONFIGS | IMAGE_CONFIGS)[model_type]}

@@ -13,13 +13,15 @@ from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
 from steelyard.modules import split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
+from steelyard.modules.build import read_hub_config
 from steelyard.modules.split_proof import split_model
+from steelyard.modules.splitting import find_split
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
 from steelyard.tracer.trace import trace
 from tests.modules.split_configs import SPLIT_CONFIGS, split_config
-from tests.runtime.family_cases import SPLIT
+from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 
 _found: dict[str, ModelSplit] = {}
@@ -50,8 +52,9 @@ def test_a_tied_embedding_is_found() -> None:
     assert split.layout().shared[0].copies == ((0, "model__embed_tokens.weight"), (3, "lm_head.weight"))
 
 
-def test_the_split_of_the_parity_tests_is_what_is_found() -> None:
-    assert split_of("cohere2") == SPLIT
+@pytest.mark.parametrize("model_type", SPLITS)
+def test_the_splits_of_the_parity_tests_are_what_is_found(model_type: str) -> None:
+    assert split_of(model_type) == SPLITS[model_type]
 
 
 def test_tensor_and_sequence_parallelism_are_proved() -> None:
@@ -118,10 +121,58 @@ def test_an_architecture_decides_the_task() -> None:
     assert split_of("roberta").task is Task.MASKED_LM
 
 
-def test_a_model_with_a_family_splits_as_its_family_says() -> None:
-    config = FAMILY_CONFIGS["qwen3"]
+def test_a_model_of_images_splits_into_pieces_that_are_the_whole() -> None:
+    split = split_of("dinov2")
+    assert (split.task, split.image, split.vocab_size) == (Task.IMAGE_CLASSIFICATION, (3, 32, 32), 10)
+    assert [kind.name for kind in split.kinds] == ["embedding", "block", "head"]
+    assert split.layout().max_seq_len == 17
+    assert (split.kinds[1].no_tp, split.kinds[1].no_sp) == ("", "the places of an image are not divided")
+
+
+def test_stages_of_images_may_change_the_shape_of_what_flows() -> None:
+    config = split_config("convnext")
+    chain = chain_from_config(config, name="c", split=split_of("convnext"))
+    assert [chain.flow_shapes(layer, 64) for layer in range(3)] == [((16, 8, 8),), ((16, 8, 8),), ((32, 4, 4),)]
+    assert [chain.hidden_shape(layer, 64) for layer in range(3)] == [(64, 16), (64, 16), (16, 32)]
+    assert [layer.kind for layer in trace(chain, seq_len=64, precision="bf16", degrees=(1,)).layers] == [
+        kind.name for kind in chain.kinds
+    ]
+
+
+def test_batch_norms_are_refused() -> None:
+    with pytest.raises(InvalidModelError, match="batch norms"):
+        find_split(read_hub_config("resnet", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]}))
+
+
+def test_a_model_without_parameters_before_its_blocks_is_refused() -> None:
+    with pytest.raises(InvalidModelError, match="no parameters before its blocks"):
+        find_split(read_hub_config("segformer", {}))
+
+
+def test_what_text_does_not_reach_lies_with_the_embedding() -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    config = {"model_type": "git", **text, "vision_config": vision}
+    split = find_split(read_hub_config("git", config)).split
+    assert split.embedding[-2:] == ("git.image_encoder", "git.visual_projection")
+    assert split.blocks == "git.encoder.layer"
+
+
+@pytest.mark.slow
+def test_blocks_that_are_left_out_of_the_proof_still_tell_what_they_are() -> None:
+    assert [kind.no_tp for kind in split_model("modernbert-decoder", _MODERN).kinds] == [""] * 4
+
+
+_MODERN = {"model_type": "modernbert-decoder", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
+_MODERN |= {"intermediate_size": 96, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attention"] + ["sliding_attention"] * 5}
+
+
+@pytest.mark.parametrize(("model_type", "degrees"), [("qwen3", (1, 2)), ("vit", (1,))])
+def test_a_model_with_a_family_splits_as_its_family_says(model_type: str, degrees: tuple[int, ...]) -> None:
+    config = FAMILY_CONFIGS[model_type]
     family = chain_from_config(config, name="q")
-    split = chain_from_config(config, name="q", split=split_model("qwen3", config))
+    split = chain_from_config(config, name="q", split=split_model(model_type, config))
     assert [kind.role for kind in split.kinds] == [kind.role for kind in family.kinds]
     assert split.layers == family.layers
     assert (split.hidden_size, split.vocab_size, split.max_seq_len) == (
@@ -129,11 +180,12 @@ def test_a_model_with_a_family_splits_as_its_family_says() -> None:
         family.vocab_size,
         family.max_seq_len,
     )
-    assert _costs(split) == _costs(family)
+    assert _costs(split, degrees) == _costs(family, degrees)
 
 
-def _costs(chain: ModelChain) -> list[tuple[object, ...]]:
-    profile = trace(chain, seq_len=16, precision="bf16", degrees=(1, 2))
+def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ...]]:
+    length = 16 if chain.family.task.reads_text else chain.max_seq_len
+    profile = trace(chain, seq_len=length, precision="bf16", degrees=degrees)
     found = []
     for layer in profile.layers:
         if chain.kinds[[kind.name for kind in chain.kinds].index(layer.kind)].role is LayerRole.BLOCK:
@@ -193,6 +245,10 @@ def test_a_damaged_split_is_found_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_small_config_keeps_what_is_grouped() -> None:
     small = small_config({"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, degree=2)
     assert small == {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+
+
+def test_a_small_config_keeps_how_heads_grow_by_stage() -> None:
+    assert small_config({"num_heads": [3, 6, 12], "embed_dim": 96}) == {"num_heads": [4, 8, 16], "embed_dim": 64}
 
 
 def test_a_small_config_keeps_how_wide_state_space_layers_are() -> None:

@@ -11,13 +11,16 @@ from tests.runtime.models import FAMILY_CONFIGS, make_plan
 NUM_DEVICES = 4
 
 
-SPLIT = ModelSplit.model_validate_json((Path(__file__).parent / "cohere2_split.json").read_text())
-"""Of a type without a family file: what `steelyard.modules.split_proof.split_model` finds for its small config."""
+SPLITS = {
+    name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
+    for name in ("cohere2", "convnext", "roberta")
+}
+"""Of types without a family file: what `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
 
 def _case(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32", num_chunks: int = 1) -> Case:
     """Two steps of two microbatches of four samples."""
-    split = None if config in FAMILY_CONFIGS else SPLIT
+    split = SPLITS.get(config)
     content = FAMILY_CONFIGS[config] if split is None else split_config(config)
     chain = chain_from_config(content, name=config, split=split)
     plan = make_plan(
@@ -72,6 +75,8 @@ CASES: dict[str, Case] = {
     "swin, two stages": _case("swin", "dp2, fsdp2, dp2 remat=full", "fsdp2, fsdp2, dp2, dp2"),
     "cohere2 without a family, one stage": _case("cohere2", "fsdp4, tp2-fsdp2+sp remat=selective, dp2-tp2, tp2-dp2+sp"),
     "cohere2 without a family, two stages": _case("cohere2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
+    "convnext without a family, two stages": _case("convnext", "fsdp2, dp2", "fsdp2 remat=full, fsdp2"),
+    "roberta without a family, two stages": _case("roberta", "fsdp2, tp2", "fsdp2 remat=full, fsdp2"),
     "gpt2, bf16": _case("gpt2", "dp2, tp2+sp", "fsdp2, tp2", precision="bf16"),
     "gemma2, bf16": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp", precision="bf16"),
     "mixtral, bf16": _case("mixtral", "dp2, tp2", "fsdp2, tp2+sp", precision="bf16"),

@@ -92,6 +92,8 @@ class ModelChain:
         """The shapes of all that flows out of a layer, for one sample of ``seq_len`` tokens."""
         if self.own is not None:
             return self.own.kind(layer).shapes
+        if self.split is not None and self.split.kinds[self.layers[layer]].shape:
+            return (self.split.kinds[self.layers[layer]].shape,)
         return (self.hidden_shape(layer, seq_len),) * self.kind_of(layer).num_streams
 
     def window(self, kind: LayerKind) -> int | None:

@@ -67,6 +67,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
     found |= {key: value for key, value in sizes.items() if key in given}
+    found |= {key: _in_ratio(config[key], heads) for key in _HEAD_KEYS if isinstance(config.get(key), list)}
     hidden = given.get("hidden_size")
     found |= {key: width // 2 for key in _PROJECTED_KEYS if key in given and hidden not in (None, given[key])}
     found |= {key: _heads_of(given, key, degree) for key in _KV_KEYS if key in given}
@@ -80,6 +81,11 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     }
     found |= {key: None if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found
+
+
+def _in_ratio(by_stage: list[int], heads: int) -> list[int]:
+    """Heads of stages that grow as those given do, the first with so many."""
+    return [max(1, each * heads // by_stage[0]) for each in by_stage]
 
 
 def _heads_of(given: Mapping[str, int], key: str, degree: int) -> int:

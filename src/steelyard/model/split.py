@@ -7,6 +7,7 @@ own forward pass with holes, and blocks are called as the model calls them (`ste
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,6 +36,18 @@ class SplitKind(_Part):
     attention: str = "full_attention"
     styles: dict[str, str] = {}
     """The style of the modules that tensor parallelism divides, by their path in the layer: as `Family.tp`."""
+    shape: tuple[Count, ...] = ()
+    """Of one sample of what flows out, where that does not follow from the number of tokens."""
+
+
+def length_of(shape: tuple[int, ...]) -> int:
+    """The places of a hidden state [S, H] or [H, rows, columns]."""
+    return shape[0] if len(shape) == 2 else prod(shape[1:])
+
+
+def width_of(shape: tuple[int, ...]) -> int:
+    """The entries at each place of a hidden state [S, H] or [H, rows, columns]."""
+    return shape[-1] if len(shape) == 2 else shape[0]
 
 
 class BlockCall(_Part):
@@ -102,6 +115,8 @@ class ModelSplit(_Part):
     rotary_size: int
     rotary_by_attention: bool
     fused_attention: bool
+    image: tuple[Count, Count, Count] | None = None
+    """Channels, height and width of what the model reads; None where it reads token ids."""
     shared: tuple[tuple[tuple[int, str], ...], ...] = ()
     """Parameters that the embedding and the head share: for each copy its layer, and its path in the model."""
 
@@ -138,6 +153,7 @@ class ModelSplit(_Part):
                     no_cp="that every rank may compute its own tokens alone is not proved for a model without a family",
                     num_experts=kind.num_experts,
                     attention=kind.attention,
+                    hidden=(length_of(kind.shape), width_of(kind.shape)) if kind.shape else None,
                 )
                 for kind in self.kinds
             ),
@@ -152,6 +168,7 @@ class ModelSplit(_Part):
             ),
             rotary_size=self.rotary_size,
             learned_positions=self.learned_positions,
+            image=self.image,
         )
 
     def modules(self, layer: int) -> Mapping[str, str]:

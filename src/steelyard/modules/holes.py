@@ -15,20 +15,22 @@ import copy
 import inspect
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit
-from steelyard.modules.build import fill_buffers
+from steelyard.modules.build import build_from_config, fill_buffers
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -38,7 +40,7 @@ class EmbeddingPiece:
     """Token ids [B, S] to the hidden state that the first block reads."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
-        stubs = [_Stop(split.call) for _ in range(split.num_blocks)]
+        stubs = [_Stop(split, block) for block in range(split.num_blocks)]
         self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=not split.fused_attention)
 
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor:
@@ -54,9 +56,9 @@ class HeadPiece:
     """The hidden state that the last block returns to logits."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
-        self._last = _Give(split.call)
-        self._sees_shape = split.head_sees_shape
-        stubs: list[nn.Module] = [_Stub(split.call) for _ in range(split.num_blocks - 1)]
+        self._last = _Give(split, split.num_blocks - 1)
+        self._sees_shape, self._image = split.head_sees_shape, split.image
+        stubs: list[nn.Module] = [_Stub(split, block) for block in range(split.num_blocks - 1)]
         self._shell = Shell(
             model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=not split.fused_attention
         )
@@ -64,9 +66,9 @@ class HeadPiece:
     def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be."""
         self._last.hidden = hidden
-        shape = hidden.shape[:2] if self._sees_shape else (1, 1)
+        samples, tokens = hidden.shape[:2] if self._sees_shape else (1, 1)
         try:
-            outputs = self._shell(torch.zeros(shape, dtype=torch.long, device=hidden.device), hidden.dtype)
+            outputs = self._shell(blank(self._image, samples, tokens, hidden.device), hidden.dtype)
         finally:
             self._last.hidden = None
         return outputs.logits
@@ -83,7 +85,7 @@ class BlockPiece:
         given = context.side.arguments[layer.kind.name]
         repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), given)
         places, names = self._call.with_hidden(repeated, hidden)
-        return self._call.result_of(layer.block(*places, **names))
+        return self._call.result_of(layer.block(*places, **names)).contiguous()  # as it is sent to another stage
 
 
 class BlockInputs:
@@ -97,24 +99,26 @@ class BlockInputs:
         for block in range(split.num_blocks):
             name = chain.kind_of(block + 1).name
             if name in kinds and name not in self._records:
-                self._records[name] = _Record(split.call)
+                self._records[name] = _Record(split, block)
                 stubs.append(self._records[name])
             else:
-                stubs.append(_Stub(split.call))
+                stubs.append(_Stub(split, block))
+        list(self._records.values())[-1].is_last = True
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
         self._by_sample = split.sides_by_sample
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
-        """For every kind its arguments, for token ids [1, S] and a hidden state in ``dtype``."""
+        """For every kind its arguments, for one sample and a hidden state in ``dtype``."""
         one = self._recorded(ids, dtype)
         if not self._by_sample:
             return one
-        two = self._recorded(ids.expand(2, -1), dtype)
+        two = self._recorded(torch.cat([ids, ids]), dtype)
         return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
 
     def _recorded(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
-        self._shell(ids, dtype)
+        with suppress(_ReachedError):
+            self._shell(ids, dtype)
         return {name: record.take() for name, record in self._records.items()}
 
 
@@ -165,8 +169,12 @@ class Shell:
         self._keep, self._blocks, self._stubs = frozenset(keep), split.blocks, nn.ModuleList(stubs)
         self._holes: list[_Hole] = []
         self._filled: list[nn.Module] = []
+        self._options, self._reads = forward_options(model), reads(split.image)
+        with _disable_current_modes():
+            options = {"fused_attention": split.fused_attention}
+            self._shapes = build_from_config(model.config, split.task, **options) if split.image else None
         self._model = self._copy(model, "", model.config)
-        self._options = forward_options(model)
+        self._shapes = None
         self._device: torch.device | None = None
 
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Any:
@@ -178,7 +186,7 @@ class Shell:
         for hole in self._holes:
             hole.dtype = dtype
         with without_values():
-            return self._model(input_ids=ids, **self._options)
+            return self._model(**{self._reads: ids}, **self._options)
 
     def _copy(self, module: nn.Module, path: str, config: PreTrainedConfig) -> nn.Module:
         if path in self._keep:
@@ -186,14 +194,20 @@ class Shell:
         if path == self._blocks:
             for stub, block in zip(self._stubs, module.children(), strict=True):
                 stub.stands_for = _Whole(block)
-            return self._stubs
+            stubs = copy.copy(module)
+            stubs._modules = dict(zip(module._modules, self._stubs, strict=True))
+            return stubs
         found = copy.copy(module)
         found._modules = {
             name: child and self._copy(child, f"{path}.{name}" if path else name, config)
             for name, child in module._modules.items()
         }
-        if holds_parameters(module):
-            hole = _Hole(found, is_wide=module is self._whole.model.get_output_embeddings())
+        holds_kept = any(each.startswith(f"{path}.") for each in self._keep)  # what it holds itself is tied to them
+        if holds_parameters(module) and not holds_kept:
+            if self._shapes is None:
+                hole = _Hole(found, is_wide=module is self._whole.model.get_output_embeddings())
+            else:
+                hole = _HoleOfImages(found, self._shapes.get_submodule(path))
             self._holes.append(hole)
             found = hole
         else:
@@ -230,11 +244,16 @@ def without_values() -> Iterator[None]:
                     each.stop()
 
 
+def _item(tensor: Tensor) -> Any:
+    """The only entry of a tensor; 0 of one without values, which models compare or assert on."""
+    return 0 if tensor.is_meta or is_fake(tensor) else _tensor_item(tensor)
+
+
 def _draw(*size: Any, **options: Any) -> Any:
     return 1.0 if size == ([],) else _rand(*size, **options)
 
 
-_rand = torch.rand
+_rand, _tensor_item = torch.rand, Tensor.item
 _num_within, _within_lock = 0, threading.Lock()
 _REPLACED = (
     mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
@@ -242,6 +261,7 @@ _REPLACED = (
     mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: lambda *_, **__: None}),
     mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
     mock.patch.object(torch, "rand", _draw),
+    mock.patch.object(Tensor, "item", _item),
 )
 
 
@@ -258,7 +278,7 @@ class _Whole:
 class _Hole(nn.Module):
     """Stands where a module with parameters was: the same attributes, and blanks instead of results."""
 
-    def __init__(self, module: nn.Module, *, is_wide: bool) -> None:
+    def __init__(self, module: nn.Module, *, is_wide: bool = False) -> None:
         super().__init__()
         self._is_wide = is_wide
         kept = {name: value for name, value in vars(module).items() if name not in vars(self)}
@@ -280,6 +300,29 @@ class _Hole(nn.Module):
         return torch.zeros(shape, dtype=self.dtype, device=given.device)  # models write into some
 
 
+class _HoleOfImages(_Hole):
+    """As a hole; the shapes are those that the module makes of tensors without values."""
+
+    def __init__(self, module: nn.Module, shaped: nn.Module) -> None:
+        super().__init__(module)
+        self._shaped = _Whole(shaped)
+
+    @torch.no_grad()
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Blanks of the shapes that the module would return."""
+        given = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
+        with _disable_current_modes():  # nobody counts it
+            places, names = pytree.tree_map_only(Tensor, _on_meta, (arguments, named))
+            made = self._shaped.model(*places, **names)
+        options = {"dtype": self.dtype, "device": given.device}
+        return pytree.tree_map_only(Tensor, lambda each: torch.zeros(each.shape, **options), made)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
 def holds_parameters(module: nn.Module) -> bool:
     """Whether a module has parameters of its own: not those that it only points to in a module below it."""
     own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
@@ -293,7 +336,7 @@ def _width(module: nn.Module) -> int | None:
 
 
 class _ReachedError(Exception):
-    """The first block was reached."""
+    """The first block was reached, or the last one that is asked for."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -305,9 +348,10 @@ class _Stub(nn.Module):
 
     stands_for: "_Whole | None" = None
 
-    def __init__(self, call: BlockCall) -> None:
+    def __init__(self, split: ModelSplit, block: int) -> None:
         super().__init__()
-        self._call = call
+        self._call = split.call
+        self._shape = split.kinds[split.layers[block + 1]].shape
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -319,7 +363,10 @@ class _Stub(nn.Module):
 
     def forward(self, *places: Any, **names: Any) -> Any:
         """What the block would return, had it nothing to compute."""
-        return self._call.returned(self._call.hidden((places, names)))
+        hidden = self._call.hidden((places, names))
+        if self._shape and hidden.shape[1:] != self._shape:
+            hidden = hidden.new_zeros((len(hidden), *self._shape))
+        return self._call.returned(hidden)
 
 
 class _Stop(_Stub):
@@ -337,9 +384,13 @@ class _Give(_Stub):
 
 class _Record(_Stub):
     _found: BlockArguments | None = None
+    is_last = False
+    """Whether nothing behind it is asked for."""
 
     def forward(self, *places: Any, **names: Any) -> Any:
         self._found = self._call.with_hidden((places, names), None)
+        if self.is_last:
+            raise _ReachedError(self._call.hidden((places, names)))
         return super().forward(*places, **names)
 
     def take(self) -> BlockArguments:
@@ -355,6 +406,18 @@ def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
     return (
         leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves if isinstance(leaf, Tensor | PerSample)
     )
+
+
+def reads(image: tuple[int, int, int] | None) -> str:
+    """What the model calls its samples: token ids, or images."""
+    return "pixel_values" if image else "input_ids"
+
+
+def blank(image: tuple[int, int, int] | None, samples: int, tokens: int, device: torch.device) -> Tensor:
+    """Samples of zeros: token ids [B, S], or images [B, C, H, W]."""
+    if image:
+        return torch.zeros((samples, *image), device=device)
+    return torch.zeros((samples, tokens), dtype=torch.long, device=device)
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from steelyard.model.family import Family, Run
 from steelyard.model.split import BlockArguments
 from steelyard.modules.build import build_rotary, named_layer_modules
 from steelyard.modules.context_attention import reads_mask
-from steelyard.modules.holes import BlockInputs, split_run, tensors_in
+from steelyard.modules.holes import BlockInputs, blank, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.plan.strategy import Remat
@@ -213,12 +213,12 @@ class SplitSideInputs(nn.Module):
         super().__init__()
         self.model_config = model.config
         self._inputs = BlockInputs(model, chain, kinds) if kinds else None
+        self._image = chain.layout.image
 
     @torch.no_grad()
     def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
         """The arguments of every kind of block for samples of ``seq_len`` tokens, made for one sample."""
-        ids_1S = torch.zeros((1, seq_len), dtype=torch.long, device=device)  # noqa: N806
-        arguments = self._inputs(ids_1S, dtype) if self._inputs else {}
+        arguments = self._inputs(blank(self._image, 1, seq_len, device), dtype) if self._inputs else {}
         return SideInputs(position_ids=torch.arange(seq_len, device=device).unsqueeze(0), arguments=arguments)
 
 

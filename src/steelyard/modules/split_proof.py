@@ -7,9 +7,9 @@ is proved likewise (`steelyard.modules.split_tp`).
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
+from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
+from steelyard.modules.holes import reads
 from steelyard.modules.split_tp import ThreadedProof, difference, divided_kinds, divided_sizes, pieces_of
 from steelyard.modules.splitting import Found, find_split
 
@@ -82,24 +84,46 @@ def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
     whole.tie_weights()
     parts = copy.deepcopy(whole)
     prepare_model(parts, chain)
-    for length in _LENGTHS:
-        ids = torch.randint(split.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
-        expected = _results(whole, whole(input_ids=ids).logits, ids)
+    for seed, length in enumerate(_LENGTHS):
+        ids, labels = _samples(chain, length, seed)
+        expected = _results(whole, whole(**{reads(split.image): ids}).logits, labels)
         try:
             logits = _run_pieces(parts, chain, ids, range(chain.num_layers)).view_as(expected["logits"])
-            wrong = difference(expected, _results(parts, logits, ids), chain, TOLERANCE)
+            wrong = difference(expected, _results(parts, logits, labels), chain, TOLERANCE)
         except Exception as error:
             wrong = f"they raise {type(error).__name__} ({(str(error).splitlines() or [''])[0][:160]})"
         if wrong:
             return None, wrong
     few = sorted({place for kind in range(len(chain.kinds)) for place in _first_two(chain, kind)})
-    short = _results(parts, _run_pieces(parts, chain, ids, few), ids)
+    few = few if _is_chain(chain, few) else list(range(chain.num_layers))
+    short = _results(parts, _run_pieces(parts, chain, ids, few), labels)
     parts.zero_grad()
     blocks = parts.get_submodule(split.blocks)
-    for place in range(split.num_blocks):
+    for place, (name, block) in enumerate(list(blocks.named_children())):
         if place + 1 not in few:
-            blocks[place] = nn.Module()  # ranks copy the model
-    return ThreadedProof(model=parts, chain=chain, numbers=few, ids=ids, expected=short, tolerance=TOLERANCE), ""
+            setattr(blocks, name, _without_parts(block))  # ranks copy the model
+    options = {"ids": ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}
+    return ThreadedProof(model=parts, chain=chain, numbers=few, **options), ""
+
+
+def _samples(chain: ModelChain, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random samples, and the class of each place or image; texts differ in their length, images by ``seed``."""
+    if chain.layout.image:
+        return random_samples(chain, _SAMPLES, length, torch.Generator().manual_seed(seed))
+    ids = torch.randint(chain.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
+    return ids, ids
+
+
+def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
+    """Whether what flows out of each of these layers can flow into the next of them."""
+    return all(chain.flow_shapes(before, 1) == chain.flow_shapes(after - 1, 1) for before, after in pairwise(layers))
+
+
+def _without_parts(module: nn.Module) -> nn.Module:
+    """A module that tells what it is, as others may ask, and holds nothing."""
+    found = copy.copy(module)
+    found._modules, found._parameters, found._buffers = {}, {}, {}
+    return found
 
 
 def _first_two(chain: ModelChain, kind: int) -> list[int]:
@@ -114,10 +138,10 @@ def _run_pieces(model: PreTrainedModel, chain: ModelChain, ids: Tensor, numbers:
     return flow
 
 
-def _results(model: nn.Module, logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
+def _results(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """The logits, and the gradient of every parameter by its path."""
     model.zero_grad()
-    functional.cross_entropy(logits.flatten(0, -2).float(), ids.flatten()).backward()
+    functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()).backward()
     gradients = {path: each.grad.clone() for path, each in model.named_parameters() if each.grad is not None}
     return {"logits": logits.detach(), **gradients}
 

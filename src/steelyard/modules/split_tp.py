@@ -55,6 +55,7 @@ _HEAD_COUNTS = (
 _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size", "d_model")
 """Attributes that count heads, and those that hold the width of all heads: what modules reshape by."""
 
+IMAGE_NO_SP = "the places of an image are not divided"
 Styles = Mapping[str, str]
 
 
@@ -76,12 +77,12 @@ def divided_kinds(
         for styles in _suppositions(model, split, kind, layer, keywords):
             reason = prove({kind.name: styles}, False)
             if not reason:
-                no_sp = prove({kind.name: styles}, True)
+                no_sp = IMAGE_NO_SP if split.image else prove({kind.name: styles}, True)
                 found[kind.name] = kind.model_copy(
                     update={
                         "styles": dict(styles),
                         "no_tp": "",
-                        "no_sp": f"not proved: {no_sp}" if no_sp else "",
+                        "no_sp": no_sp if split.image else f"not proved: {no_sp}" if no_sp else "",
                     }
                 )
                 break
@@ -305,7 +306,7 @@ def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int
     styles: dict[str, str] = {}
     for name, path in split.modules(layer).items():
         module = model.get_submodule(path)
-        if module is model.get_input_embeddings() and kind.role is LayerRole.EMBEDDING:
+        if kind.role is LayerRole.EMBEDDING and not split.image and module is model.get_input_embeddings():
             styles[name] = "vocabulary"
         elif isinstance(module, nn.Linear) and module.out_features == split.vocab_size:
             styles[name] = "logits"
@@ -355,6 +356,7 @@ class ThreadedProof:
     numbers: Sequence[int]
     """The layers of the chain that are run: embedding, head, and two blocks of each kind."""
     ids: Tensor
+    labels: Tensor
     expected: Mapping[str, Tensor]
     """The logits, and the gradient of every parameter by its path."""
     tolerance: float
@@ -382,11 +384,12 @@ class ThreadedProof:
             cut = sp and layer.kind.name in divided
             if layer.kind.name in divided:
                 apply_tensor_parallel(layer, model, chain, mesh, sp=sp)
-            flow = layer.run_by_family(layer, _part(flow, mesh) if cut and flow.is_floating_point() else flow, context)
+            entering = _part(flow, mesh) if cut and flow.is_floating_point() else flow
+            flow = layer.run_by_family(layer, entering, context)
             flow = _whole(flow, mesh) if cut and not isinstance(flow, DTensor) else flow
         logits = flow.full_tensor() if isinstance(flow, DTensor) else flow
         logits = logits.view_as(self.expected["logits"])
-        functional.cross_entropy(logits.flatten(0, -2), self.ids.flatten()).backward()
+        functional.cross_entropy(logits.flatten(0, -2), self.labels.flatten()).backward()
         found = {"logits": logits.detach()}
         for layer, name, path in places:
             gradient = layer.get_parameter(name).grad

@@ -22,15 +22,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole, Task
-from steelyard.model.split import BlockCall, ModelSplit, SplitKind
+from steelyard.model.split import BlockCall, ModelSplit, SplitKind, length_of, width_of
 from steelyard.modules.build import build_from_config
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.holes import forward_options, holds_parameters, without_values
+from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
 from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS = 2, 16
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
-_SPLIT_TASKS = (Task.CAUSAL_LM, Task.MASKED_LM)
+_SPLIT_TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.IMAGE_CLASSIFICATION)
+_IMAGE = (3, 224, 224)
+"""What a model of images reads whose config does not say it, as those of convolutions alone."""
 NO_TP = "how its modules divide is not known"
 
 
@@ -69,23 +71,35 @@ def find_split(config: PreTrainedConfig) -> Found:
     task = task_of(config)
     fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
-    seen = _record(model, config)
-    split = _split_of(model, seen, config, task, fused_attention=fused_attention)
+    if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
+        raise _refused(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
+    image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
+    seen = _record(model, config, image)
+    split = _split_of(model, seen, config, task, image, fused_attention=fused_attention)
     return Found(split=split, model=model, keywords=seen.keywords)
 
 
 def _split_of(
-    model: PreTrainedModel, seen: Recording, config: PreTrainedConfig, task: Task, *, fused_attention: bool
+    model: PreTrainedModel,
+    seen: Recording,
+    config: PreTrainedConfig,
+    task: Task,
+    image: tuple[int, int, int] | None,
+    *,
+    fused_attention: bool,
 ) -> ModelSplit:
     call = _block_call(seen, config)
     embedding, head = _ends(model, seen, config)
     keys = [_key(model, seen, call, block, config) for block in range(len(seen.calls))]
     distinct = list(dict.fromkeys(keys))
     first_of = [keys.index(key) for key in distinct]
-    blocks = model.get_submodule(seen.blocks)
+    blocks = list(model.get_submodule(seen.blocks).children())
+    hidden = [call.hidden((each.places, each.names)) for each in seen.calls]
+    hidden.append(call.result_of(seen.calls[-1].outputs))
+    shapes = [tuple(each.shape[1:]) if image else () for each in hidden]
     names = _names([blocks[place] for place in first_of], [_attention(config, place) for place in first_of])
     kinds = (
-        SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP),
+        SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, shape=shapes[0]),
         *(
             SplitKind(
                 name=name,
@@ -93,13 +107,18 @@ def _split_of(
                 no_tp=NO_TP,
                 num_experts=max((each.num_experts for each in routed_experts(blocks[place])), default=0),
                 attention=_attention(config, place),
+                shape=shapes[place + 1],
             )
             for name, place in zip(names, first_of, strict=True)
         ),
-        SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP),
+        SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]),
     )
     rotary = [_rotary(seen.calls[place]) for place in first_of]
-    positions = next((v for key in _POSITIONS if isinstance(v := getattr(config, key, None), int)), 2**31)
+    positions = (
+        length_of(shapes[0])
+        if image
+        else next((v for key in _POSITIONS if isinstance(v := getattr(config, key, None), int)), 2**31)
+    )
     return ModelSplit(
         model_type=config.model_type,
         task=task,
@@ -109,10 +128,11 @@ def _split_of(
         kinds=kinds,
         layers=(0, *(1 + distinct.index(key) for key in keys), len(kinds) - 1),
         call=call,
-        hidden_size=call.hidden((seen.calls[0].places, seen.calls[0].names)).shape[-1],
+        hidden_size=width_of(shapes[0]) if image else hidden[0].shape[-1],
         vocab_size=seen.logits.shape[-1],
         max_seq_len=positions,
-        learned_positions=_has_table(model, embedding, positions),
+        image=image,
+        learned_positions=not image and _has_table(model, embedding, positions),
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
@@ -152,7 +172,7 @@ def _mapping(task: Task) -> Any:
     return getattr(transformers, task.auto_class)._model_mapping
 
 
-def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
+def _record(model: PreTrainedModel, config: PreTrainedConfig, image: tuple[int, int, int] | None) -> Recording:
     """One forward pass on the meta device, with hooks on all modules."""
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists(model)
@@ -175,9 +195,10 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
     handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
     handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
-        ids = torch.zeros((_SAMPLES, _TOKENS), dtype=torch.long, device="meta")
+        with torch.device("meta"):
+            samples = torch.zeros((_SAMPLES, *image)) if image else torch.zeros((_SAMPLES, _TOKENS), dtype=torch.long)
         with without_values():
-            outputs = model(input_ids=ids, **forward_options(model))
+            outputs = model(**{reads(image): samples}, **forward_options(model))
     except Exception as error:
         raise _refused(
             config, f"its forward pass fails on tensors without values ({type(error).__name__}: {_first_line(error)})"
@@ -198,11 +219,18 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig) -> Recording:
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The lists of modules that lie in no other, by their path; those with the most parameters first."""
+    """The lists of modules that lie in no other of their type, by their path; those with the most parameters first.
+
+    Sequences of modules that call one another come behind all lists.
+    """
+    return _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
+
+
+def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) -> dict[str, list[nn.Module]]:
     found: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+        if isinstance(module, list_type) and len(module) and not inside:
             found[path] = list(module)
     size = {path: sum(p.numel() for block in blocks for p in block.parameters()) for path, blocks in found.items()}
     return {path: found[path] for path in sorted(found, key=lambda path: -size[path])}
@@ -240,19 +268,36 @@ def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> 
     last = max(place for place, path in enumerate(seen.called) if _below(path, seen.blocks))
     ends: tuple[list[str], list[str]] = ([], [])
     for path in outside:
-        if path and _below(seen.blocks, path):
-            raise _refused(config, f"parameters of {path}, which holds the blocks")
-        when = [place for place, called in enumerate(seen.called) if called == path]
-        if not path or not when:
-            raise _refused(config, f"parameters of {path or 'the model itself'} that no module computes with")
+        if _below(seen.blocks, path) or not path:
+            raise _refused(config, f"parameters of {path or 'the model itself'}, which holds the blocks")
+        when = _calls(seen, path)
         if any(first < place < last for place in when) or (min(when) < first) != (max(when) < first):
             raise _refused(config, f"{path}, which is called between blocks")
-        ends[min(when) > last].append(path)
+        ends[min(when) > last].append(_at_rest(seen, path))
+    if not all(ends):
+        raise _refused(config, f"no parameters {'before' if ends[1] else 'behind'} its blocks")
     return _outermost(ends[0]), _outermost(ends[1])
 
 
+def _calls(seen: Recording, path: str) -> list[int]:
+    """When a module is called; of one that is not, when the module first is that holds it: the two stay together.
+
+    So lie with the embedding the parts that no sample reaches, as a tower for images in a model that reads text.
+    """
+    when = [place for place, called in enumerate(seen.called) if called == path]
+    return when or _calls(seen, path.rpartition(".")[0])[:1]
+
+
+def _at_rest(seen: Recording, path: str) -> str:
+    """A module; where it is not called, the outermost that holds it and of which nothing is called."""
+    while path not in seen.called and not any(_below(called, path.rpartition(".")[0]) for called in seen.called):
+        path = path.rpartition(".")[0]
+    return path
+
+
 def _outermost(paths: list[str]) -> tuple[str, ...]:
-    return tuple(path for path in paths if not any(_below(path, other) for other in paths if other != path))
+    distinct = list(dict.fromkeys(paths))
+    return tuple(path for path in distinct if not any(_below(path, other) for other in distinct if other != path))
 
 
 def _below(path: str, outer: str) -> bool:
@@ -273,7 +318,7 @@ def _key(model: PreTrainedModel, seen: Recording, how: BlockCall, block: int, co
                 given.append((name, id(leaf)))
             else:
                 given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))
-    module = model.get_submodule(seen.blocks)[block]
+    module = list(model.get_submodule(seen.blocks).children())[block]
     return (*_own(signature(module, places=True), block), *given, _attention(config, block))
 
 
@@ -283,6 +328,14 @@ def _own(parts: tuple[Hashable, ...], block: int) -> Iterator[Hashable]:
         is_place = isinstance(part, tuple) and len(part) == 3 and type(part[2]) is int and part[2] == block
         if not (is_place and ("idx" in part[1] or "id" in part[1].split("_") or "index" in part[1])):
             yield part
+
+
+def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Channels, height and width of what the model reads."""
+    of_images = getattr(config, "vision_config", config)
+    size = getattr(of_images, "image_size", None) or _IMAGE[1:]
+    height, width = (size, size) if isinstance(size, int) else size
+    return getattr(of_images, "num_channels", None) or _IMAGE[0], height, width
 
 
 def _attention(config: PreTrainedConfig, block: int) -> str:
