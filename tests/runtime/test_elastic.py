@@ -116,7 +116,9 @@ def test_a_device_that_is_lost_for_good_and_comes_back_changes_no_loss(
     undisturbed: list[float],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("SLOW_BELOW", "4")  # else what is left is done before anything can come back
     train(plan_path, options, "0:kill-step:6,1:return:9")
     printed = capfd.readouterr().out
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
@@ -176,7 +178,7 @@ def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("BAD_RANK", "3")
-    monkeypatch.setenv("SLOW_HOSTS", "1")
+    monkeypatch.setenv("SLOW_BELOW", "4")
     ended: list[str] = []
 
     def host(name: str, faults: str = "") -> threading.Thread:
