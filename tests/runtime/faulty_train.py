@@ -134,11 +134,11 @@ FAULTS = {
 
 
 def slow_down() -> None:
-    """Every step takes a second more in a world of $SLOW_HOSTS hosts."""
+    """Every step takes a second more in a world of fewer than $SLOW_BELOW processes."""
     train_step = ParallelModel.train_step
 
     def slow_step(model: ParallelModel, read: Any) -> Any:
-        time.sleep(os.environ["GROUP_WORLD_SIZE"] == os.environ["SLOW_HOSTS"])
+        time.sleep(int(os.environ["WORLD_SIZE"]) < int(os.environ["SLOW_BELOW"]))
         return train_step(model, read)
 
     mock.patch.object(train.ParallelModel, "train_step", slow_step).start()
@@ -161,7 +161,7 @@ def plant(faults: str) -> None:
 
 if __name__ == "__main__":
     Path(os.environ["PIDS"], f"{os.getpid()}.pid").touch()
-    if "SLOW_HOSTS" in os.environ:
+    if "SLOW_BELOW" in os.environ:
         slow_down()
     if os.environ["RANK"] == BAD_RANK:
         plant(sys.argv[1])

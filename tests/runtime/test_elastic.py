@@ -116,12 +116,15 @@ def test_a_device_that_is_lost_for_good_and_comes_back_changes_no_loss(
     undisturbed: list[float],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("BAD_RANK", "0")  # which is never spare
+    monkeypatch.setenv("SLOW_BELOW", "4")  # else what is left is done before anything can come back
     train(plan_path, options, "0:kill-step:6,1:return:9")
     printed = capfd.readouterr().out
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert re.search(
-        r"elastic: rank 1 was ended by SIGKILL .* goes on with 3 processes\. When .*kill -USR1 \d", printed
+        r"elastic: rank 0 was ended by SIGKILL .* goes on with 3 processes\. When .*kill -USR1 \d", printed
     )
     fewer = re.search(r"elastic: 4 → ([12]) devices?, predicted .* a step \(.*\); spare, .*: process .*2 of 3", printed)
     assert fewer is not None, printed
@@ -171,12 +174,13 @@ def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
     undisturbed: list[float],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("BAD_RANK", "3")
-    monkeypatch.setenv("SLOW_HOSTS", "1")
+    monkeypatch.setenv("SLOW_BELOW", "4")
     ended: list[str] = []
 
     def host(name: str, faults: str = "") -> threading.Thread:
@@ -201,6 +205,7 @@ def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
     for thread in threads:
         thread.join(LIMIT_S)
     assert sorted(ended[1:]) == ["first is done", "third is done"]
+    assert "goes on with" not in capfd.readouterr().out, "no device of the host that is left was lost"
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert num_ranks(options) == 4
     assert_gone(tmp_path, within_s=10)

@@ -103,7 +103,11 @@ class ElasticAgent(LocalElasticAgent):
     def _failure(self, result: RunResult) -> Failure | None:
         folder = failures_folder()
         assert folder is not None, "the launcher names it"
-        return first_failure(read_failures(folder), ends_of(result.failures, folder) if result.failures else {})
+        ends = ends_of(result.failures, folder) if result.failures else {}
+        is_alone = self._worker_group.group_world_size == 1
+        asked = (-signal.SIGTERM,) if is_alone else (-signal.SIGTERM, -signal.SIGABRT)
+        own = {rank: end for rank, end in ends.items() if end.exit_code not in asked}  # not by torchrun, nor by NCCL
+        return first_failure(read_failures(folder), own)
 
     def _goes_on(self, failure: Failure | None, worker_group: WorkerGroup) -> bool:
         """Whether to start again after a failure; gives a device up where it has had its restarts."""
