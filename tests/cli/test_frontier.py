@@ -213,3 +213,54 @@ def test_a_batch_that_never_fits_exits_1(run: Run) -> None:
 def test_a_free_batch_on_the_fewest_devices_is_refused(run: Run) -> None:
     error = user_error(run("plan", *SMALL, "--global-batch", "max", "--objective", "devices"))
     assert error.field == "--global-batch"
+
+
+def test_prices_by_kind_compare_parts_of_the_cluster(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "offers.html"
+    asked = ("frontier", "tinyllama-1.1b", "--seq-len", 512, "--global-batch", 8)
+    priced = ("--cluster", "2x1xh100-80gb+1x1xa100-80gb", "--price", "h100-80gb=2.5,a100-80gb=1.1")
+    result = run(*asked, *priced, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "2x1xh100-80gb+1x1xa100-80gb" in result.output
+    assert "▶ least time for the money" in result.output
+    text = path.read_text()
+    assert "Least time for the money" in text
+    assert "Worth having: " in text
+    offers = json.loads(run(*asked, *priced, "--json").output)["offers"]
+    assert len(offers) == 5
+    assert any(each["is_worth_having"] for each in offers)
+
+
+@pytest.mark.parametrize("price", ["cheap", "-1", "nan", "h100-80gb=", "h100-80gb=1,h100-80gb=2", "h100-80gb=inf"])
+def test_a_price_that_is_none_is_an_error(run: Run, price: str) -> None:
+    result = run(
+        "frontier",
+        "tinyllama-1.1b",
+        "--seq-len",
+        512,
+        "--global-batch",
+        8,
+        "--cluster",
+        "1x2xh100-80gb",
+        "--price",
+        price,
+    )
+    assert user_error(result).field == "--price"
+
+
+def test_offers_take_no_device_counts(run: Run) -> None:
+    result = run(
+        "frontier",
+        "tinyllama-1.1b",
+        "--seq-len",
+        512,
+        "--global-batch",
+        8,
+        "--cluster",
+        "1x2xh100-80gb",
+        "--price",
+        "h100-80gb=2.5",
+        "--devices",
+        "2",
+    )
+    assert user_error(result).field == "--devices"

@@ -1,7 +1,9 @@
 """``steelyard frontier``: time against memory, and time and money against the number of devices."""
 
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,23 +23,27 @@ from steelyard.cli.options import (
     SeqLen,
     TimeLimit,
     check_page,
-    cluster_with,
     most_tp,
+    pools_with,
     print_json,
     tried,
 )
 from steelyard.cli.plan import check_precision
 from steelyard.cli.progress import progress
+from steelyard.cost.pools import AnyJob
 from steelyard.errors import UserError
+from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_DEVICES
 from steelyard.output import write_file
-from steelyard.planning import PlanOptions, find_trade_offs, make_job
+from steelyard.plan.choices import TradeOffs
+from steelyard.planning import PlanOptions, find_offers, find_trade_offs, make_job, make_pooled_job
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
 from steelyard.search import TIME_LIMIT_S
 
 POINTS = 16
 MOST_COUNTS = 32
+MOST_PRICE = 1e9
 
 
 def frontier(
@@ -63,36 +69,39 @@ def frontier(
         typer.Option("--devices", help="Device counts to compare, as in 8,16,32; default: a few around the cluster's."),
     ] = None,
     price: Annotated[
-        float | None,
-        typer.Option("--price", help="Price of a device-hour, to show the cost of tokens.", min=0, max=1e9),
+        str | None,
+        typer.Option(
+            "--price",
+            help="Price of a device-hour, to show the cost of tokens; or by kind, as in h100-80gb=2.5,a100-40gb=1.1, "
+            "to compare what parts of the cluster take and cost.",
+        ),
     ] = None,
     max_tp: MaxTp = None,
     time_limit: TimeLimit = TIME_LIMIT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Show every time/memory trade-off, and what more or fewer devices would do."""
+    """Show every time/memory trade-off, and what more or fewer devices would do; or what to rent (--price by kind)."""
     if output is not None:
         check_page(output)
     counts = None if devices is None else parse_counts(devices)
+    asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "memory": memory}
+    asked |= {"memory_margin": memory_margin, "precision": check_precision(precision)}
+    options = PlanOptions(max_degrees=most_tp(max_tp), time_limit_s=time_limit)
+    prices = parse_prices(price)
+    machines = pools_with(cluster, network)
     with progress("counting the model's layers", silent=as_json) as show:
-        job = make_job(
-            model,
-            cluster_with(cluster, network),
-            global_batch=global_batch,
-            seq_len=seq_len,
-            precision=check_precision(precision),
-            memory=memory,
-            memory_margin=memory_margin,
-            profile=profile,
-        )
-        found = find_trade_offs(
-            job,
-            PlanOptions(max_degrees=most_tp(max_tp), time_limit_s=time_limit),
-            max_searches=points,
-            device_counts=counts,
-            price_per_device_hour=price,
-            progress=show,
-        )
+        if isinstance(prices, dict) or isinstance(machines, MixedCluster):
+            _check_alone({"--devices": devices is not None, "--profile": profile is not None})
+            found = _offers(model, machines, asked, options, prices, show)
+        else:
+            found = find_trade_offs(
+                make_job(model, machines, profile=profile, **asked),
+                options,
+                max_searches=points,
+                device_counts=counts,
+                price_per_device_hour=prices,
+                progress=show,
+            )
     if output is not None:
         write_file(output, frontier_page(found), "--output")
     if as_json:
@@ -102,8 +111,76 @@ def frontier(
         console.print(frontier_view(found))
         if output is not None:
             console.print(f"figures written to {output}")
-    if not found.points and all(point.step_time_s is None for point in found.devices):
+    if not found.points and all(point.step_time_s is None for point in (*found.devices, *found.offers)):
         raise typer.Exit(1)
+
+
+def _offers(
+    model: str,
+    machines: Cluster | MixedCluster,
+    asked: Mapping[str, Any],
+    options: PlanOptions,
+    prices: Mapping[str, float] | float | None,
+    show: Callable[[str], None],
+) -> TradeOffs:
+    """What parts of the machines take and cost."""
+
+    def job_of(part: Cluster | MixedCluster) -> AnyJob:
+        if isinstance(part, MixedCluster):
+            return make_pooled_job(model, part, **asked)
+        return make_job(model, part, profile=None, **asked)
+
+    by_kind = prices if isinstance(prices, Mapping) else {}
+    whole = job_of(machines)
+    return TradeOffs(
+        model=whole.chain.name,
+        cluster=machines.name,
+        seq_len=whole.seq_len,
+        global_batch=whole.global_batch,
+        precision=whole.precision,
+        budget_bytes=whole.budget_bytes,
+        offers=find_offers(job_of, machines, options, prices=by_kind, progress=show),
+    )
+
+
+def _check_alone(asked: Mapping[str, bool]) -> None:
+    """Raises `UserError` for the first option of these that was asked for: none goes with offers."""
+    option = next((option for option, is_asked in asked.items() if is_asked), None)
+    if option is not None:
+        raise UserError(
+            field=option,
+            found="with prices by kind, or several pools",
+            expected="parts of the cluster, priced by the catalogue",
+            hint=f"leave {option} out",
+        )
+
+
+def parse_prices(text: str | None) -> dict[str, float] | float | None:
+    """The price in ``2.5``, or those in ``h100-80gb=2.5,a100-40gb=1.1`` by name; raises `UserError` otherwise."""
+    if text is None:
+        return None
+    if "=" not in text:
+        return _parse_price(text)
+    pairs = [part.partition("=") for part in text.split(",")]
+    found = {name.strip(): _parse_price(value) for name, _, value in pairs}
+    if len(found) < len(pairs):
+        raise UserError(field="--price", found=repr(text), expected="each kind of device once", hint="drop the others")
+    return found
+
+
+def _parse_price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MOST_PRICE:
+        raise UserError(
+            field="--price",
+            found=repr(text),
+            expected=f"a number from 0 to {MOST_PRICE:g}, or such by kind",
+            hint="write for example --price 2.5, or --price h100-80gb=2.5,a100-40gb=1.1",
+        )
+    return value
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

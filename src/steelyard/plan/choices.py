@@ -39,6 +39,10 @@ class DevicePoint(PlanPart):
     memory_bytes: int | None = None
     cost_per_billion_tokens: float | None = None
     """In the currency of the price; absent where no price was given."""
+    price_per_hour: float | None = None
+    """Of all devices of an offer."""
+    is_worth_having: bool | None = None
+    """Of an offer, whether no other is at least as fast for no more money a token."""
     num_stages: int | None = None
     num_microbatches: int | None = None
     setting: str | None = None
@@ -64,6 +68,8 @@ class TradeOffs(PlanPart):
     is_complete: bool = True
     """No plan worth having is missing between the first and the last point."""
     devices: tuple[DevicePoint, ...] = ()
+    offers: tuple[DevicePoint, ...] = ()
+    """Parts of the cluster by time and money, the cheapest tokens first."""
     profile: CostSource | None = None
     """Where the costs came from."""
 

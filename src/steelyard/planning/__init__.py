@@ -25,6 +25,7 @@
 | `elastic`          | plan → the plan for what is left of its cluster, when it is or beforehand         |
 | `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains    |
 | `fallbacks`        | plan → others in it: of less memory to go on with, the next best to measure      |
+| `offers`           | machines and prices → the best plan on their parts, by time and money            |
 | `frontier`         | job → time against memory, time and money against devices                        |
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
@@ -42,6 +43,7 @@ from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.job import make_job
 from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
+from steelyard.planning.offers import find_offers
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.pools import (
     any_job_of,
@@ -80,6 +82,7 @@ __all__ = [
     "device_counts",
     "explain_plan",
     "explain_pools",
+    "find_offers",
     "find_plan",
     "find_trade_offs",
     "grow_batch",

@@ -294,7 +294,13 @@ def search_pools(
         bounds.append(found.search.lower_bound_s)
         best.update({taken[each.outcome.index]: each for each in found.ranked})
         fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
-    assert found is not None, "there is always a setting"
+    if found is None:
+        raise UserError(
+            field="global_batch",
+            found=f"{job.global_batch} samples over {job.cluster.name}",
+            expected="a batch that some pipeline over these pools can divide among its ranks",
+            hint="a larger batch, or fewer devices",
+        )
     ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
     if not ranked:
         return PooledSearch(

@@ -15,6 +15,7 @@ SAMPLED = (
 PRESSED = (
     "more than the budget fits under pressure, with less than {} per device left free (--memory-margin 0 takes it)"
 )
+OFFERS = "▶ least time for the money: no other part of the cluster is at least as fast for no more money a token"
 COMPLETE = "complete: no plan between these rows is worth having"
 
 
@@ -30,6 +31,8 @@ def frontier_view(found: TradeOffs) -> RenderableType:
         parts += [frontier_table(found), Text(frontier_note(found), style="dim")]
     if found.devices:
         parts.append(device_table(found))
+    if found.offers:
+        parts += [offer_table(found), Text(OFFERS, style="dim")]
     if found.profile is not None:
         parts.append(Text(f"costs {found.profile}", style="dim"))
     return Group(*parts)
@@ -76,6 +79,31 @@ def device_table(found: TradeOffs) -> Table:
     for point in found.devices:
         here = point.cluster == found.cluster
         table.add_row(*_device_cells(point, priced), style="bold" if here else "")
+    return table
+
+
+def offer_table(found: TradeOffs) -> Table:
+    """A row for every part of the cluster: its best plan and what it costs, or why there is none."""
+    table = plain_table("Offers: the best plan on parts of the cluster")
+    table.add_column("")
+    table.add_column("devices", no_wrap=True, min_width=max(len(offer.cluster) for offer in found.offers))
+    for column in ("an hour", "cost of\n10⁹ tokens", "step", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("plan")
+    for offer in found.offers:
+        cells = (
+            None if offer.cost_per_billion_tokens is None else _money(offer.cost_per_billion_tokens),
+            None if offer.step_time_s is None else format_seconds(offer.step_time_s),
+            None if offer.tokens_per_s is None else format_count(offer.tokens_per_s),
+        )
+        table.add_row(
+            "▶" if offer.is_worth_having else "",
+            offer.cluster,
+            _money(offer.price_per_hour or 0.0),
+            *(cell or "–" for cell in cells),
+            offer.reason or f"{offer.setting}; {offer.strategies}",
+            style="bold" if offer.is_worth_having else "",
+        )
     return table
 
 

@@ -6,7 +6,7 @@ from steelyard.plan.choices import DevicePoint, TradeOffs
 from steelyard.report.frontier_table import figure_title, frontier_note
 from steelyard.report.html.chart import chart
 from steelyard.report.html.document import document
-from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.html.markup import Child, Html, folded, section, table, tag
 from steelyard.report.html.trade_off_charts import trade_off_charts
 from steelyard.units import format_bytes, format_count, format_seconds
 
@@ -28,6 +28,9 @@ def frontier_page(found: TradeOffs) -> str:
 def _lead(found: TradeOffs) -> str:
     chosen = next((point for point in found.points if point.is_chosen), None)
     batch = f"{found.global_batch:,} × {found.seq_len:,} tokens a step, {found.precision}"
+    if found.offers:
+        worth = [offer for offer in found.offers if offer.is_worth_having]
+        return f"{batch}. Worth having: {', '.join(offer.cluster for offer in worth) or 'none, since nothing fits'}."
     if chosen is None:
         return f"{batch}. Within {found.limit_text} nothing fits."
     return (
@@ -57,7 +60,23 @@ def _tables(found: TradeOffs) -> list[Html]:
         headings = ("devices", "step", "tokens/s", *(("cost of 10⁹ tokens",) if priced else ()), "plan")
         shown = table(headings, [_device_row(point, priced) for point in found.devices], numeric=range(3 + priced))
         parts.append(shown if len(parts) == 0 else folded("By number of devices", shown))
+    if found.offers:
+        of_offers = ("", "devices", "an hour", "cost of 10⁹ tokens", "step", "tokens/s", "plan")
+        parts.append(table(of_offers, [_offer_row(offer) for offer in found.offers], numeric=(2, 3, 4, 5)))
     return parts
+
+
+def _offer_row(offer: DevicePoint) -> tuple[Child, ...]:
+    cost = offer.cost_per_billion_tokens
+    return (
+        tag("b", "worth having") if offer.is_worth_having else "",
+        offer.cluster,
+        f"{offer.price_per_hour or 0.0:,.2f}",
+        "–" if cost is None else f"{cost:,.2f}",
+        "–" if offer.step_time_s is None else format_seconds(offer.step_time_s),
+        "–" if offer.tokens_per_s is None else format_count(offer.tokens_per_s),
+        offer.reason or f"{offer.setting}; {offer.strategies}",
+    )
 
 
 def _device_row(point: DevicePoint, priced: bool) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ def trade_off_charts(found: TradeOffs) -> tuple[Chart, ...]:
         drawn += [_device_chart(found, counted), _throughput_chart(found, counted)]
         if found.price_per_device_hour is not None:
             drawn.append(_cost_chart(found, counted))
-    return tuple(drawn)
+    offered = [offer for offer in found.offers if offer.step_time_s is not None]
+    return (*drawn, _offer_chart(offered)) if len(offered) > 1 else tuple(drawn)
 
 
 def memory_chart(
@@ -94,6 +95,28 @@ def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
         for point in counted
     )
     return _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
+
+
+def _offer_chart(offered: list[DevicePoint]) -> Chart:
+    """Step time against the cost of tokens, with a line through the offers that are worth having."""
+    marks = tuple(
+        _mark(
+            offer.cost_per_billion_tokens or 0.0,
+            offer.step_time_s or 0.0,
+            f"{offer.cluster}: {format_seconds(offer.step_time_s or 0.0)} a step, "
+            f"{offer.cost_per_billion_tokens or 0.0:,.2f} per billion tokens; {offer.setting}; {offer.strategies}",
+            is_chosen=False,
+        )
+        for offer in offered
+    )
+    worth = [mark for mark, offer in zip(marks, offered, strict=True) if offer.is_worth_having]
+    return Chart(
+        title="Least time for the money",
+        x_label="cost of a billion tokens",
+        y_label="step time (s)",
+        lines=(Line(points=staircase(_places(worth))),),
+        marks=marks,
+    )
 
 
 def _by_devices(title: str, y_label: str, marks: tuple[Mark, ...]) -> Chart:

@@ -1,0 +1,138 @@
+"""What to buy or rent: the best plan on every part of a cluster, by time and by money.
+
+A part has of each pool no node, one, two, four, … or all of its nodes. Offers are worth having where no other trains at
+least as fast for no more money a token.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from steelyard.cost.pools import AnyJob, PooledJob
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster, MixedCluster
+from steelyard.plan.choices import DevicePoint
+from steelyard.plan.training import SECONDS_PER_HOUR
+from steelyard.planning.choose import plan_job
+from steelyard.planning.devices import with_shape
+from steelyard.planning.frontier import BILLION
+from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.pools import plan_pools
+from steelyard.planning.price import peak_bytes
+from steelyard.planning.problem import PlanOptions
+from steelyard.units import format_plural
+
+MOST_OFFERS = 64
+OFFER_LIMIT_S = 30.0
+"""What the search of one offer may take; the best found by then stands for it."""
+
+
+def find_offers(
+    job_of: Callable[[Cluster | MixedCluster], AnyJob],
+    machines: Cluster | MixedCluster,
+    options: PlanOptions,
+    *,
+    prices: Mapping[str, float],
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[DevicePoint, ...]:
+    """The best plan on every part of the machines, the cheapest tokens first; those without a plan last.
+
+    ``job_of`` makes the job of a part; ``prices`` are of a device-hour, by the name of the device. Raises `UserError`
+    for a device without a price, a price without a device, and for too many parts.
+    """
+    _check_prices(machines, prices)
+    parts = parts_of(machines)
+    if len(parts) > MOST_OFFERS:
+        raise UserError(
+            field="--cluster",
+            found=f"{machines.name}, which has {len(parts)} parts of 0, 1, 2, 4, … nodes of each pool",
+            expected=f"at most {MOST_OFFERS}",
+            hint="name smaller pools, or fewer",
+        )
+    limit_s = OFFER_LIMIT_S if options.time_limit_s is None else min(OFFER_LIMIT_S, options.time_limit_s)
+    found = []
+    for index, part in enumerate(parts):
+        progress(f"planning for {part.name} ({index + 1} of {format_plural(len(parts), 'offer')})")
+        found.append(_offer(job_of(part), part, replace(options, time_limit_s=limit_s), prices))
+    worth = [each.model_copy(update={"is_worth_having": _is_worth_having(each, found)}) for each in found]
+    return tuple(sorted(worth, key=lambda each: (each.cost_per_billion_tokens is None, each.cost_per_billion_tokens)))
+
+
+def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
+    """The machines with none, 1, 2, 4, … or all nodes of each pool."""
+    pools = machines.pools if isinstance(machines, MixedCluster) else (machines,)
+    links = machines.links if isinstance(machines, MixedCluster) else (None,)
+    found: list[Cluster | MixedCluster] = []
+    for nodes in itertools.product(*(_node_counts(pool) for pool in pools)):
+        taken = [
+            (with_shape(pool, count, pool.devices_per_node), link)
+            for pool, link, count in zip(pools, links, nodes, strict=True)
+            if count
+        ]
+        if len(taken) == 1:
+            found.append(taken[0][0])
+        elif taken:
+            joined = tuple(link for _, link in taken if link is not None)
+            found.append(MixedCluster(pools=tuple(pool for pool, _ in taken), links=joined))
+    return found
+
+
+def _node_counts(pool: Cluster) -> list[int]:
+    doubled = itertools.takewhile(lambda count: count < pool.num_nodes, (2**power for power in itertools.count()))
+    return [0, *doubled, pool.num_nodes]
+
+
+def _check_prices(machines: Cluster | MixedCluster, prices: Mapping[str, float]) -> None:
+    pools = machines.pools if isinstance(machines, MixedCluster) else (machines,)
+    names = sorted({pool.device.name for pool in pools})
+    if sorted(prices) != names:
+        raise UserError(
+            field="--price",
+            found=", ".join(sorted(prices)) or "nothing",
+            expected="a price for each of " + ", ".join(names),
+            hint="write for example --price " + ",".join(f"{name}=2.5" for name in names),
+        )
+
+
+def _offer(job: AnyJob, part: Cluster | MixedCluster, options: PlanOptions, prices: Mapping[str, float]) -> DevicePoint:
+    pools = part.pools if isinstance(part, MixedCluster) else (part,)
+    price = sum(prices[pool.device.name] * pool.num_devices for pool in pools)
+    bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
+    try:
+        result = plan_pools(job, options) if isinstance(job, PooledJob) else plan_job(job, options)
+    except UserError as error:
+        if error.field != "global_batch":
+            raise
+        return bare.model_copy(update={"reason": f"no plan: {error.expected} is needed"})
+    if result.plan is None or result.plan.prediction is None:
+        return bare.model_copy(update={"reason": f"does not fit: {result.miss_text}"})
+    plan, prediction = result.plan, result.plan.prediction
+    tokens_per_s = plan.global_batch * plan.seq_len / prediction.step_time_s
+    return DevicePoint(
+        num_devices=part.num_devices,
+        cluster=part.name,
+        price_per_hour=price,
+        step_time_s=prediction.step_time_s,
+        tokens_per_s=tokens_per_s,
+        memory_bytes=peak_bytes(plan),
+        cost_per_billion_tokens=price / SECONDS_PER_HOUR * BILLION / tokens_per_s,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        setting=describe(plan.pipeline),
+        strategies=summarise(plan),
+    )
+
+
+def _is_worth_having(offer: DevicePoint, offers: Sequence[DevicePoint]) -> bool:
+    """Whether no other offer is at least as fast for no more money, and better in one."""
+    mine = _figures(offer)
+    if mine is None:
+        return False
+    others = [each for each in map(_figures, offers) if each is not None]
+    return not any(cost <= mine[0] and slow <= mine[1] and (cost, slow) != mine for cost, slow in others)
+
+
+def _figures(offer: DevicePoint) -> tuple[float, float] | None:
+    if offer.step_time_s is None or offer.cost_per_billion_tokens is None:
+        return None
+    return offer.cost_per_billion_tokens, offer.step_time_s

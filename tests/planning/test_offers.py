@@ -1,0 +1,99 @@
+"""Parts of a cluster by time and money: those worth having are what nothing beats, held against every pair."""
+
+import pytest
+
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster, MixedCluster, parse_pools
+from steelyard.plan.choices import DevicePoint
+from steelyard.planning import PlanOptions, find_offers, make_job, make_pooled_job
+from steelyard.planning.offers import parts_of
+from steelyard.units import GIB
+
+OPTIONS = PlanOptions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)}, num_microbatches=4)
+MIXED = "2x2xh100-80gb+1x2xa100-80gb"
+PRICES = {"h100-80gb": 2.5, "a100-80gb": 1.1}
+
+
+def job_of(part: Cluster | MixedCluster, memory: int | None = None):
+    asked = {"global_batch": 16, "seq_len": 1024, "precision": "bf16", "memory": memory}
+    if isinstance(part, MixedCluster):
+        return make_pooled_job("tinyllama-1.1b", part, **asked)
+    return make_job("tinyllama-1.1b", part, profile=None, **asked)
+
+
+@pytest.fixture(scope="module")
+def offers() -> tuple[DevicePoint, ...]:
+    return find_offers(job_of, parse_pools(MIXED), OPTIONS, prices=PRICES)
+
+
+def test_a_cluster_has_parts_of_1_2_4_and_all_of_its_nodes():
+    parts = parts_of(parse_pools("6x8xh100-80gb"))
+    assert [part.name for part in parts] == [f"{nodes}x8xh100-80gb" for nodes in (1, 2, 4, 6)]
+
+
+def test_pools_have_parts_with_and_without_each():
+    names = {part.name for part in parts_of(parse_pools(MIXED))}
+    h100, a100 = ("1x2xh100-80gb", "2x2xh100-80gb"), "1x2xa100-80gb"
+    assert names == {*h100, a100, *(f"{each}+{a100}" for each in h100)}
+
+
+def test_an_offer_costs_what_its_devices_cost_for_as_long_as_the_tokens_take(offers):
+    offer = next(each for each in offers if each.cluster == MIXED)
+    assert offer.price_per_hour == pytest.approx(4 * 2.5 + 2 * 1.1)
+    assert offer.tokens_per_s == pytest.approx(16 * 1024 / offer.step_time_s)
+    assert offer.cost_per_billion_tokens == pytest.approx(offer.price_per_hour / 3600 * 1e9 / offer.tokens_per_s)
+
+
+def test_worth_having_is_what_no_other_offer_beats(offers):
+    for offer in offers:
+        mine = offer.cost_per_billion_tokens, offer.step_time_s
+        beaten = any(
+            other.cost_per_billion_tokens <= mine[0]
+            and other.step_time_s <= mine[1]
+            and (other.cost_per_billion_tokens, other.step_time_s) != mine
+            for other in offers
+        )
+        assert offer.is_worth_having == (not beaten)
+    assert any(offer.is_worth_having for offer in offers)
+    assert not all(offer.is_worth_having for offer in offers)
+
+
+def test_the_cheapest_tokens_come_first_and_what_does_not_fit_last():
+    found = find_offers(
+        lambda part: job_of(part, 9 * GIB), parse_pools("4x1xa100-80gb"), OPTIONS, prices={"a100-80gb": 1}
+    )
+    costs = [each.cost_per_billion_tokens for each in found]
+    fitting = [cost for cost in costs if cost is not None]
+    assert fitting == sorted(fitting) == costs[: len(fitting)]
+    assert 0 < len(fitting) < len(costs)
+    assert all(each.reason.startswith("does not fit") and not each.is_worth_having for each in found[len(fitting) :])
+
+
+@pytest.mark.parametrize("prices", [{}, {"h100-80gb": 2.5}, {**PRICES, "l4": 0.3}])
+def test_each_kind_of_device_has_one_price(prices):
+    with pytest.raises(UserError, match=r"--price: found .*\n  expected: a price for each of a100-80gb, h100-80gb"):
+        find_offers(job_of, parse_pools(MIXED), OPTIONS, prices=prices)
+
+
+def test_too_many_parts_are_an_error():
+    with pytest.raises(UserError, match="at most 64"):
+        find_offers(
+            job_of,
+            parse_pools("8x8xh100-80gb+8x8xa100-80gb+8x8xl4"),
+            OPTIONS,
+            prices=PRICES | {"l4": 0.3},
+        )
+
+
+def test_a_part_whose_devices_the_batch_cannot_be_divided_among_says_so():
+    def of_one_sample(part):
+        asked = {"global_batch": 1, "seq_len": 1024, "precision": "bf16", "memory": None}
+        if isinstance(part, MixedCluster):
+            return make_pooled_job("tinyllama-1.1b", part, **asked)
+        return make_job("tinyllama-1.1b", part, profile=None, **asked)
+
+    without_tp = PlanOptions(max_degrees={"tp": 1}, variants={"zero": (3,)})
+    found = find_offers(of_one_sample, parse_pools("4x8xh100-80gb+4x8xa100-80gb"), without_tp, prices=PRICES)
+    largest = next(each for each in found if each.num_devices == 64)
+    assert largest.step_time_s is None
+    assert largest.reason == "no plan: a batch that some pipeline over these pools can divide among its ranks is needed"
