@@ -170,7 +170,12 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
         layers[str(index)] = layer
     between = (Shard(0), Shard(1) if division.sp else Replicate())
     loop = LayerLoop(
-        layers, placements=[between] * len(layers), incoming=between, mesh=meshes.world, shares=[0] * len(layers)
+        layers,
+        placements=[between] * len(layers),
+        incoming=between,
+        outgoing=None,
+        mesh=meshes.world,
+        shares=[0] * len(layers),
     )
     if division.zero is not None:
         fully_shard(loop, mesh=meshes.data)
