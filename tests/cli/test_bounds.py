@@ -44,8 +44,6 @@ def test_a_number_of_an_argument_beyond_the_bounds_is_named(
         ("plan", "--time-limit", "nan"),
         ("plan", "--time-limit", "inf"),
         ("frontier", "--points", 10**9),
-        ("frontier", "--price", "nan"),
-        ("frontier", "--price", "inf"),
         ("frontier", "--max-tp", 10**20),
     ],
 )
@@ -55,6 +53,13 @@ def test_an_option_beyond_its_range_ends_with_2_and_its_name(
     result = run(command, "llama3-8b", *JOB, option, value)
     assert result.exit_code == 2
     assert option in result.output
+
+
+@pytest.mark.parametrize("price", ["nan", "inf", "-1", "h100-80gb=nan"])
+def test_a_price_that_is_none_is_named(run: Run, price: str) -> None:
+    error = user_error(run("frontier", "llama3-8b", *JOB, "--price", price))
+    assert error.field == "--price"
+    assert price.split("=")[-1] in error.found
 
 
 def changed(content: Any, path: str, value: object) -> Any:

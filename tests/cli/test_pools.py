@@ -82,9 +82,15 @@ def test_a_free_batch_or_length_is_refused_with_pools(run: Run) -> None:
         assert user_error(run(*asked, option, "max", *more)).field == option
 
 
-def test_other_commands_ask_for_one_kind_of_device(run: Run) -> None:
-    error = user_error(run("frontier", "tinyllama-1.1b", "--cluster", POOLS, *ASKED))
+def test_other_commands_ask_for_one_kind_of_device(run: Run, path: Path) -> None:
+    error = user_error(run("export", path, "--to", "pytorch", "--cluster", POOLS))
     assert "2 pools of unlike devices" in error.found
+
+
+def test_a_frontier_of_pools_asks_for_the_price_of_each(run: Run) -> None:
+    error = user_error(run("frontier", "tinyllama-1.1b", "--cluster", POOLS, *ASKED))
+    assert error.field == "--price"
+    assert all(device in error.hint for device in ("h100-80gb", "a100-80gb"))
 
 
 @pytest.mark.parametrize("option", ["--why-not", "--profile"])

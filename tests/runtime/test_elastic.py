@@ -160,7 +160,8 @@ def test_devices_too_few_for_any_plan_end_the_run_with_what_to_do(
 ) -> None:
     plan = read_plan(plan_path)
     assert plan.prediction is not None
-    tight = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"budget_bytes": 1 << 20})})
+    no_room = {"budget_bytes": 1 << 20, "margin_bytes": 0}
+    tight = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=no_room)})
     write_plan(tight, tmp_path / "plan.json")
     (tmp_path / "tokens.npy").symlink_to(plan_path.parent / "tokens.npy")
     with pytest.raises(UserError, match="3 devices left, no part of which has a plan for a global batch of 4"):

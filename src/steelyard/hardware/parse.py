@@ -44,7 +44,7 @@ def parse_cluster(text: str) -> Cluster:
             field="cluster",
             found=f"{found.name}, which has {len(found.pools)} pools of unlike devices",
             expected="a cluster of one kind of device",
-            hint="name one of the pools; `steelyard plan` and `steelyard explain` take several",
+            hint="name one of the pools; `plan`, `explain` and `frontier --price` take several",
         )
     return found
 

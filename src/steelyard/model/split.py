@@ -50,6 +50,13 @@ def width_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if len(shape) == 2 else shape[0]
 
 
+def _widened(shape: tuple[int, ...], width: int, before: int) -> tuple[int, ...]:
+    """The shape [S, H] or [H, rows, columns] where a model of the width ``before`` has another."""
+    if len(shape) == 2:
+        return shape[0], shape[1] * width // before
+    return (shape[0] * width // before, *shape[1:]) if shape else ()
+
+
 class BlockCall(_Part):
     """How the model calls its blocks: where the hidden state goes in, and where it comes out."""
 
@@ -126,19 +133,23 @@ class ModelSplit(_Part):
         return len(self.layers) - 2
 
     def resized(self, config: Mapping[str, Any], divisor: int) -> "ModelSplit":
-        """The same split at the sizes of another config, all of which ``divisor`` divides."""
-        width = next(config[key] for key in WIDTH_KEYS if key in config)
+        """The same split at the sizes of another config, all of which ``divisor`` divides.
+
+        What no config says stays: the classes of images, and widths that are given stage by stage.
+        """
+        width = next((config[key] for key in WIDTH_KEYS if key in config), self.hidden_size)
         kinds = tuple(
             kind.model_copy(
                 update={
                     "tp_divides": tuple((name, divisor) for name, _ in kind.tp_divides),
                     "num_experts": divisor if kind.num_experts else 0,
+                    "shape": _widened(kind.shape, width, self.hidden_size),
                 }
             )
             for kind in self.kinds
         )
-        sizes = {"hidden_size": width, "vocab_size": config["vocab_size"], "kinds": kinds}
-        return self.model_copy(update=sizes)
+        vocabulary = config["vocab_size"] if self.image is None else self.vocab_size
+        return self.model_copy(update={"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds})
 
     def layout(self) -> Layout:
         """The chain of layers."""

@@ -99,7 +99,7 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
         loss = _loss(model, chain.family.task, samples)
         loss.backward()
         found.losses.append(loss.item())
-        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.gradients.append({name: _gradient(p).clone() for name, p in model.named_parameters() if p.requires_grad})
         found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -127,7 +127,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     for step in range(num_steps):
         with observe_layers(model) as shapes:
             found.losses.append(model.train_step(_reader(model, step)).item())
-        error, tensor = _largest_difference(model, names, reference.gradients[step], lambda p: p.grad)
+        error, tensor = _largest_difference(model, names, reference.gradients[step], _gradient)
         if error >= found.gradient_error:
             found.gradient_error, found.gradient_tensor = error, tensor
         found.norms.append(model.clip_gradients(MAX_NORM).item())
@@ -141,6 +141,11 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     worst.expected_losses = reference.losses[:num_steps]
     worst.expected_norms = reference.norms[:num_steps]
     return worst
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Nothing but zeros for a parameter that the loss does not depend on."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _reader(model: ParallelModel, step: int) -> Callable[[list[int]], Samples]:
