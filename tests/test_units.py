@@ -8,6 +8,7 @@ from steelyard import units
 from steelyard.errors import UserError
 from steelyard.units import (
     format_bytes,
+    format_change,
     format_count,
     format_days,
     format_money,
@@ -175,6 +176,11 @@ def test_other_texts_are_no_count(text):
 )
 def test_long_durations_are_in_days_hours_or_minutes(days, text):
     assert format_days(days) == text
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0204, "+2.0%"), (-0.0016, "−0.2%"), (-0.0004, "same"), (0.0, "same")])
+def test_a_change_has_its_sign_unless_it_is_none(share, text):
+    assert format_change(share) == text
 
 
 @pytest.mark.parametrize(

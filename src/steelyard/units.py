@@ -103,6 +103,11 @@ def format_ranges(values: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
+def format_change(share: float) -> str:
+    """By how much something is more or less, ``+2.0%``, ``−0.3%`` or ``same``."""
+    return "same" if abs(share) < 0.0005 else f"{share:+.1%}".replace("-", "−")
+
+
 def format_days(days: float) -> str:
     """A long duration in days, or in hours or minutes where it is short: ``61.2 days``, ``14.3 hours``."""
     for factor, unit in ((1, "days"), (24, "hours")):

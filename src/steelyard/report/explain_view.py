@@ -23,7 +23,7 @@ from steelyard.report.plan_table import (
     warning_lines,
 )
 from steelyard.report.tables import plain_table
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_bytes, format_change, format_seconds
 
 SHOWN_ROWS = 14
 """Of the table of strategies; one of more is drawn together, so that an explanation stays a screenful."""
@@ -147,7 +147,7 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
             table.add_row(rival.name, "–", "–", reason)
         else:
             slowdown = rival.slowdown or 0.0
-            slower = f"{slowdown:+.1%}" if abs(slowdown) >= 0.0005 else "same"
+            slower = format_change(slowdown)
             table.add_row(rival.name, format_seconds(rival.step_time_s), slower, f"{rival.setting}: {rival.strategies}")
     return table
 

@@ -12,7 +12,7 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.choices import Rival
 from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Alternative, Plan, Prediction
-from steelyard.units import GB, format_bytes, format_days, format_money, format_plural, format_seconds
+from steelyard.units import GB, format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 SAME_SHARE = 5e-4
@@ -140,7 +140,7 @@ def spare_lines(plan: Plan, prediction: Prediction) -> list[str]:
         step_s, needed = spare.prediction.step_time_s, max(each.total_bytes for each in spare.prediction.stages)
         change = step_s / prediction.step_time_s - 1
         lines.append(
-            f"With {_loss(plan, lost)} less: {format_seconds(step_s)} a step ({change:+.1%}), "
+            f"With {_loss(plan, lost)} less: {format_seconds(step_s)} a step ({format_change(change)}), "
             f"{format_bytes(needed)} per device, on {spare.cluster}"
         )
     return lines

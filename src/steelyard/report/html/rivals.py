@@ -7,7 +7,7 @@ from steelyard.plan.plan import Alternative
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, section, table, tag
 from steelyard.report.plan_table import alternative_step, as_good_line, why_lost
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_bytes, format_change, format_seconds
 
 SHOWN = 8
 WIDEST = 0.5
@@ -62,7 +62,7 @@ def _rival_table(rivals: Sequence[Rival]) -> Html:
                 (
                     rival.name,
                     format_seconds(rival.step_time_s),
-                    [_slowdown_bar(slowdown), f"{slowdown:+.1%}" if abs(slowdown) >= 0.0005 else "same"],
+                    [_slowdown_bar(slowdown), format_change(slowdown)],
                     rival.strategies if len(settings) == 1 else f"{rival.setting}: {rival.strategies}",
                 )
             )
