@@ -263,8 +263,9 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     step_s = found.prediction.step_time_s
     baselines = (
         Baseline(name="plain DDP", missing_bytes=1),
-        Baseline(name="plain FSDP", step_time_s=step_s / 0.8),
-        Baseline(name="plain 3D", step_time_s=step_s),
+        Baseline(name="plain FSDP", step_time_s=step_s / 0.8, setting="1 stage", strategies="fsdp4 ×3"),
+        Baseline(name="plain FSDP again", step_time_s=step_s / 0.8, setting="1 stage", strategies="fsdp4 ×3"),
+        Baseline(name="plain 3D", step_time_s=step_s, setting="2 stages", strategies="fsdp2 ×3"),
     )
     prediction = found.prediction.model_copy(update={"baselines": baselines})
     planned = found.plan.model_copy(update={"prediction": prediction})

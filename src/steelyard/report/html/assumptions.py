@@ -40,8 +40,8 @@ def not_modelled(plan: Plan, job: Job | None) -> tuple[str, ...]:
     ]
     if job is None or not job.profile.identity.is_measured:
         found.append(
-            "How the efficiency of a matrix product or a collective depends on its exact shape: a device has one "
-            "efficiency for each. A measured profile (steelyard profile) has the shapes."
+            "How fast a matrix product of just this shape is (tiles, waves): its arithmetic intensity alone counts. "
+            "A measured profile (steelyard profile) has the shapes."
         )
     if plan.num_stages > 1:
         found.append(
@@ -118,7 +118,10 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     if job.time_factor != 1.0:
         runs = "a measured run" if job.num_calibrating < 2 else f"{job.num_calibrating} measured runs"
         yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from {runs}"
-    yield "upper bound", "memory terms are added as if their peaks came together; see each bar for the terms"
+    yield (
+        "upper bound",
+        "the fullest moment of a walk through the passes of each stage; what is short-lived counts with its peak",
+    )
 
 
 def _links(cluster: Cluster) -> Iterator[tuple[str, Child]]:
