@@ -59,7 +59,7 @@ def test_an_option_beyond_its_range_ends_with_2_and_its_name(
 def test_a_price_that_is_none_is_named(run: Run, price: str) -> None:
     error = user_error(run("frontier", "llama3-8b", *JOB, "--price", price))
     assert error.field == "--price"
-    assert price.split("=")[-1] in error.found
+    assert price.rsplit("=", maxsplit=1)[-1] in error.found
 
 
 def changed(content: Any, path: str, value: object) -> Any:
