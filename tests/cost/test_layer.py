@@ -288,6 +288,29 @@ def test_the_stages_of_torch_have_a_buffer_for_every_microbatch() -> None:
     assert pipeline_buffer_bytes(four) == 8 * four.activation_bytes // 2
 
 
+class TestWholeGradients:
+    """Frameworks that reduce the gradients of shards in the last backward pass of a step alone."""
+
+    def of(self, text: str, where: str, num_microbatches: int) -> LayerCost:
+        theirs = replace(job(cluster(1, 8)), execution=Execution(whole_gradients=where))
+        return block(text, setting(theirs, num_microbatches=num_microbatches))
+
+    def test_they_stay_whole_and_are_sent_once_a_step(self) -> None:
+        ours, theirs = (self.of("fsdp8", where, 4) for where in ("never", "always"))
+        assert theirs.static_bytes["gradients"] > ours.static_bytes["gradients"] * 3
+        assert theirs.microbatch_s < ours.microbatch_s
+        assert "fsdp" not in ours.once_s
+        assert 0 < theirs.once_s["fsdp"] < ours.microbatch_s - theirs.microbatch_s, "half the bytes, in bf16"
+
+    def test_one_microbatch_keeps_what_it_always_did(self) -> None:
+        ours, theirs = (self.of("fsdp8", where, 1) for where in ("never", "always"))
+        assert theirs.static_bytes == ours.static_bytes
+
+    @pytest.mark.parametrize(("text", "where"), [("dp8", "always"), ("fsdp4-tp2", "without tp")])
+    def test_other_layers_are_as_they_are_here(self, text: str, where: str) -> None:
+        assert self.of(text, where, 4) == self.of(text, "never", 4)
+
+
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 8)])
 def test_every_microbatch_in_flight_has_positions_and_rotary_embeddings(schedule: str, in_flight: int) -> None:
     where = setting(num_stages=4, num_microbatches=8, schedule=schedule)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.execution import TORCHTITAN
+from steelyard.cost.execution import ACCELERATE, TORCHTITAN
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.predict import predict_memory
@@ -135,6 +135,22 @@ def test_with_a_buffer_for_every_microbatch_floors_and_walks_keep_their_order(
             assert all(cost.total_bytes <= each for cost, each in zip(costs, walked, strict=True))
         if count > num_stages:
             assert all(own <= each for own, each in zip(ours, walked, strict=True))
+
+
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each[0] == 1], ids=str)
+def test_with_gradients_that_stay_whole_floors_and_walks_keep_their_order(setting: tuple[int, int, str, int]) -> None:
+    num_stages, count, schedule, chunks = setting
+    of = job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=4)
+    theirs = replace(of, execution=ACCELERATE)
+    where = Setting(job=theirs, pipeline=pipeline(num_stages, count, schedule, chunks))
+    floors: tuple[CostTables, ...] = ()
+    for drawn in drawn_plans(theirs, where, 20):
+        floors = floors or floor_tables(drawn.tables, theirs)
+        walked, ours = walked_bytes(drawn, theirs), walked_bytes(drawn, of)
+        assert all(own <= each for own, each in zip(ours, walked, strict=True))
+        for floor in floors:
+            costs = evaluate(floor, drawn.boundaries, drawn.strategies).stages
+            assert all(cost.total_bytes <= each for cost, each in zip(costs, walked, strict=True))
 
 
 def alike_plans(of: Job, where: Setting) -> Iterator[Drawn]:

@@ -253,3 +253,25 @@ def test_megatron_is_priced_with_a_sharded_optimizer() -> None:
     num_params = sum(PARAMS[kind.name] for kind in (job.chain.kind_of(layer) for layer in range(6)))
     assert terms["parameters"] == 2 * num_params
     assert terms["optimizer"] == pytest.approx(12 * num_params / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "strategy", "keeps"), [
+    ("accelerate", "fsdp8", True),
+    ("accelerate", "dp8", False),
+    ("accelerate", "fsdp4-tp2", True),
+    ("transformers", "fsdp8", True),
+    ("transformers", "fsdp4-tp2", False),
+])  # fmt: skip
+def test_gradients_stay_whole_while_they_accumulate_where_the_framework_keeps_them(
+    name: str, strategy: str, keeps: bool
+) -> None:
+    job = small_job(global_batch=32)
+    wanted = one_stage(job, strategy, strategy, strategy).model_copy(update={"num_microbatches": 4})
+    fitted = fit(wanted, job, name)
+    assert fitted.plan.prediction is not None
+    ours = with_price(wanted, job).prediction
+    assert ours is not None
+    assert fitted.is_wanted
+    theirs = fitted.plan.prediction.stages[0]
+    assert (theirs.memory_bytes["gradients"] > 2 * ours.stages[0].memory_bytes["gradients"]) == keeps
+    assert (fitted.plan.prediction.step_time_s < ours.step_time_s) == keeps

@@ -90,6 +90,9 @@ class Execution:
     """Who keeps parameters, gradients and optimizer states between steps."""
     reduce_bytes: int = 4
     """Bytes per parameter that gradients are reduced in."""
+    whole_gradients: Literal["never", "without tp", "always"] = "never"
+    """Where FSDP2 keeps a sharded layer's gradients whole, in compute precision, until the last backward pass of a step
+    reduces them in that precision: everywhere, where the model is not divided by tp, or nowhere."""
     accumulates_apart: bool = False
     """Whether each microbatch's gradients are made in compute precision and then added to fp32 ones."""
     accumulates_late: bool = False
@@ -141,6 +144,12 @@ class Execution:
     keeps_every_second_product: bool = False
     """Whether selective remat repeats every second matrix product of a block, instead of none."""
 
+    def keeps_whole_gradients(self, strategy: Strategy) -> bool:
+        """Whether the gradients of a layer of this strategy are whole until the last backward pass of a step."""
+        if strategy.state_shards == 1 or self.whole_gradients == "never":
+            return False
+        return self.whole_gradients == "always" or strategy.tensor_degree == 1
+
     @property
     def keeps_own_buffers(self) -> bool:
         """Whether states, and what stages exchange, lie in buffers of the framework instead of torch's."""
@@ -176,3 +185,9 @@ TORCHTITAN = Execution(buffers_every_microbatch=True, repeats_whole_blocks=True,
 (distributed/activation_checkpoint.py)."""
 DEEPSPEED = Execution(reduce_bytes=2)
 """ZeRO-3 with gradients in bf16, as published runs of it have them."""
+ACCELERATE = Execution(whole_gradients="always")
+"""FSDP2 under accelerate 1.15: one policy for parameters, gradients and outputs (utils/dataclasses.py,
+set_mixed_precision), and `set_requires_gradient_sync(False)` while gradients accumulate (accelerator.py, no_sync)."""
+TRANSFORMERS = Execution(whole_gradients="without tp")
+"""transformers 5.23 trains through accelerate but where its DistributedConfig shards the model, which reduces in fp32
+(distributed/fsdp.py) and in every backward pass."""

@@ -211,6 +211,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     job, samples = setting.job, rank_samples(strategy, setting)
     whole, held = setting.microbatch_samples // strategy.sample_degree, held_params(layer, strategy)
     experts = 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
+    reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,
         "backward": layer.backward_collectives,
@@ -224,9 +225,9 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     return Load(
         strategy=strategy,
         parameter_bytes=(held - experts) * job.compute_bytes,
-        gradient_bytes=(held - experts) * job.execution.reduce_bytes,
+        gradient_bytes=(held - experts) * reduced,
         expert_parameter_bytes=experts * job.compute_bytes,
-        expert_gradient_bytes=experts * job.execution.reduce_bytes,
+        expert_gradient_bytes=experts * reduced,
         traced={phase: tuple(call for call in calls if call[0] != "all_to_all") for phase, calls in sent.items()},
         exchanged={
             phase: tuple((name, count, job.imbalance * size) for name, count, size in calls if name == "all_to_all")
@@ -311,6 +312,9 @@ class _Sent:
         self._seconds: defaultdict[tuple[Kind, Phase, bool], float] = defaultdict(float)
         """Of a kind in a phase, beside compute or in line."""
         self._calls: Counter[tuple[Kind, Phase]] = Counter()
+        self._last: defaultdict[Kind, float] = defaultdict(float)
+        """Of a kind beside the last backward pass of a step alone."""
+        waits_for_last = self._job.execution.keeps_whole_gradients(strategy)
         for kind in strategy.kinds:
             for each in kind.traffic(load):
                 if not each.beside_compute:
@@ -321,6 +325,9 @@ class _Sent:
                 group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
                 call_s = self._job.collective_s(each.collective, each.tensor_bytes / each.count, group)
                 seconds = each.count * call_s + each.num_waits * wait_s(self._job)
+                if waits_for_last and kind.states is States.SHARDED and each.collective == "reduce_scatter":
+                    self._last[kind] += seconds
+                    continue
                 self._seconds[kind, each.phase, each.beside_compute] += seconds
                 self._calls[kind, each.phase] += 0 if each.beside_compute else each.count
 
@@ -339,6 +346,10 @@ class _Sent:
     def beside_s(self, kind: Kind, phase: Phase) -> float:
         """Seconds of what can run beside compute in a phase, by itself."""
         return self._seconds[kind, phase, True]
+
+    def last_s(self, kind: Kind) -> float:
+        """Seconds of what runs beside the last backward pass of a step and no other, by itself."""
+        return self._last[kind]
 
     def once(self, kind: Kind) -> Sequence[Traffic]:
         """What is sent once a step."""
@@ -418,6 +429,10 @@ def _once_time(
         if sent.once(kind):
             terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
             terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
+        if sent.last_s(kind):
+            gather_s, others_s = sent.beside_s(kind, "backward"), sum(backward.values()) - backward.get(kind.name, 0.0)
+            hidden_s = _beside(others_s, gather_s, setting)
+            terms[kind.name] = _beside(others_s, gather_s + sent.last_s(kind), setting) - hidden_s
     return terms
 
 
@@ -479,7 +494,7 @@ def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, sett
     sharded = sharded_params(layer, strategy)
     static = {
         "parameters": MASTER_BYTES * sharded,
-        "gradients": kept_gradient_bytes(layer, strategy),
+        "gradients": kept_gradient_bytes(layer, strategy, setting),
         "optimizer": 2 * MASTER_BYTES * sharded + layer.buffer_bytes,
     }
     working = sample_bytes(kind, strategy, setting)
@@ -492,9 +507,15 @@ def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, sett
     return static
 
 
-def kept_gradient_bytes(layer: LayerProfile, strategy: Strategy) -> int:
-    """Gradients that a rank keeps from one microbatch to the next, and that the optimizer reads."""
-    return MASTER_BYTES * sharded_params(layer, strategy)
+def kept_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+    """Gradients that a rank keeps from one microbatch to the next, and that the optimizer reads.
+
+    Both where those of all microbatches but the last are whole (`Execution.whole_gradients`).
+    """
+    several = setting.pipeline.num_microbatches > 1
+    whole = several and setting.job.execution.keeps_whole_gradients(strategy)
+    kept = setting.job.compute_bytes * held_params(layer, strategy) if whole else 0
+    return kept + MASTER_BYTES * sharded_params(layer, strategy)
 
 
 def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
@@ -550,7 +571,7 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
         gathers = copy and (kind.role is LayerRole.HEAD or setting.pipeline.num_microbatches > 1)
         reduction = input_bytes + again + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
     elif strategy.state_shards > 1:
-        reduced = MASTER_BYTES * params + kept_gradient_bytes(layer, strategy)
+        reduced = MASTER_BYTES * (params + sharded_params(layer, strategy))
         ahead = buffer if copy else 0
         reduction = input_bytes + again + max(made, scratch) + reduced + ahead
     return int(max(forward, backward, reduction))

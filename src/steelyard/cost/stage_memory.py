@@ -497,7 +497,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         shard=MASTER_BYTES * sharded_params(layer, strategy),
         copy=copy_bytes(layer, strategy, setting),
         keeps_copy=keeps_copy(strategy),
-        kept_gradients=kept_gradient_bytes(layer, strategy),
+        kept_gradients=kept_gradient_bytes(layer, strategy, setting),
         made_gradients=job.compute_bytes * params * gradient_copies(kind, strategy),
         cut_gradients=cut_gradient_bytes(kind, layer, strategy, setting),
         scratch=scratch_bytes(layer, strategy, setting),

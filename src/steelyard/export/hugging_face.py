@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from steelyard.cost.execution import ACCELERATE as RUN_BY_ACCELERATE
+from steelyard.cost.execution import TRANSFORMERS as RUN_BY_TRANSFORMERS
 from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target
 from steelyard.export.uniform import UniformPlan
 from steelyard.plan.capabilities import Capabilities, kinds_of
@@ -31,10 +33,11 @@ TRANSFORMERS_MEANS = Capabilities(
 )
 """With tp the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward."""
 
-_ROOT = (
-    "embedding and head by themselves: they and the final norm are one unit, gathered from its first use in forward to "
+_TIED = (
+    "freeing the tied matrix: embedding, final norm and head are one unit, gathered from its first use in forward to "
     "its last in backward"
 )
+_TAIL = "freeing the head after forward: it and the final norm stay gathered for the backward pass"
 
 
 def _write_accelerate(request: Request) -> Draft:
@@ -54,7 +57,7 @@ def _write_accelerate(request: Request) -> Draft:
             "in train.py: from_pretrained(..., tp_plan='auto', device_mesh=...) on the mesh of the Accelerator"
         )
     if view.fsdp > 1:
-        left_out.append(_ROOT)
+        left_out += _kept_gathered(request)
     elif view.remat is Remat.FULL:
         usage.append("in train.py: model.gradient_checkpointing_enable()")
     if request.cluster is None:
@@ -65,6 +68,13 @@ def _write_accelerate(request: Request) -> Draft:
         left_out=tuple(left_out),
         usage=tuple(usage),
     )
+
+
+def _kept_gathered(request: Request) -> list[str]:
+    """What accelerate gathers once a microbatch whatever the ZeRO stage (``utils/fsdp_utils.py``)."""
+    if request.plan.chain().tied_embeddings:
+        return [_TIED]
+    return [_TAIL] if UniformPlan.of(request.plan).zero == 3 else []
 
 
 def _accelerate(request: Request, view: UniformPlan) -> dict[str, Any]:
@@ -104,9 +114,9 @@ def _write_transformers(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     left_out = ["optimizer, data and first weights: those of the training script"]
     if view.fsdp > 1 and view.tp == 1:
-        left_out.append(_ROOT)
+        left_out += _kept_gathered(request)
     if view.tp > 1:
-        left_out.append("freeing the head after forward: transformers keeps it gathered for the backward pass")
+        left_out.append(_TAIL)
     model = "distributed_config=distributed_config" if view.tp > 1 else "..."
     return Draft(
         files=(("steelyard_trainer.py", _trainer(view)),),
@@ -161,6 +171,7 @@ ACCELERATE = Target(
     summary="accelerate.yaml: FSDP2 or DDP, ParallelismConfig, activation checkpointing",
     capabilities=ACCELERATE_MEANS,
     write=_write_accelerate,
+    execution=RUN_BY_ACCELERATE,
 )
 TRANSFORMERS = Target(
     name="transformers",
@@ -168,4 +179,5 @@ TRANSFORMERS = Target(
     summary="arguments of TrainingArguments, and a DistributedConfig where there is tp",
     capabilities=TRANSFORMERS_MEANS,
     write=_write_transformers,
+    execution=RUN_BY_TRANSFORMERS,
 )

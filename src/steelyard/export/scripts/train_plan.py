@@ -577,6 +577,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(Plan(options.plan), device, options)
+    dist.barrier()  # a group that is left while another rank still works in it may abort that one
     dist.destroy_process_group()
 
 
