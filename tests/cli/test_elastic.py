@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from steelyard.cli.app import app
+from steelyard.errors import UserError
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.elastic import replan
@@ -144,6 +145,50 @@ def test_explain_names_a_slow_rank_and_what_planning_without_its_node_gains(
     text = " ".join(run("explain", plan_path, "--record", tmp_path / "record.json").stdout.split())
     assert "Rank 5 (stage 1) on node1 computes 2.0 × as long as predicted next to the others: a step of" in text
     assert "the best plan without its node takes" in text
+
+
+def test_explain_tells_what_a_plan_with_fewer_layers_on_the_slow_node_gains(
+    run: Run, plan_path: Path, tmp_path: Path
+) -> None:
+    plan = read_plan(plan_path)
+    result = run("explain", plan_path, "--record", record(plan, tmp_path, slow=5), "--json")
+    (found,) = json.loads(result.stdout)["explanation"]["slow_nodes"]
+    recut = found["recut"]
+    layers = {is_slow: count for count, is_slow in zip(recut["layers"], recut["is_slow"], strict=True)}
+    assert layers[True] < layers[False]
+    assert sum(recut["layers"]) == plan.chain().num_layers
+    assert step_s(plan) < recut["step_time_s"] < min(found["slowed_step_s"], found["without_step_s"])
+    text = " ".join(run("explain", plan_path, "--record", tmp_path / "record.json").stdout.split())
+    gain = 1 - recut["step_time_s"] / found["slowed_step_s"]
+    assert f"{layers[True]} (slow)" in text
+    assert f"a gain of {gain:.1%}" in text
+
+
+@pytest.fixture(scope="module")
+def pooled_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pooled") / "plan.json"
+    machines = ("--cluster", "1x2xa100-80gb+1x2xa100-40gb", "--stages", 2)
+    result = CliRunner().invoke(app, [str(each) for each in ("plan", JOB[0], *machines, *JOB[3:], "-o", path)])
+    assert result.exit_code == 0, result.output
+    assert read_plan(path).is_mixed
+    return path
+
+
+def test_an_elastic_run_over_pools_is_refused_before_it_begins(run: Run, pooled_path: Path, tmp_path: Path) -> None:
+    found = elastic_error(run, pooled_path, "--checkpoint-dir", tmp_path)
+    assert "--elastic: found a plan over 2 pools of unlike devices" in found
+    assert "train without --elastic" in found
+
+
+def test_processes_that_torchrun_started_refuse_pools_with_all_devices_there(pooled_path: Path) -> None:
+    plan = read_plan(pooled_path)
+    with pytest.raises(UserError, match="2 pools of unlike devices"):
+        replan(plan, (2, 2), pooled_path.parent)
+
+
+def test_a_record_of_a_plan_over_pools_is_refused_and_not_left_out(run: Run, pooled_path: Path) -> None:
+    found = str(user_error(run("explain", pooled_path, "--record", "record.json")))
+    assert "--record with several pools of devices" in found
 
 
 def test_explain_says_that_a_run_was_even(run: Run, plan_path: Path, tmp_path: Path) -> None:

@@ -62,7 +62,13 @@ def explain(
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json) as show:
         job = (
-            _pools_of(plan, {"--profile": profile, "--why-not": why, "--all": everything}, cluster, network, memory)
+            _pools_of(
+                plan,
+                {"--profile": profile, "--why-not": why, "--all": everything, "--record": record},
+                cluster,
+                network,
+                memory,
+            )
             if plan.is_mixed
             else job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
         )

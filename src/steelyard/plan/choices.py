@@ -135,8 +135,20 @@ class WhyNot(PlanPart):
     """What stands in the way; empty where nothing does."""
 
 
+class Recut(PlanPart):
+    """A plan in which the node of a slow rank has stages of its own, priced with these stages as slow as the rank."""
+
+    step_time_s: float
+    layers: tuple[int, ...]
+    """Of each stage."""
+    is_slow: tuple[bool, ...]
+    """Whether a stage lies on the node of the slow rank."""
+    setting: str
+    strategies: str
+
+
 class SlowNode(PlanPart):
-    """A slow rank of a run: a step as predicted, with the rank as slow as it was, and without its node."""
+    """A slow rank of a run: a step as predicted, with the rank as slow as it was, without its node, and cut for it."""
 
     rank: str
     """Which, where, and how slow."""
@@ -147,6 +159,8 @@ class SlowNode(PlanPart):
     cluster: str = ""
     setting: str = ""
     strategies: str = ""
+    recut: Recut | None = None
+    """Absent where none was searched, and where the best plan found leaves the node out, or takes it alone."""
 
 
 class Explanation(PlanPart):

@@ -36,8 +36,9 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
 
     ``folder`` is that of the plan's file, beside which its profile may lie. The plan itself where it has its devices, a
     plan that it holds for this loss, or else one that is searched. Raises `NothingFitsError` where no part of the
-    devices has a plan, and another `UserError` where the plan's costs are not at hand.
+    devices has a plan, and another `UserError` where the plan's costs are not at hand or its devices are in pools.
     """
+    _check_one_pool(plan)
     if sum(hosts) == plan.num_devices:
         return Replanned(plan=plan, taken=tuple(hosts))
     for spare in plan.spares:
@@ -147,6 +148,18 @@ def hosts_without(cluster: Cluster, lost: int) -> tuple[int, ...]:
     return (per_node,) * (nodes - lost)
 
 
+def _check_one_pool(plan: Plan) -> None:
+    """Raises `UserError` for a plan over unlike pools: which host is of which pool, no rendezvous tells."""
+    if plan.is_mixed:
+        raise UserError(
+            field="--elastic",
+            found=f"a plan over {len(plan.pools())} pools of unlike devices ({plan.cluster})",
+            expected="a plan for one kind of device: of a lost host nobody tells of which pool it was",
+            hint="train without --elastic, with --restarts; where a host is lost for good, plan for the pools that are "
+            "left and resume from the checkpoints under that plan",
+        )
+
+
 def _as_spare(plan: Plan, *, num_left: int) -> Spare:
     prediction = plan.prediction.model_copy(update={"alternatives": ()}) if plan.prediction else None
     own = {name: getattr(plan, name) for name in Spare.model_fields if name in Plan.model_fields}
@@ -154,7 +167,9 @@ def _as_spare(plan: Plan, *, num_left: int) -> Spare:
 
 
 def check_replannable(plan: Plan, folder: Path) -> None:
-    """Raises `UserError` where the costs of a plan are not at hand, so that none could be found for what is left."""
+    """Raises `UserError` for a plan for which none could be found for what is left: its costs are not at hand, or its
+    devices are in several pools."""
+    _check_one_pool(plan)
     try:
         job_of(plan, folder=folder)
     except UserError as error:

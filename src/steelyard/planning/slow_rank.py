@@ -1,21 +1,34 @@
-"""What a slow rank of a run costs, and what planning without its node would gain.
+"""What a slow rank of a run costs, and what planning around it would gain: with its node slower, or without it.
 
-A rank holds up its stage, so its factor scales what the stage computes in every pass of the simulated step.
+A rank holds up its stage, so its factor scales what the stage computes in every pass of the simulated step. A plan that
+is cut for it has its node as a pool of its own, all of which is taken to be as slow as the rank: nobody measured which
+stages the other ranks of the node could have had. The search takes the node's collectives to be as slow as well (one
+factor scales all times of a pool), the price of what it finds does not, so that a plan that is better still may exist.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
-from steelyard.plan.choices import SlowNode
+from steelyard.hardware import MixedCluster
+from steelyard.plan.choices import Recut, SlowNode
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
 from steelyard.planning.calibration import InvalidRunError
-from steelyard.planning.demands import demands_of
+from steelyard.planning.demands import Demand, demands_of, narrowed
+from steelyard.planning.devices import with_shape
 from steelyard.planning.elastic import fastest_plan, hosts_without
 from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.pools import plan_pools
+from steelyard.planning.problem import PlanOptions
 from steelyard.profiles.record import RunRecord
 from steelyard.profiles.slowness import SLOW_SHARE, OwnWork, SlowRank, slow_ranks
+
+MOST_S = 10.0
+"""Seconds that the search of a plan with a slow node may take."""
 
 
 def slow_nodes(plan: Plan, job: Job, path: str | Path) -> tuple[SlowNode, ...]:
@@ -58,6 +71,7 @@ def _slow_node(plan: Plan, job: Job, slow: SlowRank) -> SlowNode:
     hosts = hosts_without(job.cluster, 1)
     best = fastest_plan(job, hosts, demands) if hosts else None
     without = None if best is None else best[0]
+    recut = _cut_for(plan, job, slow, demands)
     step_s = without.prediction.step_time_s if without is not None and without.prediction is not None else None
     return SlowNode(
         rank=str(slow),
@@ -67,4 +81,39 @@ def _slow_node(plan: Plan, job: Job, slow: SlowRank) -> SlowNode:
         cluster="" if without is None else without.cluster,
         setting="" if without is None else describe(without.pipeline),
         strategies="" if without is None else summarise(without),
+        recut=recut,
+    )
+
+
+def _cut_for(plan: Plan, job: Job, slow: SlowRank, demands: Sequence[Demand]) -> Recut | None:
+    """The best plan found with the node of a slow rank as a pool of its own; of one node the devices of its stage.
+
+    None where that pool would be all there is, with a measured profile and with pins, which several pools do not take,
+    and where the best plan found leaves a pool out.
+    """
+    cluster, options = job.cluster, narrowed(PlanOptions(time_limit_s=MOST_S), demands)
+    if cluster.num_devices == 1 or job.profile.identity.is_measured or options.pins or options.partition != "exact":
+        return None
+    if cluster.num_nodes > 1:
+        shapes = (cluster.num_nodes - 1, cluster.devices_per_node), (1, cluster.devices_per_node)
+    else:
+        size = min(plan.stages[slow.stage].num_devices, cluster.num_devices // 2)
+        shapes = (1, cluster.num_devices - size), (1, size)
+    whole, part = (with_shape(cluster, *shape) for shape in shapes)
+    part = replace(part, name=f"{part.name} {slow.factor:.1f} × as slow")
+    link = cluster.inter_link or cluster.intra_link
+    joined = MixedCluster(pools=(whole, part), links=(link, link))
+    pools = tuple(replace(job, cluster=each, outer_link=link) for each in joined.pools)
+    slowed = replace(pools[1], time_factor=job.time_factor * slow.factor)
+    found = plan_pools(PooledJob(pools=(pools[0], slowed), cluster=joined), options).plan
+    if found is None or not found.is_mixed:
+        return None
+    names = [pool.name for pool in found.stage_pools()]
+    factors = {stage: slow.factor for stage, name in enumerate(names) if name == part.name}
+    return Recut(
+        step_time_s=predict(found, PooledJob(pools=pools, cluster=joined), slowed=factors).step_time_s,
+        layers=tuple(len(stage.layers) for stage in found.stages),
+        is_slow=tuple(stage in factors for stage in range(found.num_stages)),
+        setting=describe(found.pipeline),
+        strategies=summarise(found),
     )

@@ -54,17 +54,29 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
 
 
 def slow_sentence(slow: SlowNode) -> str:
-    """What a slow rank costs and what planning without its node gains."""
+    """What a slow rank costs, and what planning around it gains over going on: cut for it, and without its node."""
     costs = (
         f"{slow.rank[0].upper()}{slow.rank[1:]} as predicted next to the others: a step of "
         f"{format_seconds(slow.step_time_s)} takes {format_seconds(slow.slowed_step_s)} with it"
     )
+    recut, parts = slow.recut, [costs]
+    if recut is not None:
+        stages = zip(recut.layers, recut.is_slow, strict=True)
+        layers = ", ".join(f"{count}{' (slow)' if is_slow else ''}" for count, is_slow in stages)
+        parts.append(
+            f"cut for its node, stages of {layers} layers take {format_seconds(recut.step_time_s)} ({recut.setting}; "
+            f"{recut.strategies}), {_gain(recut.step_time_s, slow.slowed_step_s)}"
+        )
     if slow.without_step_s is None:
-        return f"{costs}; no plan fits without its node."
-    gain = 1 - slow.without_step_s / slow.slowed_step_s
-    gained = f"a gain of {gain:.1%}" if gain > 0 else f"{-gain:.1%} more, so keep it"
+        return "; ".join([*parts, "no plan fits without its node."])
     without = f"{format_seconds(slow.without_step_s)} on {slow.cluster} ({slow.setting}; {slow.strategies})"
-    return f"{costs}; the best plan without its node takes {without}, {gained}."
+    parts.append(f"the best plan without its node takes {without}, {_gain(slow.without_step_s, slow.slowed_step_s)}")
+    return "; ".join(parts) + "."
+
+
+def _gain(step_s: float, slowed_s: float) -> str:
+    gain = 1 - step_s / slowed_s
+    return f"a gain of {gain:.1%}" if gain > 0 else f"{-gain:.1%} more than to go on"
 
 
 def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
