@@ -45,12 +45,44 @@ def test_explain_prices_it_for_the_memory_that_is_given(run: Run, path: Path) ->
     assert {pool["budget_bytes"] for pool in pools} == {70 * 2**30}
 
 
-def test_report_and_timeline_show_such_a_plan(run: Run, path: Path) -> None:
-    page, events = path.with_suffix(".html"), path.with_suffix(".trace.json")
-    assert run("report", path, "-o", page).exit_code == 0
-    assert "several pools" in page.read_text()
+def test_timeline_shows_such_a_plan(run: Run, path: Path) -> None:
+    events = path.with_suffix(".trace.json")
     assert run("timeline", path, "-o", events).exit_code == 0
     assert events.stat().st_size > 0
+
+
+@pytest.fixture(scope="module")
+def page(path: Path) -> str:
+    """The report of the plan."""
+    from typer.testing import CliRunner
+
+    from steelyard.cli.app import app
+
+    written = path.with_suffix(".html")
+    assert CliRunner().invoke(app, ["report", str(path), "-o", str(written)]).exit_code == 0
+    return written.read_text()
+
+
+def test_a_report_shows_the_schedule_and_the_rivals_of_such_a_plan(page: str) -> None:
+    assert 'id="timeline"' in page
+    assert all(words in page for words in ("1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"))
+    assert "left out" not in page
+
+
+def test_a_report_has_no_frontier_where_none_was_searched_over_pools(page: str) -> None:
+    assert "Time against memory" not in page
+
+
+def test_a_report_names_the_pool_and_the_budget_of_each_stage(run: Run, tmp_path: Path) -> None:
+    pools, plan = "1x2xh100-80gb+1x2xa100-40gb", tmp_path / "plan.json"
+    assert run("plan", "tinyllama-1.1b", "--cluster", pools, *ASKED, "--stages", 2, "-o", plan).exit_code == 0
+    assert run("report", plan, "--time-limit", 0, "-o", tmp_path / "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    assert all(f"<small>{name}</small>" in text for name in pools.split("+"))
+    memory = text[text.index('id="memory"') : text.index('id="timeline"')]
+    assert memory.count('class="limit"') == 2
+    assert "37.4 GiB" in memory
+    assert "75.1 GiB" in memory
 
 
 @pytest.mark.parametrize("target", ["torchtitan", "megatron", "torchrun"])

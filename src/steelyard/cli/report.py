@@ -7,6 +7,7 @@ import typer
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SECONDS
@@ -14,7 +15,15 @@ from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import job_or_reason, search_for_report, with_cost
+from steelyard.planning import (
+    PlanOptions,
+    any_job_of,
+    explain_pools,
+    job_or_reason,
+    price_pools,
+    search_for_report,
+    with_cost,
+)
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
@@ -53,8 +62,17 @@ def report(
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
-        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
-        if isinstance(job, str):
+        job: AnyJob | str = (
+            any_job_of(plan, profile=profile, cluster=cluster, network=network, memory=memory)
+            if plan.is_mixed
+            else job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        )
+        if isinstance(job, PooledJob):
+            show("searching each pool alone, and even cuts")
+            if plan.prediction is None or cluster or network or memory:
+                plan = price_pools(plan, job)
+            found = _of_pools(plan, path, job, record, has_rivals=time_limit != 0)
+        elif isinstance(job, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
             note = f"The schedule, the frontier and the rivals are left out: {job}."
             found = ReportContents(plan=plan, plan_file=path.name, study=nothing, record=record, notes=(note,))
@@ -78,6 +96,19 @@ def report(
         print_json(_as_json(found))
     else:
         print(f"written to {output} ({format_bytes(len(text.encode()))})")
+
+
+def _of_pools(plan: Plan, path: Path, job: PooledJob, record: RunRecord | None, *, has_rivals: bool) -> ReportContents:
+    """The report of a plan over several pools: its schedule and its rivals; no frontier is searched over pools."""
+    explanation = explain_pools(plan, job, PlanOptions()) if has_rivals else Explanation(binds="")
+    return ReportContents(
+        plan=plan,
+        plan_file=path.name,
+        job=job,
+        timeline=predict(plan, job).timeline,
+        study=PlanStudy(scope="each pool alone and even cuts over all", explanation=explanation),
+        record=record,
+    )
 
 
 def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:

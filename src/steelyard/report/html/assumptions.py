@@ -21,14 +21,18 @@ def assumption_section(found: ReportContents) -> Html:
     """A line for each assumption, then what is not modelled."""
     rows = [
         tag("div", tag("dt", name), tag("dd", text), class_="fact")
-        for name, text in (*_plan_facts(found), *(_job_facts(found.job) if found.job else ()))
+        for name, text in (*_plan_facts(found), *_pool_facts(found))
     ]
     return section(
         "assumptions",
         "What this rests on",
         tag("dl", rows),
         tag("h3", "Not modelled"),
-        tag("ul", [tag("li", text) for text in not_modelled(found.plan, found.job)], class_="plain"),
+        tag(
+            "ul",
+            [tag("li", text) for text in not_modelled(found.plan, found.pools[0] if found.pools else None)],
+            class_="plain",
+        ),
     )
 
 
@@ -84,6 +88,16 @@ def _source(profile: CostSource) -> str:
         f"{profile.transformers}, {profile.created}; rates from the catalogue below"
         + ("" if profile.rates is None else f", {profile.rates}")
     )
+
+
+def _pool_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
+    """What is assumed of the devices, for each pool by its name where they are unlike."""
+    for job in found.pools:
+        if len(found.pools) > 1:
+            yield "pool", tag("b", job.cluster.name)
+        yield from _job_facts(job)
+        if job.outer_link is not None:
+            yield "between pools", _link_facts(job.outer_link)
 
 
 def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:

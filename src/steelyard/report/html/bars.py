@@ -30,7 +30,7 @@ def time_section(found: ReportContents) -> Html:
         "time",
         "Where the time goes",
         tag("p", lead),
-        stacked_bars(stages, names, colours(names, time_colours()), step_s, format_seconds),
+        stacked_bars(stages, names, colours(names, time_colours()), step_s, format_seconds, below=found.stage_pools),
         _legend(stages, names, colours(names, time_colours()), format_seconds),
         folded("As a table", _table(stages, names, format_seconds, "a step")),
     )
@@ -42,11 +42,11 @@ def memory_section(found: ReportContents) -> Html:
     stages = [{name: float(size) for name, size in stage.memory_bytes.items()} for stage in prediction.stages]
     names = [name for name in MEMORY_COLOURS if any(name in stage for stage in stages)]
     names += [name for name in _names(stages) if name not in names]
-    budget = float(prediction.budget_bytes)
+    budgets = [float(each) for each in prediction.stage_budgets()]
     totals = [sum(stage.values()) for stage in stages]
-    fullest = max(range(len(stages)), key=lambda index: totals[index])
+    fullest = found.fullest
     where = f"Stage {fullest} is the fullest: " if len(stages) > 1 else "A device holds at most "
-    lead = f"{where}{format_bytes(totals[fullest])} of {format_bytes(budget)}."
+    lead = f"{where}{format_bytes(totals[fullest])} of {format_bytes(budgets[fullest])}."
     if len(stages) > 1:
         least = min(totals)
         lead += f" The emptiest holds {format_bytes(least)}."
@@ -56,11 +56,21 @@ def memory_section(found: ReportContents) -> Html:
         "What fills the memory",
         tag("p", lead),
         stacked_bars(
-            stages, names, colours(names, MEMORY_COLOURS), max(budget, *totals) * 1.0, format_bytes, limit=budget
+            stages,
+            names,
+            colours(names, MEMORY_COLOURS),
+            max(*budgets, *totals),
+            format_bytes,
+            limits=budgets,
+            below=found.stage_pools,
         ),
-        _legend(stages, names, colours(names, MEMORY_COLOURS), format_bytes, f"the budget of {format_bytes(budget)}"),
-        folded("As a table", _table(stages, names, format_bytes, "memory", left_of=budget)),
+        _legend(stages, names, colours(names, MEMORY_COLOURS), format_bytes, f"the budget of {_budget_text(budgets)}"),
+        folded("As a table", _table(stages, names, format_bytes, "memory", left_of=budgets)),
     )
+
+
+def _budget_text(budgets: Sequence[float]) -> str:
+    return " and ".join(map(format_bytes, dict.fromkeys(budgets)))
 
 
 def stage_seconds(found: ReportContents) -> list[dict[str, float]]:
@@ -95,13 +105,18 @@ def stacked_bars(
     whole: float,
     show: Callable[[float], str],
     *,
-    limit: float | None = None,
+    limits: Sequence[float] | None = None,
     labels: Sequence[str] | None = None,
+    below: Sequence[str] = (),
 ) -> Html:
-    """A bar for each of ``stages``, or of what else ``labels`` name; ``whole`` is as wide as the page."""
+    """A bar for each of ``stages``, or of what else ``labels`` name; ``whole`` is as wide as the page.
+
+    ``below`` stands under the names. A dashed line shows the limit of each bar, one through all of equal limits.
+    """
     labels = labels or [f"stage {index}" for index in range(len(stages))]
-    rows = []
+    rows, is_common = [], limits is not None and len(set(limits)) == 1
     for index, stage in enumerate(stages):
+        side = [tag("b", labels[index]), tag("small", below[index]) if below else None]
         total = sum(stage.values())
         parts = [
             tag(
@@ -114,21 +129,24 @@ def stacked_bars(
             for name in names
             if stage.get(name)
         ]
-        shown = total if limit is not None else _busy_s(stage)
-        over = limit is not None and total > limit
+        shown = total if limits is not None else _busy_s(stage)
+        over = limits is not None and total > limits[index]
+        own = _limit(limits[index] / whole) if limits is not None and not is_common else None
         rows.append(
             tag(
                 "div",
-                tag("div", tag("b", labels[index]), class_="side") if len(stages) > 1 else None,
-                tag("div", parts, class_="bar"),
+                tag("div", side, class_="side") if len(stages) > 1 else None,
+                tag("div", own, parts, class_="bar"),
                 tag("div", show(shown), class_="end over" if over else "end"),
                 class_="row",
             )
         )
-    line = None
-    if limit is not None:
-        line = tag("div", tag("i", style=f"left:{limit / whole:.3%}"), class_="limit", aria_hidden="true")
+    line = _limit(limits[0] / whole) if limits is not None and is_common else None
     return tag("div", line, rows, class_="bars" if len(stages) > 1 else "bars alone")
+
+
+def _limit(share: float) -> Html:
+    return tag("div", tag("i", style=f"left:{share:.3%}"), class_="limit", aria_hidden="true")
 
 
 def _has_room(name: str, share: float) -> bool:
@@ -161,7 +179,7 @@ def _table(
     show: Callable[[float], str],
     total: str,
     *,
-    left_of: float | None = None,
+    left_of: Sequence[float] | None = None,
 ) -> Html:
     headings = ("stage", *names, total, *(("left",) if left_of is not None else ()))
     rows = []
@@ -169,7 +187,8 @@ def _table(
         used = sum(stage.values())
         left = []
         if left_of is not None:
-            left = [show(left_of - used) if used <= left_of else f"over by {show(used - left_of)}"]
+            rest = left_of[index] - used
+            left = [show(rest) if rest >= 0 else f"over by {show(-rest)}"]
         rows.append([str(index), *(show(stage.get(name, 0.0)) for name in names), tag("b", show(used)), *left])
     caption = tag("p", f"Seconds of a step, {format_plural(len(stages), 'stage')}.") if left_of is None else None
     return Html((caption or "") + table(headings, rows, numeric=range(1, len(headings))))

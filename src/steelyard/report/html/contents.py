@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.cost.simulator import Timeline
 from steelyard.plan.choices import PlanStudy
@@ -19,7 +20,7 @@ class ReportContents:
 
     plan: Plan
     plan_file: str
-    job: Job | None = None
+    job: AnyJob | None = None
     timeline: Timeline | None = None
     study: PlanStudy
     record: RunRecord | None = None
@@ -37,11 +38,34 @@ class ReportContents:
         return 0.0 if self.timeline is None else self.prediction.step_time_s - self.timeline.step_time_s
 
     @property
+    def pools(self) -> tuple[Job, ...]:
+        """The job on each pool that the plan uses, in the order of their ranks; one where all devices are alike."""
+        if isinstance(self.job, PooledJob):
+            return tuple({id(each): each for each in self.job.jobs(self.plan)}.values())
+        return () if self.job is None else (self.job,)
+
+    @property
+    def stage_pools(self) -> tuple[str, ...]:
+        """The pool of each stage by name; none where all devices are alike."""
+        return tuple(pool.name for pool in self.plan.stage_pools()) if self.plan.is_mixed else ()
+
+    @property
+    def fullest(self) -> int:
+        """The stage whose devices have least left of their budget."""
+        budgets, stages = self.prediction.stage_budgets(), self.prediction.stages
+        return min(range(len(stages)), key=lambda index: budgets[index] - stages[index].total_bytes)
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes of the fullest device."""
-        return max(stage.total_bytes for stage in self.prediction.stages)
+        return self.prediction.stages[self.fullest].total_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that the fullest device may hold."""
+        return self.prediction.stage_budgets()[self.fullest]
 
     @property
     def left_bytes(self) -> int:
         """Bytes of the budget that the fullest device leaves; negative where it does not fit."""
-        return self.prediction.budget_bytes - self.peak_bytes
+        return self.budget_bytes - self.peak_bytes

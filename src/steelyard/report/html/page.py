@@ -25,7 +25,7 @@ def report_page(found: ReportContents) -> str:
         time_section(found),
         memory_section(found),
         timeline_section(found),
-        trade_off_section(found),
+        None if found.plan.is_mixed else trade_off_section(found),
         rival_section(found),
         assumption_section(found),
         glossary_section(found),

@@ -34,7 +34,7 @@ def decision(found: ReportContents) -> Html:
     verdict = (
         f"fits with {format_bytes(left)} to spare"
         if left >= 0
-        else shortfall(found.peak_bytes, prediction.budget_bytes, prediction.margin_bytes)
+        else shortfall(found.peak_bytes, found.budget_bytes, prediction.stage_margins()[found.fullest])
     )
     tokens = format_count(plan.global_batch * plan.seq_len)
     return join(
@@ -49,7 +49,10 @@ def decision(found: ReportContents) -> Html:
 
 def network_text(found: ReportContents) -> str:
     """What joins the devices, by name and rate; empty where the cluster is not at hand or measured."""
-    cluster = None if found.job is None else found.job.cluster
+    if len(found.pools) > 1:
+        outer = {link_text(each.outer_link): None for each in found.pools if each.outer_link is not None}
+        return f"Between pools {'; '.join(outer)}"
+    cluster = found.pools[0].cluster if found.pools else None
     if cluster is None or cluster.device.needs_profile:
         return ""
     between = cluster.inter_link if cluster.num_nodes > 1 else None
@@ -74,12 +77,14 @@ def most_used(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan) -> str:
-    devices = format_plural(plan.num_devices // plan.num_stages, "device")
+    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    devices = format_plural(sizes[0], "device")
     if plan.num_stages == 1:
         return f"without a pipeline on {devices}"
     chunks = f" of {format_plural(plan.num_chunks, 'chunk')}" if plan.num_chunks > 1 else ""
     schedule = plan.pipeline.schedule.title
-    return f"in {format_plural(plan.num_stages, 'pipeline stage')}{chunks} ({schedule}) of {devices} each"
+    each = f"{devices} each" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} devices"
+    return f"in {format_plural(plan.num_stages, 'pipeline stage')}{chunks} ({schedule}) of {each}"
 
 
 def _batch(plan: Plan) -> str:
@@ -90,7 +95,7 @@ def _batch(plan: Plan) -> str:
 def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
     """Name, figure and what stands below it."""
     plan, prediction, record = found.plan, found.prediction, found.record
-    share = found.peak_bytes / prediction.budget_bytes if prediction.budget_bytes else 1.0
+    share = found.peak_bytes / found.budget_bytes if found.budget_bytes else 1.0
     measured_s = None if record is None else f"measured {format_seconds(record.median_step_s)}"
     measured_speed = None
     if record is not None:
@@ -116,7 +121,7 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
             "memory of the fullest device",
             format_bytes(found.peak_bytes),
             [
-                f"{share:.0%} of {format_bytes(prediction.budget_bytes)}"
+                f"{share:.0%} of {format_bytes(found.budget_bytes)}"
                 + (f"; {prediction.margin_text}" if prediction.margin_text else ""),
                 _gauge(share),
             ],

@@ -39,6 +39,7 @@ def timeline_section(found: ReportContents) -> Html | None:
     hidden = hidden_microbatches(plan.num_microbatches, _num_shown(plan))
     stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.pipeline.num_stages)]
     kinds = [kind for kind in KINDS if any(each.category == kind for stage in stages for each in stage)]
+    pools = [f" on {name}" for name in found.stage_pools] or [None] * len(stages)
     parts = [
         tag("p", _lead(timeline, plan, hidden)),
         tag(
@@ -46,7 +47,7 @@ def timeline_section(found: ReportContents) -> Html | None:
             _controls(),
             tag(
                 "div",
-                tag("div", [tag("span", f"stage {stage}") for stage in range(len(stages))], class_="names"),
+                tag("div", [tag("span", f"stage {stage}", on) for stage, on in enumerate(pools)], class_="names"),
                 tag("div", _picture(stages, kinds, timeline.step_time_s), class_="view", tabindex="0"),
                 class_="lanes",
                 style=f"--stages:{len(stages)}",
