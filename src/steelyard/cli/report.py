@@ -106,7 +106,7 @@ def _of_pools(plan: Plan, path: Path, job: PooledJob, record: RunRecord | None, 
         plan_file=path.name,
         job=job,
         timeline=predict(plan, job).timeline,
-        study=PlanStudy(scope="each pool alone and even cuts over all", explanation=explanation),
+        study=PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation),
         record=record,
     )
 

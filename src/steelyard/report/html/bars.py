@@ -48,8 +48,9 @@ def memory_section(found: ReportContents) -> Html:
     where = f"Stage {fullest} is the fullest: " if len(stages) > 1 else "A device holds at most "
     lead = f"{where}{format_bytes(totals[fullest])} of {format_bytes(budgets[fullest])}."
     if len(stages) > 1:
-        least = min(totals)
-        lead += f" The emptiest holds {format_bytes(least)}."
+        emptiest = max(range(len(stages)), key=lambda index: budgets[index] - totals[index])
+        of = f" of {format_bytes(budgets[emptiest])}" if found.plan.is_mixed else ""
+        lead += f" The emptiest holds {format_bytes(totals[emptiest])}{of}."
     lead += " Each figure is an upper bound."
     return section(
         "memory",

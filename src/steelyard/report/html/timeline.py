@@ -39,7 +39,7 @@ def timeline_section(found: ReportContents) -> Html | None:
     hidden = hidden_microbatches(plan.num_microbatches, _num_shown(plan))
     stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.pipeline.num_stages)]
     kinds = [kind for kind in KINDS if any(each.category == kind for stage in stages for each in stage)]
-    pools = [f" on {name}" for name in found.stage_pools] or [None] * len(stages)
+    pools = [f" on {name}" for name in found.stage_pools] or [""] * len(stages)
     parts = [
         tag("p", _lead(timeline, plan, hidden)),
         tag(
