@@ -107,9 +107,7 @@ def profiled(pools: tuple[Pool, ...], chain: ModelChain, seconds: float) -> dict
     assert crossing is not None, "measured between two processes"
     between = (crossing.model_copy(update={"strided": True}),)
     found = {pool.name: measured_on({pool.core}, pool.num_processes, chain, seconds) for pool in pools}
-    return {
-        name: each.model_copy(update={"collectives": each.collectives + between}) for name, each in found.items()
-    }
+    return {name: each.model_copy(update={"collectives": each.collectives + between}) for name, each in found.items()}
 
 
 def measured_on(cores: set[int], num_processes: int, chain: ModelChain, seconds: float) -> Profile:
@@ -196,7 +194,8 @@ def compare(name: str, num_steps: int, num_rounds: int, profile_s: float) -> boo
         print(f"  {each}: {sizes}; {describe(plan.pipeline)}; {summarise(plan)}")
         ratio = predicted_s / measured[each]
         print(
-            f"    predicted {format_seconds(predicted_s)}, measured {format_seconds(measured[each])} ({ratio:.2f})", end=""
+            f"    predicted {format_seconds(predicted_s)}, measured {format_seconds(measured[each])} ({ratio:.2f})",
+            end="",
         )
         if each != first:
             gains = predicted_s / plans[first][1], measured[each] / measured[first]
@@ -209,7 +208,7 @@ def compare(name: str, num_steps: int, num_rounds: int, profile_s: float) -> boo
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=list(CASES))
+    parser.add_argument("cases", nargs="*", metavar="2+2|3+1", default=list(CASES))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile-seconds", type=float, default=20.0)

@@ -272,7 +272,9 @@ def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_f
     text = ",".join(f"{name}={path}" for name, path in paths.items())
     job = make_pooled_job(MODEL, cluster, profile=text, **ASKED)
     plan = plan_pools(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
-    layers = dict(zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.stages)), strict=True))
+    layers = dict(
+        zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.stages)), strict=True)
+    )
     assert layers["quick"] > 2 * layers["slow"]
     files = {use.name: use.profile.file.path for use in plan.prediction.pools}
     assert files == {name: str(path) for name, path in paths.items()}

@@ -631,4 +631,6 @@ def _even_bound_s(space: PooledSpace, setting: PooledSetting) -> float:
         np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)[list(tables.layers[first:end])].sum()
         for stage, (first, end) in enumerate(itertools.pairwise(cuts))
     ]
+    if math.isinf(max(times)):
+        return math.inf
     return float(sum(times) + (setting.pipeline.num_passes - 1) * max(times)) * (1 - SAME)
