@@ -3,8 +3,9 @@
 Needs two cores. All processes of a pool share one of them. With ``3+1`` three share the first and one has the second;
 with ``2+2`` two share each, and on the second other processes, which do nothing else, take their share of it. Each pool
 is profiled by itself, as a user with two kinds of nodes does, and the plans are made from the two profiles; handing
-over between the pools is measured between two processes with a core each. All plans run in turn, several times over, each time in new processes; a plan's step is the median of all its timed steps. The
-mixed plan has to gain over even cuts what was predicted, within 15 %.
+over between the pools is measured between two processes with a core each. All plans run in turn, several times over,
+each time in new processes; a plan's step is the median of all its timed steps. The mixed plan has to gain over even
+cuts what was predicted, within 15 %.
 
 Run: python benchmarks/unlike_stages.py [2+2] [3+1] [--steps N] [--rounds N] [--profile-seconds S]
 """

@@ -5,9 +5,9 @@ pass after $\Delta t$ seconds, and
 
 $$\sum_\text{passes} d = \sum_{k} k\,s_k\,T_k$$
 
-where $T_k$ are the seconds in which $k$ stages compute. Stages of different pools of devices have cores of their own: $k$
-counts those of one pool. So a pipeline of more processes than cores pays for its work
-and hardly for its bubbles: the cores have other stages to work for.
+where $T_k$ are the seconds in which $k$ stages compute. Stages of different pools of devices have cores of their own:
+$k$ counts those of one pool. So a pipeline of more processes than cores pays for its work and hardly for its bubbles:
+the cores have other stages to work for.
 
 | symbol | argument   | meaning                                                                          |
 |--------|------------|----------------------------------------------------------------------------------|
