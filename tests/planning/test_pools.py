@@ -11,7 +11,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import find_network, parse_cluster, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
-from steelyard.plan.file import dump_json
+from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
@@ -349,3 +349,11 @@ def test_processes_of_a_pool_that_share_cores_are_faster_while_others_of_theirs_
 def test_a_number_of_stages_that_one_pool_alone_cannot_have_is_searched_over_both():
     plan = plan_pools(pooled("1x2xh100-80gb+1x1xa100-80gb", batch=8), replace(OPTIONS, num_stages=2)).plan
     assert plan.num_stages == 2
+
+
+def test_a_plan_over_pools_that_are_described_in_full_is_read_back_from_its_file(profiled, tmp_path):
+    cluster, paths = profiled
+    job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
+    plan = plan_pools(job, replace(OPTIONS, num_stages=2)).plan
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
