@@ -98,7 +98,6 @@ def test_exports_refuse_such_a_plan_with_the_reason(run: Run, path: Path, target
         ("--objective", "devices"),
         ("--partition", "even"),
         ("--save-problem", "problem.json"),
-        ("--profile", "profile.json"),
     ],
     ids=lambda option: option[0],
 )
@@ -125,9 +124,25 @@ def test_a_frontier_of_pools_asks_for_the_price_of_each(run: Run) -> None:
     assert all(device in error.hint for device in ("h100-80gb", "a100-80gb"))
 
 
-@pytest.mark.parametrize("option", ["--why-not", "--profile"])
-def test_explain_refuses_what_does_not_go_with_pools(run: Run, path: Path, option: str) -> None:
-    assert user_error(run("explain", path, option, "tp=2")).field == option
+def test_explain_refuses_what_does_not_go_with_pools(run: Run, path: Path) -> None:
+    assert user_error(run("explain", path, "--why-not", "tp=2")).field == "--why-not"
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_a_profile_that_names_no_pool_is_refused(run: Run, path: Path, command: str) -> None:
+    asked = {"plan": ("tinyllama-1.1b", "--cluster", POOLS, *ASKED), "explain": (path,)}[command]
+    error = user_error(run(command, *asked, "--profile", "measured.json"))
+    assert error.field == "--profile"
+    assert "POOL=FILE" in error.expected
+
+
+def test_check_runs_the_ranks_of_unlike_stages_within_what_was_predicted_of_their_pools(run: Run, path: Path) -> None:
+    result = run("check", path, "--processes", 1, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)["ranks"]
+    assert sorted(rank for each in found for rank in each["stands_for"]) == list(range(4))
+    assert {each["stage"] for each in found} == {0, 1}
+    assert all(each["peak_bytes"] <= each["predicted_bytes"] for each in found)
 
 
 def test_a_plan_whose_pools_are_not_there_is_named(run: Run, path: Path) -> None:

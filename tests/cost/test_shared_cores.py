@@ -25,7 +25,12 @@ def pipelines(draw: st.DrawFn) -> tuple[list[StageTimes], int, str, int]:
 
 def run(pipeline: tuple[list[StageTimes], int, str, int], speeds: list[float]) -> Timeline:
     parts, num_microbatches, schedule, num_chunks = pipeline
-    return simulated(parts, num_microbatches, schedule, num_chunks=num_chunks, speeds=speeds)
+    return simulated(parts, num_microbatches, schedule, num_chunks=num_chunks, speeds=in_one_pool(speeds))
+
+
+def in_one_pool(speeds: list[float]) -> list[tuple[int, list[float]]]:
+    """The speeds of so many stages that share all their cores."""
+    return [(0, speeds)] * len(speeds)
 
 
 def num_stages_of(pipeline: tuple[list[StageTimes], int, str, int]) -> int:
@@ -90,6 +95,17 @@ def test_a_stage_does_one_pass_at_a_time(pipeline: tuple[list[StageTimes], int, 
 
 def test_two_stages_on_one_core_by_hand() -> None:
     """Passes of 2 and 4 s while both work, so 1 and 2 s alone: forward, forward, backward, backward one by one."""
-    timeline = simulated([StageTimes(forward_s=2, backward_s=4)] * 2, 1, "gpipe", speeds=[2.0, 1.0])
+    timeline = simulated([StageTimes(forward_s=2, backward_s=4)] * 2, 1, "gpipe", speeds=[(0, (2.0, 1.0))] * 2)
     assert [(event.start_s, event.end_s) for event in timeline.stages[0][:2]] == [(0, 1), (4, 6)]
     assert [(event.start_s, event.end_s) for event in timeline.stages[1][:2]] == [(1, 2), (2, 4)]
+
+
+def test_stages_of_two_pools_slow_only_those_of_their_own_pool_down_by_hand() -> None:
+    """The stages of the first pool share one core; the third has its own and takes its 2 and 4 s at all times."""
+    parts = [StageTimes(forward_s=2, backward_s=4)] * 3
+    shared: tuple[int, tuple[float, ...]] = (0, (2.0, 1.0))
+    timeline = simulated(parts, 3, "gpipe", speeds=[shared, shared, (1, ())])
+    last = [(event.start_s, event.end_s) for event in timeline.stages[2] if event.kind != "once"]
+    assert [end - start for start, end in last] == [2, 2, 2, 4, 4, 4]
+    first = [(event.start_s, event.end_s) for event in timeline.stages[0] if event.kind != "once"]
+    assert first[:2] == [(0, 1), (1, 3)]

@@ -9,7 +9,9 @@ from steelyard.cost.pools import PooledFloors, stage_settings, usable_of
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.hardware import find_network, parse_cluster, parse_pools
+from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
+from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
@@ -26,8 +28,10 @@ from steelyard.planning.pools import (
     with_pool_baselines,
 )
 from steelyard.planning.problem import PlanOptions
+from steelyard.planning.profile_file import read_profile
 from steelyard.search import search
 from steelyard.search.evaluate import evaluate
+from tests.cost.examples import SEQ_LEN, chain, measured_profile
 
 GIB = 2**30
 OPTIONS = PlanOptions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
@@ -225,7 +229,7 @@ def test_python_takes_pools_as_the_command_line_does():
     asked = {"global_batch": 16, "seq_len": 256, "options": replace(OPTIONS, num_stages=2)}
     plan = find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", **asked)
     assert len(plan.stage_pools()) == 2
-    with pytest.raises(UserError, match=r"^profile: found profile with several pools"):
+    with pytest.raises(UserError, match=r"^--profile: found 'profile.json'\n.*POOL=FILE"):
         find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", profile="profile.json", **asked)
 
 
@@ -256,3 +260,100 @@ def with_memory(job, has_bytes, *, margin):
         for pool in job.pools
     ]
     return replace(job, pools=tuple(pools))
+
+
+CPU_POOLS = """
+version: 1
+link: loopback
+pools:
+  - {name: quick, num_nodes: 1, devices_per_node: 2, device: {name: a, kind: cpu, memory_GiB: 8}, intra_link: loopback}
+  - {name: slow, num_nodes: 1, devices_per_node: 2, device: {name: b, kind: cpu, memory_GiB: 8}, intra_link: loopback}
+"""
+MODEL = chain(num_layers=8)
+ASKED = {"global_batch": 8, "seq_len": SEQ_LEN, "precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """Two pools of processes, and the files of a profile of each by name: the slow one takes three times as long."""
+    folder, quick = tmp_path_factory.mktemp("profiles"), measured_profile(MODEL, num_devices=2)
+    slow = quick.model_copy(update={"layers": tuple(three_times(layer) for layer in quick.layers)})
+    paths = {"quick": folder / "quick.json", "slow": folder / "slow.json"}
+    for name, profile in (("quick", quick), ("slow", slow)):
+        paths[name].write_text(dump_json(profile))
+    return pools_from_yaml(CPU_POOLS), paths
+
+
+def three_times(layer):
+    times = [
+        time.model_copy(update={"forward_s": 3 * time.forward_s, "backward_s": 3 * time.backward_s})
+        for time in layer.times
+    ]
+    return layer.model_copy(update={"times": tuple(times)})
+
+
+def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_fewer_layers(profiled):
+    cluster, paths = profiled
+    text = ",".join(f"{name}={path}" for name, path in paths.items())
+    job = make_pooled_job(MODEL, cluster, profile=text, **ASKED)
+    plan = plan_pools(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
+    layers = dict(
+        zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.stages)), strict=True)
+    )
+    assert layers["quick"] > 2 * layers["slow"]
+    files = {use.name: use.profile.file.path for use in plan.prediction.pools}
+    assert files == {name: str(path) for name, path in paths.items()}
+    again = pooled_job_of(plan)
+    assert predict(plan, again).step_time_s == pytest.approx(plan.prediction.step_time_s)
+    swapped = dict(zip(paths, reversed(paths.values()), strict=True))
+    assert predict(plan, pooled_job_of(plan, profile=swapped)).step_time_s > plan.prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["{quick}", "quick={quick},quick={quick}", "fast={quick}", "quick=", ""],
+    ids=["no pool", "twice", "unknown pool", "no file", "nothing"],
+)
+def test_profiles_that_do_not_name_their_pools_are_refused(profiled, given):
+    cluster, paths = profiled
+    with pytest.raises(UserError, match=r"^--profile: found .*\n.*POOL=FILE.* each pool of quick, slow"):
+        make_pooled_job(MODEL, cluster, profile=given.format(**paths), **ASKED)
+
+
+def test_a_link_between_pools_whose_rate_is_known_is_not_priced_by_what_was_measured_inside_one(profiled):
+    cluster, paths = profiled
+    link = replace(find_network("ethernet-10", devices_per_node=2), bytes_per_s=1e4)
+    slow_link = replace(cluster, links=(link, link))
+    steps = []
+    for each in (cluster, slow_link):
+        job = make_pooled_job(MODEL, each, profile=paths, **ASKED)
+        plan = even_plan(job, replace(OPTIONS, num_stages=2))
+        steps.append(predict(plan, job).step_time_s)
+    assert steps[1] > 10 * steps[0]
+
+
+def test_processes_of_a_pool_that_share_cores_are_faster_while_others_of_theirs_wait(profiled):
+    cluster, paths = profiled
+    profiles = {name: read_profile(path)[0] for name, path in paths.items()}
+    shared = profiles | {"slow": profiles["slow"].model_copy(update={"busy_speeds": (2.0, 1.0)})}
+    options = replace(OPTIONS, num_stages=4, num_microbatches=2)
+    steps = []
+    for each in (profiles, shared):
+        job = make_pooled_job(MODEL, cluster, profile=each, **ASKED)
+        plan = even_plan(job, options)
+        assert [pool.name for pool in plan.stage_pools()] == ["quick", "quick", "slow", "slow"]
+        steps.append(predict(plan, job).step_time_s)
+    assert steps[1] < steps[0]
+
+
+def test_a_number_of_stages_that_one_pool_alone_cannot_have_is_searched_over_both():
+    plan = plan_pools(pooled("1x2xh100-80gb+1x1xa100-80gb", batch=8), replace(OPTIONS, num_stages=2)).plan
+    assert plan.num_stages == 2
+
+
+def test_a_plan_over_pools_that_are_described_in_full_is_read_back_from_its_file(profiled, tmp_path):
+    cluster, paths = profiled
+    job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
+    plan = plan_pools(job, replace(OPTIONS, num_stages=2)).plan
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan

@@ -31,6 +31,7 @@ def test_a_trace_without_a_degree_for_these_processes_is_refused():
 def test_groups_of_every_divisor_neighbouring_and_as_far_apart_as_possible():
     assert group_shapes(1) == ()
     assert group_shapes(2) == (GroupShape(size=2, stride=1),)
+    assert [(shape.size, shape.stride) for shape in group_shapes(3)] == [(3, 1)]
     assert [(shape.size, shape.stride) for shape in group_shapes(8)] == [(2, 1), (2, 4), (4, 1), (4, 2), (8, 1)]
 
 

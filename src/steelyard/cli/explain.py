@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -64,17 +64,19 @@ def explain(
         job = (
             _pools_of(
                 plan,
-                {"--profile": profile, "--why-not": why, "--all": everything, "--record": record},
-                cluster,
-                network,
-                memory,
+                {"--why-not": why, "--all": everything, "--record": record},
+                cluster=cluster,
+                network=network,
+                memory=memory,
+                profile=profile,
+                folder=path.parent,
             )
             if plan.is_mixed
             else job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
         )
         if isinstance(job, PooledJob):
             explanation = explain_pools(plan, job, PlanOptions())
-            if plan.prediction is None or cluster or network or memory:
+            if plan.prediction is None or cluster or network or memory or profile:
                 plan = price_pools(plan, job)
         elif isinstance(job, str):
             explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {job}",))
@@ -102,14 +104,12 @@ def explain(
         Console().print(view(plan, explanation, everything=everything))
 
 
-def _pools_of(
-    plan: Plan, asked: Mapping[str, object], cluster: str | None, network: str | None, memory: str | None
-) -> PooledJob:
+def _pools_of(plan: Plan, asked: Mapping[str, object], **given: Any) -> PooledJob:
     """The job of a plan over several pools; raises `UserError` for an option that does not go with them."""
     for option, value in asked.items():
         if value:
             raise not_with_pools(option)
-    return pooled_job_of(plan, cluster=cluster, network=network, memory=memory)
+    return pooled_job_of(plan, **given)
 
 
 def _insist(job: Job, asked: str) -> WhyNot:

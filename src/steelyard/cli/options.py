@@ -59,7 +59,10 @@ MemoryMargin = Annotated[
 ]
 ProfileOption = Annotated[
     str | None,
-    typer.Option("--profile", help="Measured costs from `steelyard profile`; default: traced and catalogue."),
+    typer.Option(
+        "--profile",
+        help="Measured costs from `steelyard profile`; of pools POOL=FILE,…; default: traced and catalogue.",
+    ),
 ]
 MaxTp = Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=MOST_DEVICES)]
 

@@ -224,7 +224,6 @@ def plan(
             "--global-batch max": batch is None,
             "--pin": bool(pin),
             "--objective devices": aim == "devices",
-            "--profile": profile is not None,
             "--calibrate": calibrate_by is not None,
             "--save-problem": problem is not None,
             "--partition": partition != "exact",
@@ -455,6 +454,7 @@ def _job_maker(
                 precision=precision,
                 memory=memory,
                 memory_margin=memory_margin,
+                profile=profile,
                 imbalance=imbalance,
                 own=own,
             )

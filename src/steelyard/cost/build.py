@@ -159,9 +159,14 @@ def transfer_s(setting: Setting, stages_apart: int = 1) -> float:
 
 
 def border_s(before: Setting, after: Setting) -> float:
-    """The same over the border of two stages of unlike pools or sizes, whose activation goes in even parts."""
+    """The same over the border of two stages of unlike pools or sizes, whose activation goes in even parts.
+
+    What was measured inside a pool is of other links than those between pools, and serves only where these are unknown.
+    """
     sides = [(each.devices_per_stage, _outer_link(each.job), each.job.efficiency.links) for each in (before, after)]
-    one_way_s = crossing_s(before.activation_bytes, sides, [before.job.profile, after.job.profile])
+    is_inside = before.job is after.job or any(link.needs_profile for _, link, _ in sides)
+    profiles = [before.job.profile, after.job.profile] if is_inside else []
+    one_way_s = crossing_s(before.activation_bytes, sides, profiles)
     return 2 * max(before.job.time_factor, after.job.time_factor) * one_way_s
 
 

@@ -42,6 +42,13 @@ class PlanCost:
     """How `mfu` counts attention."""
 
 
+def _stage_speeds(settings: Sequence[Setting]) -> list[tuple[int, tuple[float, ...]]]:
+    """The pool of each stage and the speeds of one in it; empty where every stage has devices of its own."""
+    pools = [id(each.job) for each in settings]
+    found = [each.job.profile.stage_speeds(pools.count(pool)) for each, pool in zip(settings, pools, strict=True)]
+    return list(zip(pools, found, strict=True)) if any(found) else []
+
+
 def predict(plan: Plan, job: AnyJob, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
     """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ.
 
@@ -57,7 +64,7 @@ def predict(plan: Plan, job: AnyJob, *, slowed: Mapping[int, float] | None = Non
         [_stage_times(part) for part in parts],
         settings[0].pipeline,
         overlap_sends=job.execution.overlaps_transfers,
-        speeds=() if isinstance(job, PooledJob) else job.profile.stage_speeds(plan.num_stages),
+        speeds=_stage_speeds(settings),
     )
     stages = [
         StagePrediction(

@@ -5,12 +5,13 @@ pass after $\Delta t$ seconds, and
 
 $$\sum_\text{passes} d = \sum_{k} k\,s_k\,T_k$$
 
-where $T_k$ are the seconds in which $k$ stages compute. So a pipeline of more processes than cores pays for its work
-and hardly for its bubbles: the cores have other stages to work for.
+where $T_k$ are the seconds in which $k$ stages compute. Stages of different pools of devices have cores of their own:
+$k$ counts those of one pool. So a pipeline of more processes than cores pays for its work and hardly for its bubbles:
+the cores have other stages to work for.
 
 | symbol | argument   | meaning                                                                          |
 |--------|------------|----------------------------------------------------------------------------------|
-| $s_k$  | `speeds`   | speed of a stage while k compute, over that while all do; measured by the profiler |
+| $s_k$  | `speeds`   | speed of a stage while k of its pool compute, over that while all do; measured     |
 
 A transfer between two stages is work of both, for as long as it takes: copies through the host's network stack, after
 the sender's pass and before the receiver's.
@@ -19,6 +20,7 @@ Processor sharing as in Kleinrock 1976 (Queueing Systems II, section 4.4), with 
 Not modelled: that passes which share a cache slow each other down unequally.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from steelyard.cost.simulated_passes import PassTable, StageRun
@@ -32,9 +34,12 @@ def play_on_shared_cores(
     runs: Sequence[StageRun],
     table: PassTable,
     num_microbatches: int,
-    speeds: Sequence[float],
+    speeds: Sequence[tuple[int, Sequence[float]]],
 ) -> None:
-    """Fills in the times of every run; ``speeds`` has one entry for each number of stages that compute at once."""
+    """Fills in the times of every run; ``speeds`` has of each stage its pool and the speeds of one in it.
+
+    Those have one entry for each number of stages of the pool that compute at once, none where no cores are shared.
+    """
     play = _Play(runs, table, num_microbatches)
     while any(play.is_unfinished(stage) for stage in range(len(runs))):
         for stage in play.waiting():
@@ -75,21 +80,21 @@ class _Play:
             run.starts_s.append(self.now_s)
             self._left_s[stage] = self._work_s[run.codes[len(run.ends_s)] // self._count]
 
-    def advance(self, speeds: Sequence[float]) -> None:
+    def advance(self, speeds: Sequence[tuple[int, Sequence[float]]]) -> None:
         """Goes on to the next moment at which a pass ends or an input arrives."""
         arrives_s = min((self._ready_s(stage) for stage in self.waiting()), default=_NEVER)
         if not self._left_s:
             assert arrives_s < _NEVER, "the orders of the stages wait for each other"
             self.now_s = arrives_s
             return
-        speed = speeds[len(self._left_s) - 1]
-        next_s = min(arrives_s, self.now_s + min(self._left_s.values()) / speed)
-        done_s = (next_s - self.now_s) * speed
-        self.now_s = next_s
+        busy = Counter(speeds[stage][0] for stage in self._left_s)
+        speed = {stage: of[busy[pool] - 1] if of else 1.0 for stage, (pool, of) in enumerate(speeds) if busy[pool]}
+        next_s = min(arrives_s, self.now_s + min(left_s / speed[stage] for stage, left_s in self._left_s.items()))
+        elapsed_s, self.now_s = next_s - self.now_s, next_s
         for stage, left_s in list(self._left_s.items()):
             run = self._runs[stage]
             whole_s = self._work_s[run.codes[len(run.ends_s)] // self._count]
-            self._left_s[stage] = left_s - done_s
+            self._left_s[stage] = left_s - elapsed_s * speed[stage]
             if self._left_s[stage] <= _LEAST_SHARE * whole_s:
                 del self._left_s[stage]
                 self._end(stage)

@@ -195,7 +195,7 @@ def simulate(
     *,
     overlap_sends: bool = True,
     overlap_sync: bool = False,
-    speeds: Sequence[float] = (),
+    speeds: Sequence[tuple[int, Sequence[float]]] = (),
 ) -> Timeline:
     """The timeline of one step.
 

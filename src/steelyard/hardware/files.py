@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    BeforeValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -257,6 +258,11 @@ class ClusterFile(FileModel):
     inter_link: LinkEntry | None = None
 
 
+def _as_tuple(found: object) -> object:
+    """Lists of a plan file as tuples: behind a discriminator pydantic has them as values, no longer as JSON."""
+    return tuple(found) if isinstance(found, list) else found
+
+
 class PoolSpec(FileModel):
     """One pool of a mixed cluster: what a `ClusterFile` has, without its version."""
 
@@ -282,8 +288,8 @@ class PoolsFile(FileModel):
 
     version: Literal[1]
     link: LinkEntry | None = None
-    pools: tuple[PoolSpec, ...]
-    links: tuple[LinkEntry, ...] | None = None
+    pools: Annotated[tuple[PoolSpec, ...], BeforeValidator(_as_tuple)]
+    links: Annotated[tuple[LinkEntry, ...] | None, BeforeValidator(_as_tuple)] = None
     """One for each pool in place of ``link``, where they differ."""
 
 

@@ -3,9 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from steelyard.cost.accuracy import interval_of
@@ -26,7 +25,7 @@ from steelyard.planning.job import make_job
 from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
-from steelyard.profiles.profile import Profile
+from steelyard.planning.profile_file import GivenProfiles, pool_profiles
 from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural
 
@@ -73,7 +72,7 @@ def find_plan(
     precision: Precision = "bf16",
     memory: str | int | None = None,
     memory_margin: float | None = None,
-    profile: str | Path | Profile | None = None,
+    profile: GivenProfiles | None = None,
     options: PlanOptions | None = None,
     sample: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -84,7 +83,8 @@ def find_plan(
     ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
     ``8x8xh100-80gb``, several of these joined by a plus, or a YAML file's path; ``memory`` per device as in ``20GiB``
     or in bytes, else all it has, of which ``memory_margin`` is left free where a plan fits so (of a GPU 0.05);
-    ``profile`` a measured profile (its path or value), else the model is traced and the catalogue's rates are used.
+    ``profile`` a measured profile (its path or value; of several pools one by the name of each), else the model is
+    traced and the catalogue's rates are used.
 
     Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/your-own-model.md). ``sample`` is then what is
     read for two samples or more, the dim of samples first: the module's inputs (a tensor, a tuple, or a dictionary by
@@ -106,13 +106,13 @@ def find_plan(
     asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "precision": precision}
     asked |= {"memory": memory, "memory_margin": memory_margin, "own": own}
     if isinstance(machines, MixedCluster):
-        from steelyard.planning.pools import make_pooled_job, not_with_pools, plan_pools  # which plans each pool alone
+        from steelyard.planning.pools import make_pooled_job, plan_pools  # which plans each pool alone
 
-        if profile is not None:
-            raise not_with_pools("profile")
-        pooled = make_pooled_job(config, machines, **asked)
+        pooled = make_pooled_job(config, machines, profile=profile, **asked)
         result = plan_pools(pooled, options or PlanOptions())
     else:
+        if isinstance(profile, Mapping):
+            profile = pool_profiles(profile, [machines.name])[machines.name]
         result = plan_job(make_job(config, machines, profile=profile, **asked), options or PlanOptions())
     if result.plan is None:
         raise NothingFitsError(

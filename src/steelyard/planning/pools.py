@@ -41,6 +41,7 @@ from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.price import job_of
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.planning.profile_file import GivenProfiles, pool_profiles, recorded_profile
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
 from steelyard.search import NearestMiss
 from steelyard.search.balance import even_boundaries
@@ -65,10 +66,14 @@ def make_pooled_job(
     seq_len: int,
     precision: Precision,
     memory: str | int | None = None,
+    profile: GivenProfiles | None = None,
     **more: Any,
 ) -> PooledJob:
-    """The job that these arguments describe on several pools; as `make_job` for each."""
-    pools = []
+    """The job that these arguments describe on several pools; as `make_job` for each.
+
+    ``profile`` has the measured profiles of pools by name, see `pool_profiles`; the others are traced.
+    """
+    pools, profiles = [], pool_profiles(profile, [pool.name for pool in cluster.pools])
     for pool, link in zip(cluster.pools, cluster.links, strict=True):
         job = make_job(
             config,
@@ -77,7 +82,7 @@ def make_pooled_job(
             seq_len=seq_len,
             precision=precision,
             memory=memory,
-            profile=None,
+            profile=profiles.get(pool.name),
             **more,
         )
         pools.append(replace(job, outer_link=link))
@@ -154,6 +159,8 @@ class PooledSpace:
 
     def _alone(self) -> Iterator[PooledSetting]:
         for pool, job in enumerate(self._job.pools):
+            if job.cluster.num_devices % (self._options.num_stages or 1):
+                continue
             for setting in pipeline_settings(job, self._options):
                 placement = Placement(pools=(pool,), stages=(setting.pipeline.num_stages,))
                 yield self._with_bound(placement, setting.pipeline)
@@ -299,8 +306,8 @@ def search_pools(
         raise UserError(
             field="global_batch",
             found=f"{job.global_batch} samples over {job.cluster.name}",
-            expected="a batch that some pipeline over these pools can divide among its ranks",
-            hint="a larger batch, or fewer devices",
+            expected="a batch that some pipeline over these pools, of the stages asked for, can divide among its ranks",
+            hint="a larger batch, fewer devices, or no --stages",
         )
     ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
     if not ranked:
@@ -483,7 +490,13 @@ def _miss_text(job: PooledJob, found: PooledSearch) -> str:
 
 
 def pooled_job_of(
-    plan: Plan, *, cluster: str | None = None, network: str | None = None, memory: str | None = None
+    plan: Plan,
+    *,
+    cluster: str | None = None,
+    network: str | None = None,
+    memory: str | None = None,
+    profile: GivenProfiles | None = None,
+    folder: Path | None = None,
 ) -> PooledJob:
     """The job that a plan over several pools is for, as `job_of` makes that of one pool.
 
@@ -499,6 +512,10 @@ def pooled_job_of(
             hint="leave --cluster out, or plan for this cluster",
         )
     source = plan.prediction.profile if plan.prediction else None
+    known = {use.name: use for use in (plan.prediction and plan.prediction.pools) or ()}
+    if profile is None and cluster is None:
+        measured = {name: use.profile for name, use in known.items() if use.profile.is_measured}
+        profile = {name: recorded_profile(each, folder=folder) for name, each in measured.items()}
     job = make_pooled_job(
         plan.chain(),
         machines if network is None else with_network(machines, network),
@@ -507,10 +524,10 @@ def pooled_job_of(
         precision=plan.precision,
         memory=memory,
         memory_margin=0,
+        profile=profile,
         **({} if source is None or source.imbalance is None else {"imbalance": source.imbalance}),
     )
     if cluster is None and memory is None:
-        known = {use.name: use for use in (plan.prediction and plan.prediction.pools) or ()}
         uses = [(pool, known.get(pool.cluster.name)) for pool in job.pools]
         pools = [
             replace(pool, budget_bytes=use.budget_bytes, margin_bytes=use.margin_bytes) if use else pool
@@ -525,9 +542,7 @@ def any_job_of(plan: Plan, *, profile: str | None = None, folder: Path | None = 
     """The job that a plan is for, of one pool or several; as `job_of` and `pooled_job_of`."""
     if not plan.is_mixed:
         return job_of(plan, profile=profile, folder=folder, **given)
-    if profile is not None:
-        raise not_with_pools("--profile")
-    return pooled_job_of(plan, **given)
+    return pooled_job_of(plan, profile=profile, folder=folder, **given)
 
 
 def not_with_pools(option: str) -> UserError:
@@ -579,7 +594,7 @@ def pool_rivals(job: PooledJob, options: PlanOptions, step_s: float) -> tuple[Ri
     """The best plan on each pool alone, and the best one that cuts all devices into equal stages of equal layers."""
     rivals = []
     for pool in job.pools:
-        result = plan_job(pool, options, top=0)
+        result = plan_job(pool, replace(options, num_stages=None), top=0)
         rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.cost, step_s, result.miss))
     even = even_plan(job, options)
     cost = None if even is None else predict(even, job)
@@ -628,4 +643,6 @@ def _even_bound_s(space: PooledSpace, setting: PooledSetting) -> float:
         np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)[list(tables.layers[first:end])].sum()
         for stage, (first, end) in enumerate(itertools.pairwise(cuts))
     ]
+    if math.isinf(max(times)):
+        return math.inf
     return float(sum(times) + (setting.pipeline.num_passes - 1) * max(times)) * (1 - SAME)

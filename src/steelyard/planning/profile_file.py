@@ -1,12 +1,33 @@
 """Profile files: which one a plan was made from, and whether that is still there as it was."""
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.file import parse_file
 from steelyard.profiles.profile import Profile
+
+GivenProfiles = str | Path | Profile | Mapping[str, str | Path | Profile]
+"""One profile; or of several pools one each by name, which the command line writes ``old=a.json,new=b.json``."""
+
+
+def pool_profiles(given: GivenProfiles | None, names: Sequence[str]) -> Mapping[str, str | Path | Profile]:
+    """The profiles of the pools of these names; raises `InvalidProfileError` for one that is of none of them."""
+    if given is None:
+        return {}
+    pairs = [each.partition("=")[::2] for each in given.split(",")] if isinstance(given, str) else []
+    found = given if isinstance(given, Mapping) else dict(pairs)
+    is_one = isinstance(given, Path | Profile)
+    if is_one or len(pairs) > len(found) or not all(name in names and file for name, file in found.items()):
+        raise InvalidProfileError(
+            field="--profile",
+            found="one profile" if is_one else repr(given) if isinstance(given, str) else ", ".join(found),
+            expected=f"POOL=FILE, divided by commas, at most one for each pool of {', '.join(names)}",
+            hint="measure each kind of device by itself with `steelyard profile`; pools without a file are traced",
+        )
+    return found
 
 
 def read_profile(path: str | Path) -> tuple[Profile, ProfileFile]:

@@ -51,7 +51,7 @@ def measure_collectives(
     """Latency (s) and rate (bytes/s) of every kind of collective and shape of group; a collective call.
 
     ``left_s`` says how many seconds are left for those not yet measured; all processes must get the same answer.
-    ``send_recv`` is between two ranks, so it has groups of two alone.
+    ``send_recv`` is between two ranks, so it has groups of two alone; in an odd world it is between the first two.
     """
     wanted = _wanted(dist.get_world_size())
     meshes = {shape: shape_mesh(shape, device.type) for shape in group_shapes(dist.get_world_size())}
@@ -64,7 +64,7 @@ def measure_collectives(
         fit = fit_latency_and_rate(sizes_bytes, times_s)
         yield CollectiveProfile(
             kind=kind,
-            group_size=shape.size,
+            group_size=2 if kind == "send_recv" else shape.size,
             strided=shape.stride > 1,
             latency_s=fit.latency_s,
             bytes_per_s=fit.bytes_per_s,
@@ -85,8 +85,8 @@ def num_collectives(world_size: int) -> int:
 
 
 def _wanted(world_size: int) -> list[tuple[GroupShape, CollectiveKind]]:
-    shapes = group_shapes(world_size)
-    return [(shape, kind) for shape in shapes for kind in _CALLS if kind != "send_recv" or shape.size == 2]
+    shapes, pair = group_shapes(world_size), 2 if world_size % 2 == 0 else world_size
+    return [(shape, kind) for shape in shapes for kind in _CALLS if kind != "send_recv" or shape.size == pair]
 
 
 def shape_mesh(shape: GroupShape, device_type: str) -> DeviceMesh:
@@ -143,10 +143,12 @@ def _all_to_all(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Calla
 
 
 def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callable[[], object]:
-    """One transfer: the direction alternates, so that neither side can run ahead of the other."""
+    """One transfer: the direction alternates, so that neither side can run ahead of the other; others do nothing."""
     tensor, group = torch.zeros(num_bytes // _FP32_BYTES, device=device), mesh.get_group()
     mine, peer = mesh.get_local_rank(), 1 - mesh.get_local_rank()
     senders = _alternating()
+    if mine > 1:
+        return lambda: None
 
     def call() -> None:
         direction = dist.isend if next(senders) == mine else dist.irecv
