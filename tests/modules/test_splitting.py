@@ -158,6 +158,7 @@ def test_a_table_of_tokens_that_encoder_decoder_and_head_share_is_found() -> Non
 def test_blocks_of_an_encoder_and_a_decoder_are_divided() -> None:
     kinds = split_of("bart").kinds
     assert [kinds[place].no_tp for place in (0, 1, 2, 3)] == [""] * 4
+    assert kinds[3].styles["block.encoder_attn"].startswith("enter:+key_value_states:")
     assert {kind.no_sp for kind in kinds[:-1]} == {"two sequences flow along the decoder"}
 
 
@@ -245,7 +246,10 @@ def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ..
         ({"model_type": "mllama"}, "list of modules"),
         ({"model_type": "cpmant"}, "blocks that are given 2, which depends on parameters"),
         ({"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}, "which depends on parameters"),
-        ({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}, "LlavaForConditionalGeneration"),
+        (
+            {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
+            "no class of transformers for text",
+        ),
     ],
 )
 def test_what_does_not_split_is_refused_by_name(config: dict[str, Any], reason: str) -> None:

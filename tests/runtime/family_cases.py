@@ -80,7 +80,9 @@ CASES: dict[str, Case] = {
     "bart without a family, one stage": _case(
         "bart", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4 remat=selective, dp4"
     ),
-    "bart without a family, cut inside the decoder": _case("bart", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"),
+    "bart without a family, cut inside the decoder": _case(
+        "bart", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"
+    ),
     "gpt2, bf16": _case("gpt2", "dp2, tp2+sp", "fsdp2, tp2", precision="bf16"),
     "gemma2, bf16": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp", precision="bf16"),
     "mixtral, bf16": _case("mixtral", "dp2, tp2", "fsdp2, tp2+sp", precision="bf16"),

@@ -103,7 +103,7 @@ class SplitEncoder(_Part):
     """Path of the list of the encoder's blocks."""
     call: BlockCall
     between: tuple[str, ...]
-    """Paths of the modules called behind those and before the decoder's: its embedding, with the encoder's last norm."""
+    """Paths of the modules called behind those and before the decoder's: its embedding, and the encoder's last norm."""
     encoded: int | str
     """Place or name of the encoder's output among the arguments of the decoder's blocks."""
 

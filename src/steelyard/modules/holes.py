@@ -349,7 +349,9 @@ class _Hole(nn.Module):
         """What the module makes of sizes alone, as tables of positions do: blanks are its parameters."""
         module = copy.copy(self._module.model)
         blank = torch.zeros((), dtype=self.dtype, device=self.device)
-        module._parameters = {name: None if each is None else blank.expand(each.shape) for name, each in module._parameters.items()}
+        module._parameters = {
+            name: None if each is None else blank.expand(each.shape) for name, each in module._parameters.items()
+        }
         return module(*arguments, **named)
 
 

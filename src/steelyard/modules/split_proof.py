@@ -25,7 +25,14 @@ from steelyard.model.split import ModelSplit
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.holes import reads
-from steelyard.modules.split_tp import ThreadedProof, difference, divided_kinds, divided_sizes, parameters_by_path, pieces_of
+from steelyard.modules.split_tp import (
+    ThreadedProof,
+    difference,
+    divided_kinds,
+    divided_sizes,
+    parameters_by_path,
+    pieces_of,
+)
 from steelyard.modules.splitting import Found, find_split
 
 _LENGTHS = (16, 24)

@@ -320,7 +320,7 @@ def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int
 
 
 def _is_table(module: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether a module looks tokens up: of an encoder and a decoder each has one, tied to that which the model names."""
+    """Whether a module looks tokens up; encoder and decoder have one each, tied to that which the model names."""
     return isinstance(module, nn.Embedding) and module.weight is model.get_input_embeddings().weight
 
 

@@ -59,6 +59,16 @@ class Recording:
     logits: Tensor
     keywords: Mapping[str, str | None]
     """Of every module called with a tensor, the name by which it is given its first; None where by place."""
+    named: Mapping[str, Mapping[str, Any]]
+    """What every module called is given by name."""
+
+    def entering(self, encoded: object) -> dict[str, str | None]:
+        """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
+        found = dict(self.keywords)
+        for path, names in self.named.items():
+            for name in (name for name, each in names.items() if each is encoded and name != found[path]):
+                found[path] = f"{found[path] or ''}+{name}"
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +90,11 @@ def find_split(config: PreTrainedConfig) -> Found:
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     seen = _record(model, config, task, image)
     split = _split_of(model, seen, config, task, image, fused_attention=fused_attention)
-    return Found(split=split, model=model, keywords=seen.keywords)
+    keywords = seen.keywords
+    if split.encoder:
+        first = seen.chains[split.blocks][0]
+        keywords = seen.entering(split.encoder.reads.hidden((first.places, first.names)))
+    return Found(split=split, model=model, keywords=keywords)
 
 
 def _split_of(
@@ -176,7 +190,9 @@ def task_of(config: PreTrainedConfig) -> Task:
             raise _refused(config, f"{named}, of a task whose models do not split by their structure")
     tasks = [task for task in Task if task in tasks and task in _SPLIT_TASKS]
     if not tasks:
-        raise _refused(config, "no class of transformers for causal or masked language modelling")
+        raise _refused(
+            config, "no class of transformers for text (causal, masked, encoder and decoder) or the classes of images"
+        )
     return tasks[0]
 
 
@@ -207,12 +223,13 @@ def _record(
     place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
 
     keywords: dict[str, str | None] = {}
+    named: dict[str, Mapping[str, Any]] = {}
 
     def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
         called.append(paths[module])
         by_place = any(isinstance(each, Tensor) for each in places)
         first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
-        keywords[paths[module]] = first
+        keywords[paths[module]], named[paths[module]] = first, names
 
     def after(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], outputs: Any) -> None:
         path, place = place_of[module]
@@ -243,9 +260,8 @@ def _record(
         lists_wanted = "two lists" if count > 1 else "list"
         raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
     chosen = sorted(list(chains)[:count], key=lambda path: called.index(f"{path}.0"))
-    return Recording(
-        called=called, chains={path: chains[path] for path in chosen}, logits=outputs.logits, keywords=keywords
-    )
+    found = {path: chains[path] for path in chosen}
+    return Recording(called=called, chains=found, logits=outputs.logits, keywords=keywords, named=named)
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -460,6 +476,7 @@ def _refused(config: PreTrainedConfig, found: str) -> InvalidModelError:
     return InvalidModelError(
         field="model_type",
         found=f"{config.model_type}: {found}",
-        expected="a model of embedding, one list of blocks and head, with one hidden state between them",
+        expected="a model of embedding, one list of blocks and head, with one hidden state between them; or of two "
+        "lists, an encoder's and a decoder's, whose blocks read its output",
         hint="docs/adding-a-model.md says what splits by itself and how to write down what does not",
     )
