@@ -28,7 +28,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from steelyard.errors import UserError
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, named_layer_modules, read_hub_config
 from steelyard.modules.split_proof import split_model
@@ -72,7 +72,7 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     try:
         config = shallow_config(model_type, architecture, NUM_BLOCKS)
         split = split_model(model_type, config)
-        blocks = split.kinds[1:-1]
+        blocks = [kind for kind in split.kinds if kind.role is LayerRole.BLOCK]
         found |= {
             "split": True,
             "tp": sorted({kind.no_tp for kind in blocks} - {""}),
@@ -114,7 +114,7 @@ def _shallow(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
 def divided_share(chain: ModelChain) -> float:
     """The part of the parameters of a chain's blocks that tensor-parallel ranks divide."""
     model, divided, whole = build_meta_model(chain), 0, 0
-    for layer in range(1, chain.num_layers - 1):
+    for layer in (place for place in range(chain.num_layers) if chain.kind_of(place).role is LayerRole.BLOCK):
         (block,) = named_layer_modules(model, chain, layer).values()
         whole += sum(each.numel() for each in block.parameters())
         for path, style in (chain.family.of_kind(chain.family.tp, chain.kind_of(layer)) or {}).items():

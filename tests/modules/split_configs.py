@@ -53,7 +53,16 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
     "convnext": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "image_size": 32, "num_labels": 10},
 }
 
+_STACKS = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 128, "max_position_embeddings": 64}
+_STACKS |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+_STACKS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0}
+ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
+    "bart": {**_STACKS, "architectures": ["BartForConditionalGeneration"]},
+    "blenderbot-small": {**_STACKS, "architectures": ["BlenderbotSmallForConditionalGeneration"]},
+}
+"""Of an encoder and a decoder."""
+
 
 def split_config(model_type: str) -> dict[str, Any]:
     """The config of a type."""
-    return {"model_type": model_type, **(SPLIT_CONFIGS | IMAGE_CONFIGS)[model_type]}
+    return {"model_type": model_type, **(SPLIT_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS)[model_type]}

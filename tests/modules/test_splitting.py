@@ -38,7 +38,7 @@ def split_of(model_type: str) -> ModelSplit:
 @pytest.mark.parametrize("model_type", SPLIT_CONFIGS)
 def test_a_type_without_a_family_splits_into_pieces_that_are_the_whole(model_type: str) -> None:
     split = split_of(model_type)
-    assert split.num_blocks == 2
+    assert len(split.layers) == 4
     assert split.hidden_size == 64
 
 
@@ -139,6 +139,44 @@ def test_stages_of_images_may_change_the_shape_of_what_flows() -> None:
     ]
 
 
+def test_an_encoder_and_a_decoder_split_into_pieces_that_are_the_whole() -> None:
+    split = split_of("bart")
+    names = ["embedding", "encoder block", "decoder embedding", "decoder block", "head"]
+    assert [kind.name for kind in split.kinds] == names
+    assert [kind.num_streams for kind in split.layout().kinds] == [1, 1, 2, 2, 1]
+    assert split.layers == (0, 1, 1, 2, 3, 3, 4)
+    assert split.modules(2) == {"block": "model.encoder.layers.1"}
+    assert split.modules(4) == {"block": "model.decoder.layers.0"}
+
+
+def test_a_table_of_tokens_that_encoder_decoder_and_head_share_is_found() -> None:
+    (copies,) = split_of("bart").shared
+    tables = [(0, "model.encoder.embed_tokens.weight"), (3, "model.decoder.embed_tokens.weight")]
+    assert list(copies) == [*tables, (6, "lm_head.weight")]
+
+
+def test_blocks_of_an_encoder_and_a_decoder_are_divided() -> None:
+    kinds = split_of("bart").kinds
+    assert [kinds[place].no_tp for place in (0, 1, 2, 3)] == [""] * 4
+    assert kinds[3].styles["block.encoder_attn"].startswith("enter:+key_value_states:")
+    assert {kind.no_sp for kind in kinds[:-1]} == {"two sequences flow along the decoder"}
+
+
+def test_a_class_with_an_encoder_that_is_listed_for_masked_models_too_has_its_encoder() -> None:
+    assert split_of("bart").task is Task.SEQ2SEQ_LM
+
+
+@pytest.mark.slow
+def test_positions_that_are_made_of_sizes_alone_have_holes_in_their_place() -> None:
+    assert len(split_of("blenderbot-small").layers) == 7
+
+
+def test_a_tied_module_that_is_not_called_belongs_to_no_layer() -> None:
+    config = {"vocab_size": 128, "hidden_size": 64, "num_decoder_layers": 1, "num_decoder_attention_heads": 4}
+    split = find_split(read_hub_config("prophetnet", {**config, "architectures": ["ProphetNetForCausalLM"]})).split
+    assert split.shared == (((0, "prophetnet.decoder.word_embeddings.weight"), (2, "lm_head.weight")),)
+
+
 def test_batch_norms_are_refused() -> None:
     with pytest.raises(InvalidModelError, match="batch norms"):
         find_split(read_hub_config("resnet", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]}))
@@ -207,7 +245,11 @@ def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ..
     [
         ({"model_type": "mllama"}, "list of modules"),
         ({"model_type": "cpmant"}, "blocks that are given 2, which depends on parameters"),
-        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, "BartForConditionalGeneration"),
+        ({"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}, "which depends on parameters"),
+        (
+            {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
+            "no class of transformers for text",
+        ),
     ],
 )
 def test_what_does_not_split_is_refused_by_name(config: dict[str, Any], reason: str) -> None:

@@ -13,7 +13,7 @@ NUM_DEVICES = 4
 
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("cohere2", "convnext", "roberta")
+    for name in ("bart", "cohere2", "convnext", "roberta")
 }
 """Of types without a family file: what `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
@@ -77,6 +77,12 @@ CASES: dict[str, Case] = {
     "cohere2 without a family, two stages": _case("cohere2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
     "convnext without a family, two stages": _case("convnext", "fsdp2, dp2", "fsdp2 remat=full, fsdp2"),
     "roberta without a family, two stages": _case("roberta", "fsdp2, tp2", "fsdp2 remat=full, fsdp2"),
+    "bart without a family, one stage": _case(
+        "bart", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4 remat=selective, dp4"
+    ),
+    "bart without a family, cut inside the decoder": _case(
+        "bart", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"
+    ),
     "gpt2, bf16": _case("gpt2", "dp2, tp2+sp", "fsdp2, tp2", precision="bf16"),
     "gemma2, bf16": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp", precision="bf16"),
     "mixtral, bf16": _case("mixtral", "dp2, tp2", "fsdp2, tp2+sp", precision="bf16"),

@@ -96,8 +96,28 @@ def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
+class SplitEncoder(_Part):
+    """Of a model of an encoder and a decoder: the encoder, which the decoder's blocks read."""
+
+    blocks: str
+    """Path of the list of the encoder's blocks."""
+    call: BlockCall
+    between: tuple[str, ...]
+    """Paths of the modules called behind those and before the decoder's: its embedding, and the encoder's last norm."""
+    encoded: int | str
+    """Place or name of the encoder's output among the arguments of the decoder's blocks."""
+
+    @property
+    def reads(self) -> BlockCall:
+        """Where the decoder's blocks are given the encoder's output."""
+        return BlockCall(argument=self.encoded)
+
+
 class ModelSplit(_Part):
-    """How one model splits into a chain: embedding, blocks, head."""
+    """How one model splits into a chain: embedding, blocks, head.
+
+    With an encoder: its embedding and blocks, the decoder's embedding, of the role of embeddings too, and its blocks.
+    """
 
     model_type: str
     task: Task
@@ -125,12 +145,48 @@ class ModelSplit(_Part):
     image: tuple[Count, Count, Count] | None = None
     """Channels, height and width of what the model reads; None where it reads token ids."""
     shared: tuple[tuple[tuple[int, str], ...], ...] = ()
-    """Parameters that the embedding and the head share: for each copy its layer, and its path in the model."""
+    """Parameters that embeddings and the head share: for each copy its layer, and its path in the model."""
+    encoder: SplitEncoder | None = None
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the chain."""
-        return len(self.layers) - 2
+    def between(self) -> int:
+        """The layer of the decoder's embedding; 0 where there is no encoder."""
+        return next((place for place, kind in enumerate(self.layers) if self._is_embedding(kind) and place), 0)
+
+    def _is_embedding(self, kind: int) -> bool:
+        return self.kinds[kind].role is LayerRole.EMBEDDING
+
+    def of_encoder(self, layer: int) -> SplitEncoder | None:
+        """The encoder, if the layer is one of its blocks."""
+        return self.encoder if 0 < layer < self.between else None
+
+    def list_of(self, layer: int) -> str:
+        """The path of the list in which a block lies."""
+        return (self.of_encoder(layer) or self).blocks
+
+    def call_of(self, layer: int) -> BlockCall:
+        """How a block is called."""
+        return (self.of_encoder(layer) or self).call
+
+    def block_layers(self, path: str) -> list[int]:
+        """The layers of the blocks of a list."""
+        of_encoder = self.encoder is not None and path == self.encoder.blocks
+        return list(range(1, self.between) if of_encoder else range(self.between + 1, len(self.layers) - 1))
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The paths of the lists of blocks, in the order of the chain."""
+        return (self.encoder.blocks, self.blocks) if self.encoder else (self.blocks,)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all that lies in layers."""
+        between = self.encoder.between if self.encoder else ()
+        return (*self.embedding, *between, *self.head, *self.lists)
+
+    def num_streams(self, layer: int) -> int:
+        """The hidden states that flow out of a layer: the encoder's output goes along with the decoder's."""
+        return 2 if self.between and self.between <= layer < len(self.layers) - 1 else 1
 
     def resized(self, config: Mapping[str, Any], divisor: int) -> "ModelSplit":
         """The same split at the sizes of another config, all of which ``divisor`` divides.
@@ -165,8 +221,9 @@ class ModelSplit(_Part):
                     num_experts=kind.num_experts,
                     attention=kind.attention,
                     hidden=(length_of(kind.shape), width_of(kind.shape)) if kind.shape else None,
+                    num_streams=self.num_streams(self.layers.index(number)),
                 )
-                for kind in self.kinds
+                for number, kind in enumerate(self.kinds)
             ),
             layers=self.layers,
             hidden_size=self.hidden_size,
@@ -184,9 +241,12 @@ class ModelSplit(_Part):
 
     def modules(self, layer: int) -> Mapping[str, str]:
         """The path in the model of each module of a layer, by the name that it has in the layer."""
-        if 0 < layer < len(self.layers) - 1:
-            return {"block": f"{self.blocks}.{layer - 1}"}
-        return {local_name(path): path for path in (self.head if layer else self.embedding)}
+        between = self.encoder.between if self.encoder else ()
+        ends = {self.between: between, 0: self.embedding, len(self.layers) - 1: self.head}
+        if layer in ends:
+            return {local_name(path): path for path in ends[layer]}
+        before = 0 if self.of_encoder(layer) else self.between
+        return {"block": f"{self.list_of(layer)}.{layer - 1 - before}"}
 
     def local_path(self, layer: int, path: str) -> str:
         """The path in a layer of what has this path in the model."""

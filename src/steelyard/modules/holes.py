@@ -14,7 +14,7 @@ Legend of shapes: B samples, S tokens.
 import copy
 import inspect
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class EmbeddingPiece:
     """Token ids [B, S] to the hidden state that the first block reads."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
-        stubs = [_Stop(split, block) for block in range(split.num_blocks)]
+        stubs = {1: _Stop(split, 1)}
         self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=not split.fused_attention)
 
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor:
@@ -48,23 +48,51 @@ class EmbeddingPiece:
         try:
             self._shell(ids, torch.get_default_dtype())
         except _ReachedError as reached:
-            return reached.hidden
+            return reached.call.hidden(reached.arguments)
         raise AssertionError("the model has run no block")
+
+
+class DecoderEmbeddingPiece:
+    """What the encoder's last block returns to what the decoder's first one reads: a hidden state, and that output."""
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        assert split.encoder is not None
+        self._encoder = split.encoder
+        self._last = _Give(split, split.between - 1)
+        stubs = {split.between - 1: self._last, split.between + 1: _Stop(split, split.between + 1)}
+        self._shell = Shell(
+            model, split, keep=split.encoder.between, stubs=stubs, makes_masks=not split.fused_attention
+        )
+
+    def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """The model's own forward pass from the one block to the other."""
+        self._last.hidden = hidden
+        try:
+            self._shell(blank(None, *hidden.shape[:2], hidden.device), hidden.dtype, context.decoder_ids)
+        except _ReachedError as reached:
+            return reached.call.hidden(reached.arguments), self._encoder.reads.hidden(reached.arguments)
+        finally:
+            self._last.hidden = None
+        raise AssertionError("the model has run no block of its decoder")
 
 
 class HeadPiece:
     """The hidden state that the last block returns to logits."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
-        self._last = _Give(split, split.num_blocks - 1)
+        last = len(split.layers) - 2
+        self._last = _Give(split, last)
         self._sees_shape, self._image = split.head_sees_shape, split.image
-        stubs: list[nn.Module] = [_Stub(split, block) for block in range(split.num_blocks - 1)]
         self._shell = Shell(
-            model, split, keep=split.head, stubs=[*stubs, self._last], makes_masks=not split.fused_attention
+            model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
         )
 
-    def __call__(self, _layer: nn.Module, hidden: Tensor, _context: Context) -> Tensor:
-        """The model's own forward pass from there on; what comes before is given one token where it may be."""
+    def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
+        """The model's own forward pass from there on; what comes before is given one token where it may be.
+
+        An encoder's output ends here, with a gradient of 0.
+        """
+        hidden = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
         self._last.hidden = hidden
         samples, tokens = hidden.shape[:2] if self._sees_shape else (1, 1)
         try:
@@ -77,15 +105,21 @@ class HeadPiece:
 class BlockPiece:
     """A block, called as the model calls it."""
 
-    def __init__(self, call: BlockCall) -> None:
-        self._call = call
+    def __init__(self, split: ModelSplit, layer: int) -> None:
+        self._call = split.call_of(layer)
+        self._encoder = split.encoder if layer > split.between else None
 
-    def __call__(self, layer: Layer, hidden: Tensor, context: Context) -> Tensor:
-        """The next hidden state."""
+    def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], context: Context) -> Any:
+        """The next hidden state; in a decoder with the encoder's output, which every block passes on."""
+        hidden, *encoded = flow if isinstance(flow, tuple) else (flow,)
         given = context.side.arguments[layer.kind.name]
         repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), given)
-        places, names = self._call.with_hidden(repeated, hidden)
-        return self._call.result_of(layer.block(*places, **names)).contiguous()  # as it is sent to another stage
+        arguments = self._call.with_hidden(repeated, hidden)
+        if self._encoder:
+            arguments = self._encoder.reads.with_hidden(arguments, encoded[0])
+        places, names = arguments
+        found = self._call.result_of(layer.block(*places, **names)).contiguous()  # as it is sent to another stage
+        return (found, encoded[0].view_as(encoded[0])) if self._encoder else found
 
 
 class BlockInputs:
@@ -94,16 +128,11 @@ class BlockInputs:
     def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: Collection[str]) -> None:
         split = chain.split
         assert split is not None
-        self._records: dict[str, _Record] = {}
-        stubs: list[nn.Module] = []
-        for block in range(split.num_blocks):
-            name = chain.kind_of(block + 1).name
-            if name in kinds and name not in self._records:
-                self._records[name] = _Record(split, block)
-                stubs.append(self._records[name])
-            else:
-                stubs.append(_Stub(split, block))
+        first_of = {chain.kind_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
+        layers = sorted(first_of[name] for name in kinds)
+        self._records = {chain.kind_of(layer).name: _Record(split, layer) for layer in layers}
         list(self._records.values())[-1].is_last = True
+        stubs = dict(zip(layers, self._records.values(), strict=True))
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
         self._by_sample = split.sides_by_sample
 
@@ -143,15 +172,21 @@ def _per_sample(one: Any, two: Any) -> Any:
     return PerSample(one, dim)
 
 
-def split_run(model: PreTrainedModel, split: ModelSplit, role: LayerRole) -> Run:
-    """How a layer of a role runs in a split model."""
+def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
+    """How a layer of a split model runs."""
+    role = split.kinds[split.layers[layer]].role
     if role is LayerRole.BLOCK:
-        return BlockPiece(split.call)
-    return (EmbeddingPiece if role is LayerRole.EMBEDDING else HeadPiece)(model, split)
+        return BlockPiece(split, layer)
+    if role is LayerRole.HEAD:
+        return HeadPiece(model, split)
+    return (DecoderEmbeddingPiece if layer else EmbeddingPiece)(model, split)
 
 
 class Shell:
-    """A copy of the model around the modules that it keeps, which stay the model's own; its blocks are stubs."""
+    """A copy of the model around the modules that it keeps, which stay the model's own.
+
+    Its blocks are stubs: those given, by the layer of the chain, and for the others ones that pass on what they read.
+    """
 
     def __init__(
         self,
@@ -159,17 +194,21 @@ class Shell:
         split: ModelSplit,
         *,
         keep: Collection[str],
-        stubs: Sequence[nn.Module],
+        stubs: Mapping[int, "_Stub"],
         makes_masks: bool,
     ) -> None:
         self._whole = _Whole(model)
         self._config = copy.copy(model.config)
         if not makes_masks:
             self._config._attn_implementation_internal = NO_MASK
-        self._keep, self._blocks, self._stubs = frozenset(keep), split.blocks, nn.ModuleList(stubs)
+        self._keep = frozenset(keep)
+        self._stubs = {
+            path: [stubs.get(layer) or _Stub(split, layer) for layer in split.block_layers(path)]
+            for path in split.lists
+        }
         self._holes: list[_Hole] = []
         self._filled: list[nn.Module] = []
-        self._options, self._reads = forward_options(model), reads(split.image)
+        self._options, self._reads, self._has_encoder = forward_options(model), reads(split.image), bool(split.encoder)
         with _disable_current_modes():
             options = {"fused_attention": split.fused_attention}
             self._shapes = build_from_config(model.config, split.task, **options) if split.image else None
@@ -177,25 +216,28 @@ class Shell:
         self._shapes = None
         self._device: torch.device | None = None
 
-    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        """The model's outputs; holes pass on blanks of ``dtype``."""
+    def __call__(self, ids: Tensor, dtype: torch.dtype, decoder_ids: Tensor | None = None) -> Any:
+        """The model's outputs; holes pass on blanks of ``dtype``; a decoder that is given nothing reads ``ids``."""
         if self._device != ids.device:
             for module in self._filled:
                 fill_buffers(self._whole.model, module, ids.device)
             self._device = ids.device
         for hole in self._holes:
-            hole.dtype = dtype
+            hole.dtype, hole.device = dtype, ids.device
         with without_values():
-            return self._model(**{self._reads: ids}, **self._options)
+            samples = {self._reads: ids}
+            if self._has_encoder:
+                samples["decoder_input_ids"] = ids if decoder_ids is None else decoder_ids
+            return self._model(**samples, **self._options)
 
     def _copy(self, module: nn.Module, path: str, config: PreTrainedConfig) -> nn.Module:
         if path in self._keep:
             return module
-        if path == self._blocks:
-            for stub, block in zip(self._stubs, module.children(), strict=True):
+        if path in self._stubs:
+            for stub, block in zip(self._stubs[path], module.children(), strict=True):
                 stub.stands_for = _Whole(block)
             stubs = copy.copy(module)
-            stubs._modules = dict(zip(module._modules, self._stubs, strict=True))
+            stubs._modules = dict(zip(module._modules, self._stubs[path], strict=True))
             return stubs
         found = copy.copy(module)
         found._modules = {
@@ -280,24 +322,37 @@ class _Hole(nn.Module):
 
     def __init__(self, module: nn.Module, *, is_wide: bool = False) -> None:
         super().__init__()
-        self._is_wide = is_wide
+        self._is_wide, self._is_table = is_wide, isinstance(module, nn.Embedding)
         kept = {name: value for name, value in vars(module).items() if name not in vars(self)}
         self.__dict__.update(kept)
         self._modules = dict(module._modules)
         self._width = _width(module)
-        self.dtype = torch.float32
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self._module = _Whole(module)
         for name, parameter in module._parameters.items():
             self.__dict__[name] = None if parameter is None else torch.empty((0,), dtype=parameter.dtype)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
-        given = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
+        given = next((each for each in (*arguments, *named.values()) if isinstance(each, Tensor)), None)
+        if given is None:
+            return self._of_sizes(*arguments, **named)
         if self._width is None:
             return given
-        shape = (*(given.shape[:-1] if given.is_floating_point() else given.shape), self._width)
+        is_hidden = given.is_floating_point() and (given.ndim > 2 or not self._is_table)  # [B, S] of any type are ids
+        shape = (*(given.shape[:-1] if is_hidden else given.shape), self._width)
         if self._is_wide:  # of the vocabulary's width, which would fill the memory
             return torch.zeros((), dtype=self.dtype, device=given.device).expand(shape)
         return torch.zeros(shape, dtype=self.dtype, device=given.device)  # models write into some
+
+    def _of_sizes(self, *arguments: Any, **named: Any) -> Any:
+        """What the module makes of sizes alone, as tables of positions do: blanks are its parameters."""
+        module = copy.copy(self._module.model)
+        blank = torch.zeros((), dtype=self.dtype, device=self.device)
+        module._parameters = {
+            name: None if each is None else blank.expand(each.shape) for name, each in module._parameters.items()
+        }
+        return module(*arguments, **named)
 
 
 class _HoleOfImages(_Hole):
@@ -336,11 +391,11 @@ def _width(module: nn.Module) -> int | None:
 
 
 class _ReachedError(Exception):
-    """The first block was reached, or the last one that is asked for."""
+    """A block was reached behind which nothing is asked for; what it was given."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, call: BlockCall, arguments: BlockArguments) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.call, self.arguments = call, arguments
 
 
 class _Stub(nn.Module):
@@ -348,10 +403,11 @@ class _Stub(nn.Module):
 
     stands_for: "_Whole | None" = None
 
-    def __init__(self, split: ModelSplit, block: int) -> None:
+    def __init__(self, split: ModelSplit, layer: int) -> None:
         super().__init__()
-        self._call = split.call
-        self._shape = split.kinds[split.layers[block + 1]].shape
+        self._call = split.call_of(layer)
+        self._encoder = split.encoder if layer > split.between else None
+        self._shape = split.kinds[split.layers[layer]].shape
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -371,7 +427,7 @@ class _Stub(nn.Module):
 
 class _Stop(_Stub):
     def forward(self, *places: Any, **names: Any) -> Any:
-        raise _ReachedError(self._call.hidden((places, names)))
+        raise _ReachedError(self._call, (places, names))
 
 
 class _Give(_Stub):
@@ -389,8 +445,10 @@ class _Record(_Stub):
 
     def forward(self, *places: Any, **names: Any) -> Any:
         self._found = self._call.with_hidden((places, names), None)
+        if self._encoder:
+            self._found = self._encoder.reads.with_hidden(self._found, None)
         if self.is_last:
-            raise _ReachedError(self._call.hidden((places, names)))
+            raise _ReachedError(self._call, (places, names))
         return super().forward(*places, **names)
 
     def take(self) -> BlockArguments:

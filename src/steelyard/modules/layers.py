@@ -177,7 +177,7 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
     kind = chain.kind_of(layer)
-    run = split_run(model, chain.split, kind.role) if chain.split else model.run(layer) if chain.own else None
+    run = split_run(model, chain.split, layer) if chain.split else model.run(layer) if chain.own else None
     layer_type = OwnHeadLayer if chain.own and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
     return layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
 

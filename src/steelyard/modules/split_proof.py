@@ -22,10 +22,17 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
-from steelyard.modules.batch import random_samples
+from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.holes import reads
-from steelyard.modules.split_tp import ThreadedProof, difference, divided_kinds, divided_sizes, pieces_of
+from steelyard.modules.split_tp import (
+    ThreadedProof,
+    difference,
+    divided_kinds,
+    divided_sizes,
+    parameters_by_path,
+    pieces_of,
+)
 from steelyard.modules.splitting import Found, find_split
 
 _LENGTHS = (16, 24)
@@ -70,7 +77,7 @@ def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
 
 
 def _parts(split: ModelSplit) -> tuple[object, ...]:
-    return split.embedding, split.blocks, split.head, split.layers, split.call
+    return split.embedding, split.blocks, split.head, split.layers, split.call, split.encoder
 
 
 def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
@@ -86,23 +93,27 @@ def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
     prepare_model(parts, chain)
     for seed, length in enumerate(_LENGTHS):
         ids, labels = _samples(chain, length, seed)
-        expected = _results(whole, whole(**{reads(split.image): ids}).logits, labels)
+        decoder_ids = decoder_inputs(labels, whole.config) if split.encoder else None
+        with_decoder = {} if decoder_ids is None else {"decoder_input_ids": decoder_ids}
+        expected = _results(whole, split, whole(**{reads(split.image): ids}, **with_decoder).logits, labels)
         try:
-            logits = _run_pieces(parts, chain, ids, range(chain.num_layers)).view_as(expected["logits"])
-            wrong = difference(expected, _results(parts, logits, labels), chain, TOLERANCE)
+            pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))
+            logits = pieces.view_as(expected["logits"])
+            wrong = difference(expected, _results(parts, split, logits, labels), chain, TOLERANCE)
         except Exception as error:
             wrong = f"they raise {type(error).__name__} ({(str(error).splitlines() or [''])[0][:160]})"
         if wrong:
             return None, wrong
     few = sorted({place for kind in range(len(chain.kinds)) for place in _first_two(chain, kind)})
     few = few if _is_chain(chain, few) else list(range(chain.num_layers))
-    short = _results(parts, _run_pieces(parts, chain, ids, few), labels)
+    short = _results(parts, split, _run_pieces(parts, chain, ids, decoder_ids, few), labels)
     parts.zero_grad()
-    blocks = parts.get_submodule(split.blocks)
-    for place, (name, block) in enumerate(list(blocks.named_children())):
-        if place + 1 not in few:
-            setattr(blocks, name, _without_parts(block))  # ranks copy the model
-    options = {"ids": ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}
+    for path in split.lists:
+        blocks = parts.get_submodule(path)
+        for place, (name, block) in zip(split.block_layers(path), list(blocks.named_children()), strict=True):
+            if place not in few:
+                setattr(blocks, name, _without_parts(block))  # ranks copy the model
+    options = {"ids": ids, "decoder_ids": decoder_ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}
     return ThreadedProof(model=parts, chain=chain, numbers=few, **options), ""
 
 
@@ -111,7 +122,7 @@ def _samples(chain: ModelChain, length: int, seed: int) -> tuple[Tensor, Tensor]
     if chain.layout.image:
         return random_samples(chain, _SAMPLES, length, torch.Generator().manual_seed(seed))
     ids = torch.randint(chain.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
-    return ids, ids
+    return ids, ids.flip(1) if chain.split.encoder else ids
 
 
 def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
@@ -130,19 +141,22 @@ def _first_two(chain: ModelChain, kind: int) -> list[int]:
     return [place for place, each in enumerate(chain.layers) if each == kind][:2]
 
 
-def _run_pieces(model: PreTrainedModel, chain: ModelChain, ids: Tensor, numbers: Iterable[int]) -> Tensor:
-    layers, context = pieces_of(model, chain, numbers, ids)
+def _run_pieces(
+    model: PreTrainedModel, chain: ModelChain, ids: Tensor, decoder_ids: Tensor | None, numbers: Iterable[int]
+) -> Tensor:
+    layers, context = pieces_of(model, chain, numbers, ids, decoder_ids)
     flow: Tensor = ids
     for layer in layers:
         flow = layer.run_by_family(layer, flow, context)
     return flow
 
 
-def _results(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def _results(model: PreTrainedModel, split: ModelSplit, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """The logits, and the gradient of every parameter by its path."""
     model.zero_grad()
     functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()).backward()
-    gradients = {path: each.grad.clone() for path, each in model.named_parameters() if each.grad is not None}
+    trained = parameters_by_path(model, split).items()
+    gradients = {path: each.grad.clone() for path, each in trained if each.grad is not None}
     return {"logits": logits.detach(), **gradients}
 
 

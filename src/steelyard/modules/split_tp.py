@@ -56,6 +56,7 @@ _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size
 """Attributes that count heads, and those that hold the width of all heads: what modules reshape by."""
 
 IMAGE_NO_SP = "the places of an image are not divided"
+ENCODER_NO_SP = "two sequences flow along the decoder"
 Styles = Mapping[str, str]
 
 
@@ -77,12 +78,13 @@ def divided_kinds(
         for styles in _suppositions(model, split, kind, layer, keywords):
             reason = prove({kind.name: styles}, False)
             if not reason:
-                no_sp = IMAGE_NO_SP if split.image else prove({kind.name: styles}, True)
+                known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
+                no_sp = known or prove({kind.name: styles}, True)
                 found[kind.name] = kind.model_copy(
                     update={
                         "styles": dict(styles),
                         "no_tp": "",
-                        "no_sp": no_sp if split.image else f"not proved: {no_sp}" if no_sp else "",
+                        "no_sp": known or (f"not proved: {no_sp}" if no_sp else ""),
                     }
                 )
                 break
@@ -102,7 +104,7 @@ def _suppositions(
     path = split.modules(layer)["block"]
     inside = f"{path}."
     named = {each.removeprefix(inside): keyword for each, keyword in keywords.items() if each.startswith(inside)}
-    prefix = f"{split.blocks.removeprefix(f'{model.base_model_prefix}.')}.*."
+    prefix = f"{split.list_of(layer).removeprefix(f'{model.base_model_prefix}.')}.*."
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     own = {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
@@ -306,7 +308,7 @@ def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int
     styles: dict[str, str] = {}
     for name, path in split.modules(layer).items():
         module = model.get_submodule(path)
-        if kind.role is LayerRole.EMBEDDING and not split.image and module is model.get_input_embeddings():
+        if kind.role is LayerRole.EMBEDDING and not split.image and _is_table(module, model):
             styles[name] = "vocabulary"
         elif isinstance(module, nn.Linear) and module.out_features == split.vocab_size:
             styles[name] = "logits"
@@ -317,13 +319,18 @@ def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int
         yield styles
 
 
+def _is_table(module: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether a module looks tokens up; encoder and decoder have one each, tied to that which the model names."""
+    return isinstance(module, nn.Embedding) and module.weight is model.get_input_embeddings().weight
+
+
 def divided_sizes(model: PreTrainedModel, split: ModelSplit, kind: int, styles: Styles) -> tuple[tuple[str, int], ...]:
     """The sizes of a kind that a degree must divide, with their names for messages."""
     return tuple(_divided(model, split, split.layers.index(kind), styles)) if styles else ()
 
 
 def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styles) -> Iterator[tuple[str, int]]:
-    if layer in (0, len(split.layers) - 1):
+    if split.kinds[split.layers[layer]].role is not LayerRole.BLOCK:
         yield "vocabulary", split.vocab_size
         return
     config = model.config
@@ -356,6 +363,7 @@ class ThreadedProof:
     numbers: Sequence[int]
     """The layers of the chain that are run: embedding, head, and two blocks of each kind."""
     ids: Tensor
+    decoder_ids: Tensor | None
     labels: Tensor
     expected: Mapping[str, Tensor]
     """The logits, and the gradient of every parameter by its path."""
@@ -375,9 +383,10 @@ class ThreadedProof:
         return on_two_ranks(lambda mesh: self._compared(chain, mesh, frozenset(styles), sp))
 
     def _compared(self, chain: ModelChain, mesh: DeviceMesh, divided: Collection[str], sp: bool) -> str:
-        model = copy.deepcopy(self.model)
-        layers, context = pieces_of(model, chain, self.numbers, self.ids)
-        paths = {id(parameter): path for path, parameter in model.named_parameters()}
+        model, split = copy.deepcopy(self.model), chain.split
+        assert split is not None
+        layers, context = pieces_of(model, chain, self.numbers, self.ids, self.decoder_ids)
+        paths = {id(parameter): path for path, parameter in parameters_by_path(model, split).items()}
         places = [(layer, name, paths[id(each)]) for layer in layers for name, each in layer.named_parameters()]
         flow: Tensor = self.ids
         for layer in layers:
@@ -430,12 +439,21 @@ def _outcome(rank: int, store: dist.Store, compared: Callable[[DeviceMesh], str]
 
 
 def pieces_of(
-    model: PreTrainedModel, chain: ModelChain, numbers: Iterable[int], ids: Tensor
+    model: PreTrainedModel, chain: ModelChain, numbers: Iterable[int], ids: Tensor, decoder_ids: Tensor | None
 ) -> tuple[list[ChainLayer], LayerContext]:
     """Some layers of a split model, and what a forward pass through them carries along for token ids [B, S]."""
     layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
     side = side_inputs_of(layers, model, chain, ids.device)(ids.shape[1], torch.float32, ids.device)
-    return layers, LayerContext(side=side, config=model.config)
+    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
+
+
+def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
+    """Every parameter once, by its first path that lies in a layer of the split."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if _in(path, split.paths):
+            found.setdefault(id(parameter), (path, parameter))
+    return dict(found.values())
 
 
 def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chain: ModelChain, tolerance: float) -> str:

@@ -6,12 +6,16 @@ embedding's modules are called, after the last the head's; none may be called in
 result of the one before, in one place; whatever else it is given must not depend on parameters and be the same for all
 blocks of a kind. Blocks are of one kind if they have the same structure and are given the same.
 
+A model of an encoder and a decoder has two such lists, the encoder's blocks called first; each of the decoder's blocks
+must be given the same one tensor that depends on parameters, the encoder's output.
+
 What does not split so is an error that names the place. So is control flow that depends on values, which tensors
 without values cannot follow. What is found here is believed only when it is proved (`steelyard.modules.split_proof`).
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole, Task
-from steelyard.model.split import BlockCall, ModelSplit, SplitKind, length_of, width_of
+from steelyard.model.split import BlockCall, ModelSplit, SplitEncoder, SplitKind, length_of, width_of
 from steelyard.modules.build import build_from_config
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
@@ -30,7 +34,7 @@ from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS = 2, 16
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
-_SPLIT_TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.IMAGE_CLASSIFICATION)
+_SPLIT_TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.IMAGE_CLASSIFICATION)
 _IMAGE = (3, 224, 224)
 """What a model of images reads whose config does not say it, as those of convolutions alone."""
 NO_TP = "how its modules divide is not known"
@@ -50,11 +54,21 @@ class Recording:
     """What one forward pass showed: the modules called, in order, by path, and the calls of the blocks."""
 
     called: Sequence[str]
-    blocks: str
-    calls: Sequence[_Call]
+    chains: Mapping[str, Sequence[_Call]]
+    """The calls of the blocks of each list, by its path: of an encoder first."""
     logits: Tensor
     keywords: Mapping[str, str | None]
     """Of every module called with a tensor, the name by which it is given its first; None where by place."""
+    named: Mapping[str, Mapping[str, Any]]
+    """What every module called is given by name."""
+
+    def entering(self, encoded: object) -> dict[str, str | None]:
+        """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
+        found = dict(self.keywords)
+        for path, names in self.named.items():
+            for name in (name for name, each in names.items() if each is encoded and name != found[path]):
+                found[path] = f"{found[path] or ''}+{name}"
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +88,13 @@ def find_split(config: PreTrainedConfig) -> Found:
     if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
         raise _refused(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
-    seen = _record(model, config, image)
+    seen = _record(model, config, task, image)
     split = _split_of(model, seen, config, task, image, fused_attention=fused_attention)
-    return Found(split=split, model=model, keywords=seen.keywords)
+    keywords = seen.keywords
+    if split.encoder:
+        first = seen.chains[split.blocks][0]
+        keywords = seen.entering(split.encoder.reads.hidden((first.places, first.names)))
+    return Found(split=split, model=model, keywords=keywords)
 
 
 def _split_of(
@@ -88,32 +106,49 @@ def _split_of(
     *,
     fused_attention: bool,
 ) -> ModelSplit:
-    call = _block_call(seen, config)
-    embedding, head = _ends(model, seen, config)
-    keys = [_key(model, seen, call, block, config) for block in range(len(seen.calls))]
-    distinct = list(dict.fromkeys(keys))
-    first_of = [keys.index(key) for key in distinct]
-    blocks = list(model.get_submodule(seen.blocks).children())
-    hidden = [call.hidden((each.places, each.names)) for each in seen.calls]
-    hidden.append(call.result_of(seen.calls[-1].outputs))
+    calls = {path: _block_call(each, config) for path, each in seen.chains.items()}
+    blocks = list(seen.chains)[-1]
+    call, last = calls[blocks], seen.chains[blocks]
+    embedding, *between, head = _ends(model, seen, config)
+    encoder = None
+    if between:
+        first = next(iter(seen.chains))
+        encoded = _encoded(last, call, config)
+        encoder = SplitEncoder(blocks=first, call=calls[first], between=between[0], encoded=encoded)
+    firsts = next(iter(seen.chains.values()))
+    hidden = [next(iter(calls.values())).hidden((firsts[0].places, firsts[0].names))]
+    hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
     shapes = [tuple(each.shape[1:]) if image else () for each in hidden]
-    names = _names([blocks[place] for place in first_of], [_attention(config, place) for place in first_of])
-    kinds = (
-        SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, shape=shapes[0]),
-        *(
+    kinds, layers = [SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, shape=shapes[0])], [0]
+    rotary = []
+    for path, each in calls.items():
+        if path == blocks and encoder:
+            layers.append(len(kinds))
+            kinds.append(SplitKind(name="decoder embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP))
+        words = ("encoder " if path != blocks else "decoder ") if encoder else ""
+        given = {each.argument, encoder.encoded} if encoder and path == blocks else {each.argument}
+        modules = list(model.get_submodule(path).children())
+        keys = [_key(modules[place], one, given, place, config) for place, one in enumerate(seen.chains[path])]
+        first_of = [keys.index(key) for key in dict.fromkeys(keys)]
+        attention = [_attention(config, place) for place in first_of]
+        names = _names([modules[place] for place in first_of], attention)
+        layers += [len(kinds) + first_of.index(keys.index(key)) for key in keys]
+        kinds += [
             SplitKind(
-                name=name,
+                name=words + name,
                 role=LayerRole.BLOCK,
                 no_tp=NO_TP,
-                num_experts=max((each.num_experts for each in routed_experts(blocks[place])), default=0),
-                attention=_attention(config, place),
+                num_experts=max((each.num_experts for each in routed_experts(modules[place])), default=0),
+                attention=attends,
                 shape=shapes[place + 1],
             )
-            for name, place in zip(names, first_of, strict=True)
-        ),
-        SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]),
-    )
-    rotary = [_rotary(seen.calls[place]) for place in first_of]
+            for name, place, attends in zip(names, first_of, attention, strict=True)
+        ]
+        rotary += [_rotary(seen.chains[path][place]) for place in first_of]
+    layers.append(len(kinds))
+    kinds.append(SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]))
+    starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
+    ends = dict(zip([*starts, len(layers) - 1], [embedding, *between, head], strict=True))
     positions = (
         length_of(shapes[0])
         if image
@@ -123,11 +158,12 @@ def _split_of(
         model_type=config.model_type,
         task=task,
         embedding=embedding,
-        blocks=seen.blocks,
+        blocks=blocks,
         head=head,
-        kinds=kinds,
-        layers=(0, *(1 + distinct.index(key) for key in keys), len(kinds) - 1),
+        kinds=tuple(kinds),
+        layers=tuple(layers),
         call=call,
+        encoder=encoder,
         hidden_size=width_of(shapes[0]) if image else hidden[0].shape[-1],
         vocab_size=seen.logits.shape[-1],
         max_seq_len=positions,
@@ -136,23 +172,27 @@ def _split_of(
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
-        shared=tuple(_shared(model, embedding, head, len(keys) + 1, config)),
+        shared=tuple(_shared(model, ends, tuple(seen.chains), config)),
     )
 
 
 def task_of(config: PreTrainedConfig) -> Task:
     """What the model is trained for: as its config's architecture says, else the first task that its type has."""
     named = (getattr(config, "architectures", None) or [""])[0]
-    of_transformers = [task for task in Task if task is not Task.OWN]
+    of_transformers = sorted(
+        (task for task in Task if task is not Task.OWN), key=lambda task: task is not Task.SEQ2SEQ_LM
+    )  # some classes with an encoder are listed for masked models, too
     tasks = sorted((task for task in of_transformers if type(config) in _mapping(task)), key=_SPLIT_TASKS.__contains__)
     for task in tasks:
         if named in {each.__name__ for each in _classes(config, task)}:
             if task in _SPLIT_TASKS:
                 return task
             raise _refused(config, f"{named}, of a task whose models do not split by their structure")
-    tasks = [task for task in tasks if task in _SPLIT_TASKS]
+    tasks = [task for task in Task if task in tasks and task in _SPLIT_TASKS]
     if not tasks:
-        raise _refused(config, "no class of transformers for causal or masked language modelling")
+        raise _refused(
+            config, "no class of transformers for text (causal, masked, encoder and decoder) or the classes of images"
+        )
     return tasks[0]
 
 
@@ -172,7 +212,9 @@ def _mapping(task: Task) -> Any:
     return getattr(transformers, task.auto_class)._model_mapping
 
 
-def _record(model: PreTrainedModel, config: PreTrainedConfig, image: tuple[int, int, int] | None) -> Recording:
+def _record(
+    model: PreTrainedModel, config: PreTrainedConfig, task: Task, image: tuple[int, int, int] | None
+) -> Recording:
     """One forward pass on the meta device, with hooks on all modules."""
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists(model)
@@ -181,12 +223,13 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig, image: tuple[int, 
     place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
 
     keywords: dict[str, str | None] = {}
+    named: dict[str, Mapping[str, Any]] = {}
 
     def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
         called.append(paths[module])
         by_place = any(isinstance(each, Tensor) for each in places)
         first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
-        keywords[paths[module]] = first
+        keywords[paths[module]], named[paths[module]] = first, names
 
     def after(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], outputs: Any) -> None:
         path, place = place_of[module]
@@ -197,8 +240,9 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig, image: tuple[int, 
     try:
         with torch.device("meta"):
             samples = torch.zeros((_SAMPLES, *image)) if image else torch.zeros((_SAMPLES, _TOKENS), dtype=torch.long)
+        with_decoder = {"decoder_input_ids": samples} if task is Task.SEQ2SEQ_LM else {}
         with without_values():
-            outputs = model(**{reads(image): samples}, **forward_options(model))
+            outputs = model(**{reads(image): samples}, **with_decoder, **forward_options(model))
     except Exception as error:
         raise _refused(
             config, f"its forward pass fails on tensors without values ({type(error).__name__}: {_first_line(error)})"
@@ -206,16 +250,18 @@ def _record(model: PreTrainedModel, config: PreTrainedConfig, image: tuple[int, 
     finally:
         for handle in handles:
             handle.remove()
-    for path, blocks in lists.items():
-        if [place for place, _ in calls[path]] == list(range(len(blocks))):
-            return Recording(
-                called=called,
-                blocks=path,
-                calls=[call for _, call in calls[path]],
-                logits=outputs.logits,
-                keywords=keywords,
-            )
-    raise _refused(config, "no list of modules that are called once each, one after another")
+    chains = {
+        path: [call for _, call in calls[path]]
+        for path, blocks in lists.items()
+        if [place for place, _ in calls[path]] == list(range(len(blocks)))
+    }
+    count = 2 if task is Task.SEQ2SEQ_LM else 1
+    if len(chains) < count:
+        lists_wanted = "two lists" if count > 1 else "list"
+        raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
+    chosen = sorted(list(chains)[:count], key=lambda path: called.index(f"{path}.0"))
+    found = {path: chains[path] for path in chosen}
+    return Recording(called=called, chains=found, logits=outputs.logits, keywords=keywords, named=named)
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -236,9 +282,9 @@ def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) 
     return {path: found[path] for path in sorted(found, key=lambda path: -size[path])}
 
 
-def _block_call(seen: Recording, config: PreTrainedConfig) -> BlockCall:
+def _block_call(calls: Sequence[_Call], config: PreTrainedConfig) -> BlockCall:
     """Where the result of a block goes into the next; the same for all."""
-    first = seen.calls[0].outputs
+    first = calls[0].outputs
     if isinstance(first, Tensor):
         candidates: list[tuple[int | None, int | None]] = [(None, None)]
     elif isinstance(first, tuple | list):
@@ -247,36 +293,63 @@ def _block_call(seen: Recording, config: PreTrainedConfig) -> BlockCall:
         raise _refused(config, f"blocks that return {type(first).__name__}")
     for result, count in candidates:
         arguments: set[int | str] | None = None
-        for call, following in zip(seen.calls, seen.calls[1:], strict=False):
+        for call, following in pairwise(calls):
             hidden = call.outputs if result is None else call.outputs[result]
             places = {place for place, each in enumerate(following.places) if each is hidden}
             names = {name for name, each in following.names.items() if each is hidden}
             found = places | names
             arguments = found if arguments is None else arguments & found
         if arguments is None:
-            arguments = {0} if seen.calls[0].places else {"hidden_states"}
+            arguments = {0} if calls[0].places else {"hidden_states"}
         if len(arguments) == 1:
             return BlockCall(argument=arguments.pop(), result=result, num_results=count)
     raise _refused(config, "something between its blocks, or more than one state that goes from block to block")
 
 
-def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths of the modules that hold the parameters of embedding and head."""
+def _encoded(calls: Sequence[_Call], how: BlockCall, config: PreTrainedConfig) -> int | str:
+    """Where every block of a decoder is given the encoder's output."""
+    given = [dict(enumerate(each.places)) | dict(each.names) for each in calls]
+    found = [
+        name
+        for name, value in given[0].items()
+        if isinstance(value, Tensor) and value.requires_grad and all(each.get(name) is value for each in given[1:])
+    ]
+    found = [name for name in found if name != how.argument]
+    if len(found) != 1:
+        raise _refused(config, "a decoder whose blocks do not all read one output of the encoder")
+    return found[0]
+
+
+def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> list[tuple[str, ...]]:
+    """The paths of the modules that hold the parameters of the embedding, of what lies between two lists, and the head.
+
+    A module that is not called, and whose parameters another holds that is, belongs to neither.
+    """
     owners = [path for path, module in model.named_modules() if holds_parameters(module)]
-    outside = [path for path in owners if not _below(path, seen.blocks)]
-    first = next(place for place, path in enumerate(seen.called) if _below(path, seen.blocks))
-    last = max(place for place, path in enumerate(seen.called) if _below(path, seen.blocks))
-    ends: tuple[list[str], list[str]] = ([], [])
+    outside = [path for path in owners if not any(_below(path, blocks) for blocks in seen.chains)]
+    spans = []
+    for blocks in seen.chains:
+        inside = [place for place, path in enumerate(seen.called) if _below(path, blocks)]
+        spans.append((inside[0], inside[-1]))
+    held = {id(each) for path in outside if path in seen.called for each in _parameters(model, path)}
+    ends: list[list[str]] = [[] for _ in range(len(spans) + 1)]
     for path in outside:
-        if _below(seen.blocks, path) or not path:
+        if any(_below(blocks, path) for blocks in seen.chains) or not path:
             raise _refused(config, f"parameters of {path or 'the model itself'}, which holds the blocks")
+        if path not in seen.called and held.issuperset(map(id, _parameters(model, path))):
+            continue
         when = _calls(seen, path)
-        if any(first < place < last for place in when) or (min(when) < first) != (max(when) < first):
+        where = {sum(last < place for _, last in spans) for place in when}
+        if any(first < place < last for first, last in spans for place in when) or len(where) > 1:
             raise _refused(config, f"{path}, which is called between blocks")
-        ends[min(when) > last].append(_at_rest(seen, path))
+        ends[where.pop()].append(_at_rest(seen, path))
     if not all(ends):
-        raise _refused(config, f"no parameters {'before' if ends[1] else 'behind'} its blocks")
-    return _outermost(ends[0]), _outermost(ends[1])
+        raise _refused(config, f"no parameters {'before' if ends[-1] else 'behind'} its blocks")
+    return [_outermost(each) for each in ends]
+
+
+def _parameters(model: PreTrainedModel, path: str) -> list[nn.Parameter]:
+    return list(model.get_submodule(path).parameters(recurse=False))
 
 
 def _calls(seen: Recording, path: str) -> list[int]:
@@ -300,16 +373,19 @@ def _outermost(paths: list[str]) -> tuple[str, ...]:
     return tuple(path for path in distinct if not any(_below(path, other) for other in distinct if other != path))
 
 
+def _in(path: str, outers: Sequence[str]) -> bool:
+    return any(_below(path, outer) for outer in outers)
+
+
 def _below(path: str, outer: str) -> bool:
     return path.startswith(f"{outer}.") or path == outer
 
 
-def _key(model: PreTrainedModel, seen: Recording, how: BlockCall, block: int, config: PreTrainedConfig) -> Hashable:
-    """Equal for blocks of one kind."""
-    call = seen.calls[block]
+def _key(module: nn.Module, call: _Call, hidden: Collection[object], block: int, config: PreTrainedConfig) -> Hashable:
+    """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain."""
     given: list[Hashable] = []
     for name, value in (*enumerate(call.places), *sorted(call.names.items())):
-        if name == how.argument:
+        if name in hidden:
             continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor):
@@ -318,7 +394,6 @@ def _key(model: PreTrainedModel, seen: Recording, how: BlockCall, block: int, co
                 given.append((name, id(leaf)))
             else:
                 given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))
-    module = list(model.get_submodule(seen.blocks).children())[block]
     return (*_own(signature(module, places=True), block), *given, _attention(config, block))
 
 
@@ -373,18 +448,17 @@ def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int)
 
 
 def _shared(
-    model: PreTrainedModel, embedding: Sequence[str], head: Sequence[str], last: int, config: PreTrainedConfig
+    model: PreTrainedModel, ends: Mapping[int, Sequence[str]], blocks: Sequence[str], config: PreTrainedConfig
 ) -> Iterator[tuple[tuple[int, str], ...]]:
-    """The parameters that the embedding and the head share."""
+    """The parameters that embeddings and the head share, whose modules ``ends`` has by their layers."""
     where: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if holds_parameters(model.get_submodule(path.rpartition(".")[0])):
             where.setdefault(parameter, []).append(path)
     for paths in (paths for paths in where.values() if len(paths) > 1):
-        firsts = [path for path in paths if any(_below(path, each) for each in embedding)]
-        lasts = [path for path in paths if any(_below(path, each) for each in head)]
-        if len(firsts) == len(lasts) == 1 and len(paths) == 2:
-            yield (0, firsts[0]), (last, lasts[0])
+        copies = [(layer, path) for layer, each in ends.items() for path in paths if _in(path, each)]
+        if len(copies) == len({layer for layer, _ in copies}) and not any(_in(path, blocks) for path in paths):
+            yield from [tuple(copies)] if len(copies) > 1 else []
         elif not _one_module(model, paths):
             raise _refused(config, f"a parameter that {', '.join(paths[:3])} share")
 
@@ -402,6 +476,7 @@ def _refused(config: PreTrainedConfig, found: str) -> InvalidModelError:
     return InvalidModelError(
         field="model_type",
         found=f"{config.model_type}: {found}",
-        expected="a model of embedding, one list of blocks and head, with one hidden state between them",
+        expected="a model of embedding, one list of blocks and head, with one hidden state between them; or of two "
+        "lists, an encoder's and a decoder's, whose blocks read its output",
         hint="docs/adding-a-model.md says what splits by itself and how to write down what does not",
     )

@@ -19,7 +19,8 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
 | ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
-| ``enter:KEYWORD:NAMES:HEADS``    | a region begins: its input, or the one of that name, is whole on every rank; the |
+| ``enter:KEYWORD:NAMES:HEADS``    | a region begins: its input, or the one of that name, is whole on every rank (and |
+|                                  | those behind a plus sign are, as where attention reads an encoder's output); the |
 |                                  | numbers that the module keeps under NAMES (by commas) are divided, and by their  |
 |                                  | first dim its parameters HEADS                                                   |
 | ``region:KEYWORD:NAMES:HEADS``   | the same, and what the module returns, a part of a sum on every rank, is summed  |
@@ -315,9 +316,9 @@ def _begin(sp: bool, keyword: str = "") -> Callable[[tuple[Any, ...], dict[str, 
         return _Moved.apply(hidden, mesh, (between_blocks(sp), Replicate()), (Partial(), between_blocks(sp)))
 
     def before(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
-        if keyword:
-            return arguments, named | {keyword: whole(named[keyword], mesh)}
-        return (whole(arguments[0], mesh), *arguments[1:]), named
+        first, *others = keyword.split("+")
+        named = named | {name: whole(named[name], mesh) for name in ([first] if first else []) + others}
+        return arguments if first else (whole(arguments[0], mesh), *arguments[1:]), named
 
     return before
 
