@@ -215,7 +215,7 @@ def test_what_leaves_nothing_that_fits_is_given_up_with_what_it_misses() -> None
     fitted = plan_for_framework(mixed, job, DP_ONLY, framework="dp")
     assert len(fitted.given_up) == 1
     assert re.fullmatch(
-        r"--\w+ \w+: with all that was asked there is no .* misses .* \(\d+ bytes\)", fitted.given_up[0]
+        r"--\w+ \w+: with all that was asked there is not .* misses .* \(\d+ bytes\)", fitted.given_up[0]
     )
     assert len(fitted.kept) == 2
     assert peak_bytes(fitted.plan) <= job.budget_bytes

@@ -24,6 +24,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan
 from steelyard.planning.plain import PLAIN_N_D, plain_choices
 from steelyard.planning.plan_from_search import bare_plan
+from steelyard.planning.restrictions import means_of, restricted
 from steelyard.search import (
     NearestMiss,
     Partition,
@@ -97,21 +98,53 @@ def accept(
         contest.admit(found.ranked)
         return _summary(contest, found)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    found = _settle(contest, num_alternatives, deadline)
+    _without_means(contest, deadline)
+    return _summary(contest, found)
+
+
+def _settle(contest: "_Contest", num_alternatives: int, deadline: float | None) -> SearchResult:
+    """Searches all settings of a contest, lets the best of them compete, and says what the search says of all."""
     found = search(
-        tables,
+        contest.tables,
         contest.room_bytes,
-        num_exact=num_exact,
+        num_exact=contest.num_exact,
         num_alternatives=num_alternatives,
-        time_limit_s=time_limit_s,
+        time_limit_s=_left_s(deadline),
         stand_in=lambda index: contest.floors(index)[0],
-        cutoff_s=cutoff_s,
+        cutoff_s=contest.known_s,
     )
     contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
-    refused = contest.admit(found.ranked[: num_exact + num_alternatives])
+    refused = contest.admit(found.ranked[: contest.num_exact + num_alternatives])
     contested = sorted({*contest.open(), *(each.index for each in refused)})
     if contested:
         _compete(contest, contested, found, num_alternatives, deadline)
-    return _summary(contest, found)
+    return found
+
+
+def _without_means(contest: "_Contest", deadline: float | None) -> None:
+    """Tries the settings of which a faster plan may be accepted without each means of the best plan, over and over.
+
+    A smaller space has floors closer to its walks, and plans in it that the whole one hides behind others that the walk
+    refuses. Not over unlike pools, of which each search takes seconds.
+    """
+    job, tried = contest.job, set[str]()
+    while contest.accepted and not isinstance(job, PooledJob):
+        best = min(contest.accepted.values(), key=lambda each: each.outcome.score_s)
+        means = {name: keeps for name, keeps in means_of(best.plan).items() if name not in tried}
+        indices = contest.open()
+        if not means or not indices or _left_s(deadline) == 0:
+            return
+        name, keeps = next(iter(means.items()))
+        tried.add(name)
+        tables = [restricted(contest.tables[index], keeps) for index in indices]
+        smaller = _Contest(job=job, tables=tables, num_exact=1, made=Floors(job), known_s=contest.cutoff_s)
+        _settle(smaller, 0, deadline)
+        for index, each in smaller.accepted.items():
+            outcome = replace(each.outcome, index=indices[index])
+            known = contest.accepted.get(indices[index])
+            if known is None or outcome.score_s < known.outcome.score_s:
+                contest.accepted[indices[index]] = replace(each, outcome=outcome)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -130,10 +130,10 @@ def _best_under(means: _Means, demands: tuple[Demand, ...]) -> Kept:
             plans = _best_plans(means, rest)
         except NothingFitsError:
             continue
-        found.append((rest, (f"{demand.text}: with all that was asked there is no {miss}",), plans))
+        found.append((rest, (f"{demand.text}: with all that was asked there is not {miss}",), plans))
     if found:
         return min(found, key=lambda each: min(_step_s(plan) for plan in each[2]))
-    given_up = tuple(f"{demand.text}: with what was asked there is no {miss}" for demand in demands)
+    given_up = tuple(f"{demand.text}: with what was asked there is not {miss}" for demand in demands)
     return (), given_up, _best_plans(means, ())
 
 

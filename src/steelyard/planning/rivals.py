@@ -6,10 +6,8 @@ The cost tables are built once; a restriction takes pipeline settings away and f
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-
-import numpy as np
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.memory_floor import Floors
@@ -17,39 +15,16 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import Rival
-from steelyard.plan.kinds import KINDS, Kind, variants
 from steelyard.plan.plan import Baseline, Plan
-from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.plain import PLAIN_KINDS, PlainKind, plain_tables
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
+from steelyard.planning.restrictions import Keeps, means_of, restricted
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import TIME_LIMIT_S
 from steelyard.units import format_plural
-
-Keeps = Callable[[Strategy], bool]
-
-
-def means_of(plan: Plan) -> dict[str, Keeps]:
-    """What can be taken away from a plan: kinds, variants and remat that it uses, by the rival's name."""
-    found: dict[str, Keeps] = {f"without {kind}": partial(_lacks, kind) for kind in reversed(KINDS.values())}
-    for key, (kind, variant) in variants().items():
-        if kind.is_level:
-            texts = [text.lstrip("+") for text in variant.texts.values() if text]
-            found[f"without {' or '.join(texts)}"] = partial(_is_default, key)
-    found["without remat"] = lambda strategy: strategy.remat is Remat.NONE
-    return {name: keeps for name, keeps in found.items() if not all(keeps(each) for each in plan.strategies)}
-
-
-def _lacks(kind: Kind, strategy: Strategy) -> bool:
-    return kind not in strategy.kinds
-
-
-def _is_default(key: str, strategy: Strategy) -> bool:
-    return strategy.variant(key) == variants()[key][1].default
-
 
 ANY_PLAN = "any plan"
 """The name of the best plan under no restriction at all."""
@@ -124,12 +99,6 @@ def _plain(contest: Contest) -> list[Restriction]:
 
 def _all_restricted(contest: Contest, keeps: Keeps) -> list[CostTables]:
     return [restricted(tables, keeps) for tables in contest.tables]
-
-
-def restricted(tables: CostTables, keeps: Keeps) -> CostTables:
-    """The tables with only those strategies legal that are kept."""
-    kept = np.array([keeps(strategy) for strategy in tables.strategies], dtype=bool)
-    return replace(tables, legal=tables.legal & kept)
 
 
 def with_baselines(
