@@ -32,7 +32,7 @@ mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-C
 either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
 FIXED_SEGMENTS_RESERVE = 0.14
 """What an allocator short of memory holds in reserve where its segments do not expand, torch's default. Chosen on the
-open rows, jobs left out in turn: 26 of 29 times this one makes the larger of both kinds of wrong verdicts least."""
+open rows, nearly all of one source: with jobs left out in turn it is the best value 26 of 29 times."""
 Reports = Literal["first", "last", "fullest"]
 SMALL_BYTES = 32 * MIB
 """Masks, labels, statistics and what rounding takes, which no term counts: the residual of Megatron-Core's runs of
