@@ -25,8 +25,8 @@ HALF = 2
 Dispatcher = Literal["all-to-all", "deep", "all-gather"]
 _ROUTER_KERNELS = 14
 """Scores, top-k, counts, permutation and its inverse."""
-_LOOP_KERNELS = 4
-"""Of one expert where each has matmuls of its own: two products, an activation, a slice."""
+_GROUPED_KERNELS = 4
+"""Of all experts of a rank together: two products, an activation, a slice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,10 @@ class Experts:
     top_k: int
     ffn: int
     dispatcher: Dispatcher = "all-to-all"
-    in_turn: bool = False
-    """Whether experts are computed one after the other instead of by one grouped matmul."""
+    kernels_of_each: int = 0
+    """Kernels that every local expert has of its own, beside those of all together."""
+    slowdown: float = 1.0
+    """How many times as long their matmuls take as at the rate of the linear layers around them."""
     kept_copies: int = 4
     """Tensors of a pair, as wide as the hidden state, that are kept beside what enters its expert: what comes out and
     what putting tokens in order leaves. Seen in Megatron-Core's allocated bytes, of models whose routing is not forced;
@@ -127,9 +129,9 @@ class ExpertRank:
         per_rank = self.params * HALF
         operands = HALF * pairs * (2 * h + fc1 + width)
         local = max(1, self.experts.count // self.ep)
-        kernels = _ROUTER_KERNELS + (_LOOP_KERNELS * local if self.experts.in_turn else _LOOP_KERNELS)
+        kernels = _ROUTER_KERNELS + _GROUPED_KERNELS + self.experts.kernels_of_each * local
         return Work(
-            matmul_flop=Affine(per_sample=times * 2 * pairs * h * (fc1 + width)),
+            matmul_flop=Affine(per_sample=times * 2 * pairs * h * (fc1 + width) * self.experts.slowdown),
             attention_flop=Affine(),
             matmul_bytes=Affine(constant=times * per_rank, per_sample=times * operands),
             expert_weight_bytes=times * per_rank,

@@ -4,7 +4,8 @@ What runs beside what, which kernels are fused and how states are kept follows e
 defaults, as far as known; versions may differ from those that ran. These numbers were chosen on open rows instead:
 ``loss_bytes``, ``norm_bytes``, ``copies``, ``kept_transfers``, ``bucket_bytes`` and nanotron's ``keeps_gathered`` and
 ``pipelined_collective_s``. Most frameworks come from one source, so they are known to fit that source only. What the
-allocator holds in reserve is the same for all of them. A framework that is not here is a reason to skip a row.
+allocator holds in reserve depends on whether its segments expand. A framework that is not here is a reason to skip a
+row.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +28,11 @@ MIB = 2**20
 TE_SPEEDUP = 1.25
 """Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
 dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
-mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not."""
+mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
+either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
+FIXED_SEGMENTS_RESERVE = 0.14
+"""What an allocator short of memory holds in reserve where its segments do not expand, torch's default. Chosen on the
+open rows, nearly all of one source: with jobs left out in turn it is the best value 26 of 29 times."""
 Reports = Literal["first", "last", "fullest"]
 SMALL_BYTES = 32 * MIB
 """Masks, labels, statistics and what rounding takes, which no term counts: the residual of Megatron-Core's runs of
@@ -56,6 +61,11 @@ class Framework:
     """How many times the mean of tokens the fullest rank of its experts computes, where a row does not say."""
     has_te: bool = False
     """Whether kernels of Transformer Engine run beside torch's, with a workspace of their own."""
+    expands_segments: bool = False
+    """Whether it sets torch's allocator so, as this project does."""
+    experts_by_te: bool = False
+    """Whether Transformer Engine computes experts: a matmul of each on one of four streams, its input cast in a kernel
+    of its own in fp8 (gemm.cpp, te_general_grouped_gemm; cast.cpp, split_quantize)."""
     dispatcher: Dispatcher = "all-to-all"
     """How tokens reach their experts where a row does not say."""
     reports: Reports = "fullest"
@@ -117,7 +127,7 @@ _ONEFLOW = replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0, step_shard_byte
 _MEGATRON_LM = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False, overlaps_transfers=False)
 _MEGATRON_CORE = Execution(states=MIXED_18)
 """The matmul that makes a gradient adds it to the fp32 one."""
-_CORE = Framework(kernels=replace(_FUSED, loss_bytes=(6, 4)), execution=_MEGATRON_CORE, has_te=True)
+_CORE = Framework(kernels=replace(_FUSED, loss_bytes=(6, 4)), execution=_MEGATRON_CORE, has_te=True, experts_by_te=True)
 """Its loss makes one fp32 copy of the logits, works in place and keeps the softmax
 (tensor_parallel/cross_entropy.py)."""
 _NEMO = Framework(
@@ -127,6 +137,7 @@ _NEMO = Framework(
     default_zero=1,
     dispatcher="deep",
     imbalance=1.0,
+    experts_by_te=True,
 )
 """Its performance recipes send tokens by DeepEP or HybridEP and force routing to be even. They keep and reduce
 gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), have sp on and a
@@ -163,7 +174,12 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("llm-foundry", Framework(kernels=_MPT, execution=Execution())),
     (
         "torchtitan",
-        Framework(kernels=_FSDP_EAGER, execution=Execution(buffers_every_microbatch=True), default_sp=True),
+        Framework(
+            kernels=_FSDP_EAGER,
+            execution=Execution(buffers_every_microbatch=True),
+            default_sp=True,
+            expands_segments=True,  # run_train.sh
+        ),
     ),
     (
         "nanotron",
@@ -194,9 +210,18 @@ def framework_of(run: PublishedRun) -> Framework | None:
     if found is None:
         return None
     execution = _execution(run, found.execution, found.zero_stage(run))
+    if not found.expands_segments:
+        execution = replace(execution, reserve=FIXED_SEGMENTS_RESERVE)
     reports: Reports = "last" if "of the last rank" in run.text("mem_kind") else found.reports
     has_te = found.has_te and "local (mcore)" not in name
-    return replace(found, kernels=_kernels(run, found.kernels), execution=execution, reports=reports, has_te=has_te)
+    return replace(
+        found,
+        kernels=_kernels(run, found.kernels),
+        execution=execution,
+        reports=reports,
+        has_te=has_te,
+        experts_by_te=found.experts_by_te and "local (mcore)" not in name,
+    )
 
 
 def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
@@ -236,12 +261,29 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     return kernels
 
 
-def _linear_speedup(run: PublishedRun, precision: str) -> float:
-    """How much faster linear layers run than torch's at the reached rate of 16 bits."""
-    ratio = 4.0 if "fp4" in precision else 2.0 if "fp8" in precision else 1.0
-    speedup = ratio * FP8_LINEAR_SPEEDUP if ratio > 1 else 1.0
+def kernels_of_each_expert(run: PublishedRun, framework: Framework) -> int:
+    """Kernels of the forward pass that each local expert has of its own: none where one grouped matmul does all."""
+    if "sequential" in run.text("moe_dispatcher"):
+        return 4  # Two products, an activation, a slice.
+    return (2 if _peak_ratio(run) == 1.0 else 4) if framework.experts_by_te else 0
+
+
+def te_speedup(run: PublishedRun) -> float:
+    """How much faster dense linear layers run than torch's in the same precision."""
     is_tuned = run.text("gpu") not in _BEFORE_HOPPER and run.text("framework").startswith(_FAST_LINEAR)
-    return speedup * (TE_SPEEDUP if is_tuned else 1.0)
+    return TE_SPEEDUP if is_tuned else 1.0
+
+
+def _peak_ratio(run: PublishedRun) -> float:
+    """Peak of the type that linear layers compute in over that of 16 bits."""
+    precision = run.text("precision").lower()
+    return 4.0 if "fp4" in precision else 2.0 if "fp8" in precision else 1.0
+
+
+def _linear_speedup(run: PublishedRun) -> float:
+    """How much faster linear layers run than torch's at the reached rate of 16 bits."""
+    ratio = _peak_ratio(run)
+    return (ratio * FP8_LINEAR_SPEEDUP if ratio > 1 else 1.0) * te_speedup(run)
 
 
 def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
@@ -269,7 +311,7 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
         execution = replace(execution, states=FSDP2_STATES)
-    execution = replace(execution, linear_speedup=_linear_speedup(run, precision))
+    execution = replace(execution, linear_speedup=_linear_speedup(run))
     if precision.startswith("fp16") or "v100" in run.text("gpu").lower():
         execution = replace(execution, matmul_dtype="fp16")
     if "pure" in precision:

@@ -12,7 +12,14 @@ from functools import cache
 from itertools import pairwise
 
 from published_runs.experts import Dispatcher, Experts
-from published_runs.frameworks import Framework, Reports, framework_of, workspace_bytes
+from published_runs.frameworks import (
+    Framework,
+    Reports,
+    framework_of,
+    kernels_of_each_expert,
+    te_speedup,
+    workspace_bytes,
+)
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
 from steelyard.cost.setting import Job
@@ -77,7 +84,7 @@ def _case(run: PublishedRun) -> Case:
     if framework is None:
         raise _SkipError(f"framework not known: {run.text('framework') or 'none given'}")
     degrees = _degrees(run)
-    shape = _shape(run, degrees, framework.dispatcher)
+    shape = _shape(run, degrees, framework)
     cluster = _cluster(run)
     chain = _chain(shape, degrees.etp)
     strategy, framework = _strategy(run, framework, degrees, shape)
@@ -161,12 +168,12 @@ def _degrees(run: PublishedRun) -> _Degrees:
     )
 
 
-def _shape(run: PublishedRun, degrees: _Degrees, dispatcher: Dispatcher) -> ModelShape:
+def _shape(run: PublishedRun, degrees: _Degrees, framework: Framework) -> ModelShape:
     if run.text("mlp_type") not in _GATED:
         raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
     hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
     multiple = _VOCAB_MULTIPLE * degrees.tp
-    experts = _experts(run, dispatcher) if run.text("moe_experts") else None
+    experts = _experts(run, framework) if run.text("moe_experts") else None
     dense_blocks = _needed(run, "moe_dense_layers") if experts else 0
     return ModelShape(
         num_layers=_needed(run, "layers") + (run.count("mtp_layers") or 0),
@@ -187,17 +194,18 @@ def _shape(run: PublishedRun, degrees: _Degrees, dispatcher: Dispatcher) -> Mode
     )
 
 
-def _experts(run: PublishedRun, default: Dispatcher) -> Experts:
+def _experts(run: PublishedRun, framework: Framework) -> Experts:
     text = run.text("moe_dispatcher")
     deep = any(word in text.lower() for word in ("deepep", "hybridep"))
     stated: Dispatcher = "deep" if deep else "all-gather" if text.startswith("allgather") else "all-to-all"
-    dispatcher = stated if text else default
+    dispatcher = stated if text else framework.dispatcher
     return Experts(
         count=_needed(run, "moe_experts"),
         top_k=_needed(run, "moe_topk"),
         ffn=_needed(run, "moe_ffn"),
         dispatcher=dispatcher,
-        in_turn="sequential" in text,
+        kernels_of_each=kernels_of_each_expert(run, framework),
+        slowdown=te_speedup(run),
     )
 
 

@@ -109,3 +109,31 @@ def test_workspaces_of_kernels_and_the_last_rank_are_counted_for_megatron_core()
     assert isinstance(new, Forecast)
     assert new.peak_bytes - old.peak_bytes == 28 * 2**20
     assert replace(found, workspace_bytes=0).workspace_bytes < found.workspace_bytes
+
+
+def kernels_of(framework: str, **cells: str) -> int:
+    return case(TITAN, **SPARSE_ROW | {"framework": framework} | cells).job.profile.layers[1].forward.num_kernels
+
+
+def test_transformer_engine_computes_each_local_expert_by_two_matmuls_and_in_fp8_by_two_casts_beside() -> None:
+    alike = {"compile": "True", "zero_stage": "1", "dp_shard": "8"}
+    local, all_of_them = kernels_of("Megatron-Core, TE", **alike), kernels_of("Megatron-Core, local (mcore)", **alike)
+    assert local - all_of_them == 2 * 2
+    assert kernels_of("Megatron-Core, TE", precision="fp8", **alike) - all_of_them == 4 * 2
+
+
+def test_experts_do_not_gain_from_fast_linear_layers() -> None:
+    """Their matmuls count as so many more FLOP as the linear layers' rate is higher."""
+    alike = {"gpu": "H100", "gpu_mem_gb": "80", "compile": "True", "moe_dispatcher": "alltoall"}
+    dense = {"moe_experts": "", "ffn": "1024", "ep": "1"}
+
+    def matmuls_s(framework: str, **cells: str) -> float:
+        found = case(TITAN, **SPARSE_ROW | alike | {"framework": framework} | cells).job
+        return found.profile.layers[1].forward.matmul_flop.per_sample / found.execution.linear_speedup
+
+    def of_experts_s(framework: str) -> float:
+        without = matmuls_s(framework, moe_ffn="1")
+        return matmuls_s(framework) - without
+
+    assert of_experts_s("NeMo 25.02") == pytest.approx(of_experts_s("Megatron-Core, TE"))
+    assert matmuls_s("NeMo 25.02", **dense) < matmuls_s("Megatron-Core, TE", **dense)
