@@ -265,7 +265,7 @@ def fewest(job: Callable[[], Job]) -> Record:
 def grown(job: Callable[[], Job]) -> Record:
     """The global batch that is worth its size."""
     found = grow_batch(job(), _options(job()), top=3)
-    trials = [[each.global_batch, each.tokens_per_s] for each in found.trials]
+    trials = [[each.size, each.tokens_per_s] for each in found.tried]
     return outcome_record(found.result) | {"trials": trials, "stopped": found.stopped}
 
 
