@@ -45,7 +45,7 @@ from steelyard.planning.job import make_job
 from steelyard.planning.length import longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.offers import find_offers
-from steelyard.planning.pins import Pin, parse_pin
+from steelyard.planning.pins import parse_pin
 from steelyard.planning.pools import (
     any_job_of,
     explain_pools,
@@ -68,7 +68,6 @@ __all__ = [
     "NOT_BUILT",
     "FittedPlan",
     "NothingFitsError",
-    "Pin",
     "PlanOptions",
     "PlanningResult",
     "Space",
