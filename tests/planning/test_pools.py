@@ -15,6 +15,7 @@ from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import bare_plan
 from steelyard.planning.pools import (
+    PooledSetting,
     PooledSpace,
     even_plan,
     explain_pools,
@@ -51,6 +52,11 @@ def alone(cluster, *, batch=8, memory=None):
     )
 
 
+def every_setting(space: PooledSpace) -> list[PooledSetting]:
+    """All settings in all orders of their pools."""
+    return [order for each in space.settings() for order in space.orders(each)]
+
+
 @pytest.mark.parametrize(
     ("cluster", "memory"),
     [
@@ -63,7 +69,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
     job = pooled(cluster, memory=memory)
     options = replace(OPTIONS, num_microbatches=4)
     space = PooledSpace(job, options)
-    every = accept(job, [space.tables(each) for each in space.settings()], num_alternatives=0)
+    every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
     found = search_pools(job, PooledSpace(job, options))
     assert found.accepted[0].outcome.score_s == pytest.approx(every.ranked[0].outcome.score_s, rel=1e-6)
     assert found.lower_bound_s <= found.accepted[0].outcome.score_s
@@ -72,7 +78,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
 def test_no_plan_of_a_setting_is_faster_than_its_bounds():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory="8GiB")
     space = PooledSpace(job, replace(OPTIONS, num_microbatches=8))
-    settings = [each for each in space.settings() if len(each.placement.pools) == 2]
+    settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     assert settings
     for setting in settings:
         found = accept(job, [space.tables(setting)], num_alternatives=0).ranked
@@ -80,10 +86,29 @@ def test_no_plan_of_a_setting_is_faster_than_its_bounds():
         assert max(bounds) <= (found[0].outcome.score_s if found else math.inf)
 
 
+def test_the_bound_by_times_is_the_same_for_every_order():
+    space = PooledSpace(pooled("1x2xh100-80gb+1x4xa100-40gb+1x2xl4"), replace(OPTIONS, num_microbatches=8))
+    settings = [each for each in space.settings() if len(each.placement.pools) == 3]
+    assert settings
+    for setting in settings:
+        bounds = [space.next_bound_s(order, 0) for order in space.orders(setting)]
+        assert len(bounds) == 6
+        assert max(bounds) == pytest.approx(min(bounds), rel=1e-9)
+
+
+def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
+    job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
+    found = search_pools(job, PooledSpace(job, OPTIONS), time_limit_s=0.0)
+    best = search_pools(job, PooledSpace(job, OPTIONS))
+    assert found.accepted
+    assert not found.is_optimal
+    assert found.lower_bound_s <= best.accepted[0].outcome.score_s <= found.accepted[0].outcome.score_s
+
+
 def test_the_walk_lies_between_the_floors_and_the_tables():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
     space, floors = PooledSpace(job, replace(OPTIONS, num_microbatches=4)), PooledFloors(job)
-    for setting in space.settings():
+    for setting in every_setting(space):
         tables = space.tables(setting)
         outcome = search([tables], usable_of(job)).best
         if outcome is None or setting.pipeline.num_chunks > 1:
@@ -98,7 +123,7 @@ def test_the_walk_lies_between_the_floors_and_the_tables():
 def test_times_of_the_search_are_those_of_the_prediction():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
     space = PooledSpace(job, replace(OPTIONS, num_microbatches=4))
-    settings = [each for each in space.settings() if len(each.placement.pools) == 2]
+    settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     for setting in settings:
         outcome = search([space.tables(setting)], usable_of(job)).best
         plan = bare_plan(job, outcome, is_grouped=False)

@@ -86,7 +86,7 @@ def make_pooled_job(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledSetting:
-    """A pipeline over some of the pools, and what no plan of it is faster than by its times alone."""
+    """A pipeline over some of the pools, and what no plan of it is faster than by its products alone."""
 
     placement: Placement
     pipeline: PipelineConfig
@@ -108,8 +108,15 @@ class PooledSpace:
         self._sample_s = [PricedLayers.unpriced(least_sample_s(pool), self._counts) for pool in job.pools]
 
     def settings(self) -> list[PooledSetting]:
-        """Every setting that can run, with a bound by its products alone."""
+        """Every setting that can run, of each order of its pools the first, with a bound by its products alone."""
         return [*self._alone(), *self._joined()]
+
+    def orders(self, setting: PooledSetting) -> Iterator[PooledSetting]:
+        """A setting with its pools in every order along the pipeline, which the times alone do not tell apart."""
+        pairs = zip(setting.placement.pools, setting.placement.stages, strict=True)
+        for order in itertools.permutations(pairs):
+            pools, stages = zip(*order, strict=True)
+            yield replace(setting, placement=Placement(pools=pools, stages=stages))
 
     def next_bound_s(self, setting: PooledSetting, level: int) -> float:
         """What no plan of a setting is faster than: by its times, or after them those and its memory."""
@@ -156,15 +163,8 @@ class PooledSpace:
             counts = [divisors(self._job.pools[pool].cluster.num_devices) for pool in pools]
             for stages in itertools.product(*counts):
                 if sum(stages) <= self._job.chain.num_layers:
-                    yield from self._orders(Placement(pools=pools, stages=stages))
-
-    def _orders(self, placement: Placement) -> Iterator[PooledSetting]:
-        """The settings of these stages of these pools, in every order, which the times alone do not tell apart."""
-        for pipeline in self._pipelines(sum(placement.stages)):
-            known = self._with_bound(placement, pipeline)
-            for order in itertools.permutations(range(len(placement.pools))):
-                pools, stages = ([each[place] for place in order] for each in (placement.pools, placement.stages))
-                yield replace(known, placement=Placement(pools=tuple(pools), stages=tuple(stages)))
+                    for pipeline in self._pipelines(sum(stages)):
+                        yield self._with_bound(Placement(pools=pools, stages=stages), pipeline)
 
     def _pipelines(self, num_stages: int) -> Iterator[PipelineConfig]:
         options = self._options
@@ -280,9 +280,10 @@ def search_pools(
     while waiting and waiting[0][0] < fastest_s * (1 - SAME):
         if found is not None and time.monotonic() > deadline:
             break
-        taken = _most_promising(waiting, space, settings, fastest_s, ROUND if found else FIRST_ROUND)
+        most, limit = (FIRST_ROUND, math.inf) if found is None else (ROUND, deadline)
+        taken = _most_promising(waiting, space, settings, fastest_s, most, limit)
         if not taken:
-            continue
+            continue  # none is left, or no time
         found = accept(
             job,
             [space.tables(settings[index]) for index in taken],
@@ -322,20 +323,31 @@ def search_pools(
 def _most_promising(
     waiting: list[tuple[float, int, int]],
     space: PooledSpace,
-    settings: Sequence[PooledSetting],
+    settings: list[PooledSetting],
     fastest_s: float,
     most: int,
+    deadline: float,
 ) -> list[int]:
-    """Takes the settings of the least bounds from those that wait, each bound as sharp as it gets without a search."""
+    """Takes the settings of the least bounds from those that wait, each bound as sharp as it gets without a search.
+
+    A setting whose times promise enough becomes one for every order of its pools, which are added to ``settings``.
+    """
     taken: list[int] = []
-    while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME):
+    while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME) and time.monotonic() < deadline:
         bound_s, index, level = heapq.heappop(waiting)
         if level == LEVELS:
             taken.append(index)
-        else:
-            sharper_s = space.next_bound_s(settings[index], level)
-            if math.isfinite(sharper_s):
-                heapq.heappush(waiting, (max(bound_s, sharper_s), index, level + 1))
+            continue
+        sharper_s = max(bound_s, space.next_bound_s(settings[index], level))
+        if not math.isfinite(sharper_s):
+            continue
+        indices = [index]
+        if level == 0:
+            _, *others = space.orders(settings[index])
+            indices += range(len(settings), len(settings) + len(others))
+            settings += others
+        for each in indices:
+            heapq.heappush(waiting, (sharper_s, each, level + 1))
     return taken
 
 

@@ -94,6 +94,16 @@ def test_a_page_of_trade_offs_is_whole_and_no_text_of_it_becomes_markup() -> Non
     assert "cost of 10⁹ tokens" in "".join(page.text)
 
 
+def test_offers_are_drawn_over_what_they_cost_from_zero_on() -> None:
+    found = trade_offs()
+    offers = tuple(each.model_copy(update={"is_worth_having": True}) for each in found.devices if each.step_time_s)
+    page = frontier_page(found.model_copy(update={"points": (), "devices": (), "offers": offers}))
+    assert "Least time for the money" in page
+    first = re.search(r'class="tick x"[^>]*>([^<]+)<', page)
+    assert first is not None
+    assert first[1] == "0"
+
+
 def test_all_sections_are_there() -> None:
     assert [name for name in read(report_page(pipelined())).ids if name in SECTIONS] == list(SECTIONS)
 

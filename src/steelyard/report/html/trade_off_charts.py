@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
-from steelyard.report.html.chart import Chart, Line, Mark, staircase
+from steelyard.report.html.chart import Chart, Line, Mark, nice_ticks, staircase
 from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
 
 _LOOKS = {
@@ -98,7 +98,7 @@ def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
 
 
 def _offer_chart(offered: list[DevicePoint]) -> Chart:
-    """Step time against the cost of tokens, with a line through the offers that are worth having."""
+    """Step time against the cost of tokens, both from zero, with a line through the offers that are worth having."""
     marks = tuple(
         _mark(
             offer.cost_per_billion_tokens or 0.0,
@@ -116,6 +116,7 @@ def _offer_chart(offered: list[DevicePoint]) -> Chart:
         y_label="step time (s)",
         lines=(Line(points=staircase(_places(worth))),),
         marks=marks,
+        x_ticks=nice_ticks(0.0, max(mark.x for mark in marks)),
     )
 
 
