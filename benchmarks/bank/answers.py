@@ -217,7 +217,7 @@ def planned_with_fallbacks(job: Callable[[], Job]) -> Record:
     result = plan_job(of, options)
     if result.plan is None:
         return outcome_record(result)
-    plan = with_fallbacks(result.plan, of, options, num_fallbacks=3)
+    plan = with_fallbacks(result.plan, of, options, num_fallbacks=3, problem=result.problem)
     fallbacks = [plan_record(plan.fallback_plan(index)) for index in range(len(plan.fallbacks))]
     return plan_record(plan) | {"fallbacks": fallbacks}
 
