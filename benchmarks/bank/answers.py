@@ -217,7 +217,7 @@ def planned_with_fallbacks(job: Callable[[], Job]) -> Record:
     result = plan_job(of, options)
     if result.plan is None:
         return outcome_record(result)
-    plan = with_fallbacks(result.plan, of, options, num_fallbacks=3)
+    plan = with_fallbacks(result.plan, of, options, num_fallbacks=3, problem=result.problem)
     fallbacks = [plan_record(plan.fallback_plan(index)) for index in range(len(plan.fallbacks))]
     return plan_record(plan) | {"fallbacks": fallbacks}
 
@@ -265,7 +265,7 @@ def fewest(job: Callable[[], Job]) -> Record:
 def grown(job: Callable[[], Job]) -> Record:
     """The global batch that is worth its size."""
     found = grow_batch(job(), _options(job()), top=3)
-    trials = [[each.global_batch, each.tokens_per_s] for each in found.trials]
+    trials = [[each.size, each.tokens_per_s] for each in found.tried]
     return outcome_record(found.result) | {"trials": trials, "stopped": found.stopped}
 
 

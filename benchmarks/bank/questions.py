@@ -183,7 +183,6 @@ def part_questions() -> Iterator[tuple[str, Question]]:
     ways: tuple[Mapping[str, Any], ...] = (
         {},
         {"overlap_sends": False},
-        {"overlap_sync": True},
         {"speeds": (1.8, 1.5, 1.2, 1.0)},
     )
     for schedule, chunks in schedules:

@@ -210,9 +210,9 @@ def test_an_interleaved_pass_starts_after_what_it_needs_has_arrived(
             assert event.start_s >= before.end_s + travel_s
 
 
-@given(interleaved(), st.booleans(), st.booleans())
+@given(interleaved(), st.booleans())
 def test_the_work_and_the_bubbles_of_a_stage_fill_the_step(
-    pipeline: tuple[list[StageTimes], int, int], overlap_sends: bool, overlap_sync: bool
+    pipeline: tuple[list[StageTimes], int, int], overlap_sends: bool
 ) -> None:
     parts, num_microbatches, num_chunks = pipeline
     timeline = simulated(
@@ -221,24 +221,12 @@ def test_the_work_and_the_bubbles_of_a_stage_fill_the_step(
         "interleaved-1f1b",
         num_chunks=num_chunks,
         overlap_sends=overlap_sends,
-        overlap_sync=overlap_sync,
     )
     for stage, events in enumerate(timeline.stages):
-        beside = timeline.beside(stage)
-        spans = [(e.start_s, e.end_s) for e in (*events, *timeline.bubbles(stage)) if e not in beside]
+        spans = [(e.start_s, e.end_s) for e in (*events, *timeline.bubbles(stage))]
         spans = sorted(span for span in spans if span[1] > span[0])
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
         assert sum(end - start for start, end in spans) == pytest.approx(timeline.step_time_s)
-
-
-@given(interleaved())
-def test_overlap_of_gradient_reductions_never_costs_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
-    parts, num_microbatches, num_chunks = pipeline
-    apart, beside = (
-        simulated(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks, overlap_sync=overlap)
-        for overlap in (False, True)
-    )
-    assert beside.step_time_s <= apart.step_time_s
 
 
 @given(interleaved())
@@ -286,18 +274,12 @@ def test_a_stage_waits_for_sends_that_are_not_overlapped() -> None:
     assert [event.start_s for event in events if event.kind == "forward"] == [0, 11]
 
 
-def test_a_chunk_reduces_its_gradients_after_its_last_backward_and_beside_the_cool_down_if_overlapped() -> None:
+def test_a_chunk_reduces_its_gradients_after_its_last_backward() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, sync_s=3)] * 4
-    apart, beside = (
-        simulated(parts, 2, "interleaved-1f1b", num_chunks=2, overlap_sync=overlap) for overlap in (False, True)
-    )
-    for timeline in (apart, beside):
-        for events in timeline.stages:
-            for sync in (event for event in events if event.kind == "sync"):
-                assert sync.start_s >= _last_backward(events, sync.chunk).end_s
-    first, second = (event for event in beside.stages[0] if event.kind == "sync")
-    assert first.start_s < _last_backward(beside.stages[0], second.chunk).end_s
-    assert apart.step_time_s - beside.step_time_s == 2, "of 3 s, the 2 s of the backwards that are left"
+    for events in simulated(parts, 2, "interleaved-1f1b", num_chunks=2).stages:
+        assert [each.chunk for each in events if each.kind == "sync"] == [1, 0]
+        for sync in (event for event in events if event.kind == "sync"):
+            assert sync.start_s >= _last_backward(events, sync.chunk).end_s
 
 
 def test_bubbles_are_named_by_what_the_stage_waits_for() -> None:

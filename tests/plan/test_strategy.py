@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.kinds import DP, FSDP, TP, level_kinds
+from steelyard.plan.kinds.kind import Placed
 from steelyard.plan.strategy import (
     Level,
     Remat,
@@ -156,7 +157,8 @@ def test_powers_of_two_are_always_aligned(strategy):
 
 @given(every_strategy)
 def test_a_layout_divides_samples_as_the_strategy_does(strategy):
-    assert strategy.hidden.batch_degree == strategy.sample_degree
+    divided = [degree for placed, degree in strategy.hidden.axes if placed is Placed.BATCH]
+    assert math.prod(divided) == strategy.sample_degree
 
 
 @given(every_strategy)

@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 
-from steelyard.cli.plan import length_lines
+from steelyard.cli.plan import trial_lines
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.planning import PlanOptions, length, longest_sequence
+from steelyard.planning import PlanOptions, Trials, length, longest_sequence, trial
 from tests.cost.examples import job
 from tests.runtime.models import FAMILY_CONFIGS
 
 OF = job()
 
 
-def find(
-    monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain, *, free: int = 10**9
-) -> length.LongestSequence:
+def find(monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain, *, free: int = 10**9) -> Trials:
     """With devices on which ``fitting`` tokens fit, and no more; those above ``free`` take of the margin."""
 
     def plan_job(of: Job, _options: PlanOptions, *, top: int) -> Any:
@@ -30,7 +28,7 @@ def find(
         reason = f"{of.seq_len - fitting} tokens too many, {top} shown"
         return SimpleNamespace(job=of, plan=plan, miss_text=reason, has_margin=of.seq_len <= free)
 
-    monkeypatch.setattr(length, "plan_job", plan_job)
+    monkeypatch.setattr(trial, "plan_job", plan_job)
     return longest_sequence(lambda tokens: replace(OF, seq_len=tokens), chain, PlanOptions(), top=0)
 
 
@@ -45,7 +43,7 @@ def test_the_length_found_fits_and_an_eighth_more_does_not(monkeypatch: pytest.M
 @pytest.mark.parametrize("fitting", [5000, 100_000])
 def test_what_binds_is_of_the_shortest_length_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, fitting: int) -> None:
     found = find(monkeypatch, fitting)
-    short = min(trial.seq_len for trial in found.trials if trial.tokens_per_s is None)
+    short = min(each.size for each in found.tried if each.tokens_per_s is None)
     assert found.stopped == f"{short} tokens do not fit: {short - fitting} tokens too many, 0 shown"
 
 
@@ -54,7 +52,7 @@ def test_the_length_found_leaves_the_margin_free(monkeypatch: pytest.MonkeyPatch
     assert 50_000 - found.result.job.seq_len < 50_000 // 8
     assert found.result.has_margin
     assert "fit under pressure alone" in found.stopped
-    assert ", under pressure" in "".join(length_lines(found))
+    assert ", under pressure" in "".join(trial_lines(found, "{} tokens"))
 
 
 def test_where_no_length_leaves_the_margin_free_one_is_taken_under_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +62,7 @@ def test_where_no_length_leaves_the_margin_free_one_is_taken_under_pressure(monk
 
 
 def test_no_length_is_tried_twice_and_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = [trial.seq_len for trial in find(monkeypatch, 1_000_000).trials]
+    tried = [each.size for each in find(monkeypatch, 1_000_000).tried]
     assert len(set(tried)) == len(tried) <= 12
 
 

@@ -1,12 +1,14 @@
 """Cost tables of the size and shape of real decoders, from rough closed forms (not predictions)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from steelyard.cost.tables import CostTables
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.kinds.kind import Placed
+from steelyard.plan.strategy import HiddenPlacement, Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_strategies
 from tests.schedules.examples import pipeline
 
@@ -121,6 +123,11 @@ def _layer_costs(
     return seconds, static, saved, transient
 
 
+def _ways(layout: HiddenPlacement) -> int:
+    """Parts into which a layout divides the tokens of all samples."""
+    return math.prod(degree for placed, degree in layout.axes if placed is not Placed.WHOLE)
+
+
 def _switches(decoder: Decoder, strategies: Sequence[Strategy], samples: float) -> np.ndarray:
     """[3, S, S] seconds: equal layouts switch for nothing, others move the activation and its gradient."""
     layouts = list(dict.fromkeys(strategy.hidden for strategy in strategies))
@@ -128,7 +135,7 @@ def _switches(decoder: Decoder, strategies: Sequence[Strategy], samples: float) 
     for before, old in enumerate(layouts):
         for after, new in enumerate(layouts):
             if old != new:
-                share = max(1 / (old.batch_degree * old.sequence_degree), 1 / (new.batch_degree * new.sequence_degree))
+                share = max(1 / _ways(old), 1 / _ways(new))
                 between[before, after] = 4 * samples * share * decoder.seq_len * decoder.hidden / NODE_BYTES_PER_S
     places = [layouts.index(strategy.hidden) for strategy in strategies]
     once = between[np.ix_(places, places)]

@@ -85,15 +85,6 @@ def test_stages_are_named_with_their_ranks() -> None:
     assert names == ["stage 0 (ranks 0–3)", "stage 1 (ranks 4–7)"]
 
 
-def test_overlapped_reductions_have_a_track_of_their_own() -> None:
-    candidate, _ = interleaved()
-    timeline = simulated([TIMES] * 4, 8, "interleaved-1f1b", num_chunks=2, overlap_sync=True)
-    events = slices(trace_events(timeline, candidate, num_shown=8))
-    sync_tracks = {event["tid"] for event in events if event["cat"] == "sync"}
-    assert sync_tracks
-    assert sync_tracks.isdisjoint(event["tid"] for event in events if event["cat"] != "sync")
-
-
 def test_microbatches_in_the_middle_are_left_out_and_said_to_be() -> None:
     candidate, timeline = interleaved(num_microbatches=32)
     content = trace_events(timeline, candidate, num_shown=4)

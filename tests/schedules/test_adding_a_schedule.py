@@ -55,9 +55,8 @@ def test_it_takes_the_time_of_gpipe_on_equal_stages() -> None:
     assert simulated(parts, 4, NAME).step_time_s == simulated(parts, 4, "gpipe").step_time_s
 
 
-@pytest.mark.parametrize("overlap_sync", [False, True])
-def test_gradients_are_reduced_after_the_backward_pass_that_its_order_ends_with(overlap_sync: bool) -> None:
-    timeline = simulated([StageTimes(forward_s=1, backward_s=2, sync_s=5)] * 2, 3, NAME, overlap_sync=overlap_sync)
+def test_gradients_are_reduced_after_the_backward_pass_that_its_order_ends_with() -> None:
+    timeline = simulated([StageTimes(forward_s=1, backward_s=2, sync_s=5)] * 2, 3, NAME)
     for events in timeline.stages:
         last = max(event.end_s for event in events if event.kind == "backward")
         assert [event.start_s >= last for event in events if event.kind == "sync"] == [True]

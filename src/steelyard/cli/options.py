@@ -9,7 +9,7 @@ import typer
 
 from steelyard.cli.completion import complete_cluster, complete_model, complete_network
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster, parse_cluster, parse_pools, with_network
+from steelyard.hardware import Cluster, MixedCluster, parse_pools, with_network
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS, MOST_TOKENS
 from steelyard.model.own import BUILDER
 from steelyard.output import check_file, check_folder
@@ -115,14 +115,8 @@ def most_tp(degree: int | None) -> dict[str, int]:
     return {} if degree is None else {"tp": degree}
 
 
-def cluster_with(cluster: str, network: str | None) -> Cluster:
-    """The cluster that ``--cluster`` and ``--network`` name together."""
-    machines = parse_cluster(cluster)
-    return machines if network is None else with_network(machines, network)
-
-
 def pools_with(cluster: str, network: str | None) -> Cluster | MixedCluster:
-    """The same where ``--cluster`` may name several pools."""
+    """The cluster, or the pools, that ``--cluster`` and ``--network`` name together."""
     machines = parse_pools(cluster)
     return machines if network is None else with_network(machines, network)
 

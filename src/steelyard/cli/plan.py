@@ -40,12 +40,11 @@ from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
     NOT_BUILT,
-    BatchTrial,
-    LengthTrial,
-    LongestSequence,
     PlanningResult,
     PlanOptions,
     Space,
+    Trial,
+    Trials,
     calibrate,
     grow_batch,
     longest_sequence,
@@ -373,7 +372,7 @@ def _search(
         return plan_pools(job, options, top=top), []
     if grows:
         growth = grow_batch(job, options, top=top, progress=show)
-        return growth.result, batch_lines(growth.trials, growth.stopped, growth.result.job.global_batch)
+        return growth.result, trial_lines(growth, "global batch {}")
     if aim == "devices":
         fewest = plan_fewest_devices(job, options, top=top, progress=show)
         return fewest.result, device_lines(fewest.tried)
@@ -392,17 +391,16 @@ def _search_lengths(
 ) -> tuple[PlanningResult, list[str]]:
     """The same of the longest sequences that fit."""
     longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
-    return longest.result, length_lines(longest)
+    return longest.result, trial_lines(longest, "{} tokens")
 
 
-def batch_lines(trials: Sequence[BatchTrial], stopped: str, chosen: int) -> list[str]:
-    """What each global batch that was tried gives, and why growth ended."""
+def trial_lines(trials: Trials, words: str) -> list[str]:
+    """What each size that was tried gives, named by ``words``, and why no other was tried."""
     lines = []
-    for trial in trials:
-        speed = trial.tokens_per_s
-        taken = " (taken)" if trial.global_batch == chosen and speed is not None else ""
-        lines.append(f"global batch {trial.global_batch}: {_trial_text(trial)}{taken}")
-    return [*lines, f"stopped: {stopped}"]
+    for trial in trials.tried:
+        taken = " (taken)" if trial.result is trials.result and trial.tokens_per_s is not None else ""
+        lines.append(f"{words.format(trial.size)}: {_trial_text(trial)}{taken}")
+    return [*lines, f"stopped: {trials.stopped}"]
 
 
 def device_lines(tried: Sequence[tuple[int, str]]) -> list[str]:
@@ -413,16 +411,7 @@ def device_lines(tried: Sequence[tuple[int, str]]) -> list[str]:
     ]
 
 
-def length_lines(longest: LongestSequence) -> list[str]:
-    """What each length that was tried gives, and what binds beyond the longest."""
-    lines = []
-    for trial in longest.trials:
-        speed, taken = trial.tokens_per_s, trial.result is longest.result
-        lines.append(f"{trial.seq_len} tokens: {_trial_text(trial)}{' (taken)' if taken and speed is not None else ''}")
-    return [*lines, f"stopped: {longest.stopped}"]
-
-
-def _trial_text(trial: BatchTrial | LengthTrial) -> str:
+def _trial_text(trial: Trial) -> str:
     if trial.tokens_per_s is None:
         return f"does not fit: {trial.reason}"
     return f"{format_count(trial.tokens_per_s)} tokens/s" + ("" if trial.result.has_margin else ", under pressure")

@@ -237,6 +237,10 @@ def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> Cos
         static += np.where(np.arange(len(static))[:, None] == head, 0, parts.gradients)
     else:
         static[head] -= parts.replicated_copy[head]
+    return _floor_of(tables, setting, static, saved)
+
+
+def _floor_of(tables: CostTables, setting: Setting, static: IntTable, saved: IntTable) -> CostTables:
     return replace(
         tables,
         static_bytes=static,
@@ -273,13 +277,7 @@ def _with_last_layers(
             setting
         )
     _add_gathered_ahead(tables, parts, static)
-    floor = replace(
-        tables,
-        static_bytes=static,
-        activation_bytes=saved,
-        transient_bytes=np.zeros_like(static),
-        overhead_bytes=context_bytes(setting) + _shared_bytes(setting),
-    )
+    floor = _floor_of(tables, setting, static, saved)
     return floor if tables.pipeline.num_stages == 1 else floor.with_last_kinds(last, saved + sent, apart={head})
 
 

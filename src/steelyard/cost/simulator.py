@@ -3,8 +3,8 @@ r"""Plays a pipeline schedule event by event and yields the step time and the ti
 Each stage does its forward and backward passes in the schedule's order (`steelyard.schedules`), one at a time; a
 pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
 stages, for ``transfer_s`` and arrives ``latency_s`` later; the sender goes on meanwhile, or waits for the link where
-sends are not overlapped. After the last backward of a chunk its gradients are reduced, in line or beside the passes
-that are left (the cool-down); after everything a stage does its once-a-step work (optimizer).
+sends are not overlapped. After the last backward of a chunk its gradients are reduced, before the passes that are left
+(the cool-down); after everything a stage does its once-a-step work (optimizer).
 
 Without transfers and with backward passes that take the same multiple of the forward pass on every stage, GPipe takes
 exactly $\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes that on equal stages and up to a fifth less on unequal ones, since
@@ -23,7 +23,7 @@ sent to the stage before, as FSDP's does in the last backward; backward passes s
 times of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -110,11 +110,11 @@ class Timeline:
     _table: PassTable
     _runs: tuple[StageRun, ...]
     _closing: tuple[tuple[Event, ...], ...]
-    """Of every stage, what it does beside or after the passes of its order."""
+    """Of every stage, what it does after the passes of its order."""
 
     @cached_property
     def stages(self) -> tuple[tuple[Event, ...], ...]:
-        """For every stage its passes, those of all its chunks, in order of time; what is beside them comes last."""
+        """For every stage its passes, those of all its chunks, and what it does once a step, in order of time."""
         return tuple((*self._events(stage), *self._closing[stage]) for stage in range(self.pipeline.num_stages))
 
     @cached_property
@@ -125,16 +125,12 @@ class Timeline:
     def worked_s(self, stage: int) -> float:
         """Seconds in which a stage works on its passes, and on what it does once a step behind them."""
         run = self._runs[stage]
-        once_s = sum(event.end_s - event.start_s for event in self._closing[stage] if event.kind == "once")
+        once_s = sum(event.end_s - event.start_s for event in self._closing[stage])
         return sum(run.ends_s) - sum(run.starts_s) + once_s
-
-    def beside(self, stage: int) -> tuple[Event, ...]:
-        """The reductions of gradients that a stage does beside its passes."""
-        return tuple(event for event in self._closing[stage] if event.kind == "sync")
 
     def bubbles(self, stage: int) -> tuple[Bubble, ...]:
         """The times at which a stage does nothing, named by what it waits for."""
-        events = [*self._events(stage), *(event for event in self._closing[stage] if event.kind == "once")]
+        events = self.stages[stage]
         gaps: list[tuple[Wait, int, float, float]] = [("pipeline fills", events[0].microbatch, 0.0, events[0].start_s)]
         for before, after in pairwise(events):
             gaps.append((_WAITS[after.kind], after.microbatch, before.end_s, after.start_s))
@@ -194,15 +190,13 @@ def simulate(
     pipeline: PipelineConfig,
     *,
     overlap_sends: bool = True,
-    overlap_sync: bool = False,
     speeds: Sequence[tuple[int, Sequence[float]]] = (),
 ) -> Timeline:
     """The timeline of one step.
 
     ``parts`` are those of the model in the order of the layers, as many as the pipeline has: part k lies on stage
-    k mod P. Without ``overlap_sends`` a stage waits until its result has left; with
-    ``overlap_sync`` it reduces a chunk's gradients beside the passes that are left, else at once. Stages that share
-    processor cores have ``speeds``, see `steelyard.cost.shared_cores`; otherwise each has devices of its own.
+    k mod P. Without ``overlap_sends`` a stage waits until its result has left. Stages that share processor cores have
+    ``speeds``, see `steelyard.cost.shared_cores`; otherwise each has devices of its own.
     Raises `InvalidPlanError` for a number of microbatches for which the schedule has no order.
     """
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
@@ -211,17 +205,14 @@ def simulate(
     runs = []
     for stage in range(num_stages):
         codes = _codes(stage, pipeline)
-        if not overlap_sync and any(part.sync_s for part in parts):
+        if any(part.sync_s for part in parts):
             codes = _with_sync(codes, parts, num_microbatches)
         runs.append(StageRun(codes=codes))
     if speeds:
         play_on_shared_cores(runs, table, num_microbatches, speeds)
     else:
         _play(runs, table, num_microbatches, overlap_sends=overlap_sends)
-    closing = tuple(
-        tuple(_close(run, stage, parts, num_stages, num_microbatches, overlap_sync=overlap_sync))
-        for stage, run in enumerate(runs)
-    )
+    closing = tuple(tuple(_close(run, stage, parts, num_stages)) for stage, run in enumerate(runs))
     return Timeline(
         step_time_s=max(event.end_s for events in closing for event in events),
         pipeline=pipeline,
@@ -322,32 +313,10 @@ def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, 
     assert all(len(run.ends_s) == len(run.codes) for run in runs), "the orders of the stages wait for each other"
 
 
-def _close(
-    run: StageRun,
-    stage: int,
-    parts: Sequence[StageTimes],
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    overlap_sync: bool,
-) -> list[Event]:
-    """What a stage does beside and after its passes: overlapped reductions of gradients, then its work once a step."""
-    events: list[Event] = []
-    synced_s = 0.0
-    mine = range(stage, len(parts), num_stages)
-    if overlap_sync:
-        last = _last_backwards(run.codes, len(parts), num_microbatches)
-        ended_s = {part: run.ends_s[last[part]] for part in mine if parts[part].sync_s}
-        for part, end_s in sorted(ended_s.items(), key=lambda item: item[1]):
-            start_s = max(end_s, synced_s)
-            synced_s = start_s + parts[part].sync_s
-            events.append(_once_event("sync", stage, part // num_stages, start_s, synced_s))
-    now = max(run.ends_s[-1], synced_s)
-    for part in mine:
-        events.append(_once_event("once", stage, part // num_stages, now, now + parts[part].once_s))
-        now += parts[part].once_s
-    return events
-
-
-def _once_event(kind: Work, stage: int, chunk: int, start_s: float, end_s: float) -> Event:
-    return Event(stage=stage, kind=kind, microbatch=-1, start_s=start_s, end_s=end_s, chunk=chunk)
+def _close(run: StageRun, stage: int, parts: Sequence[StageTimes], num_stages: int) -> Iterator[Event]:
+    """What a stage does once a step, after its passes."""
+    now = run.ends_s[-1]
+    for part in range(stage, len(parts), num_stages):
+        end_s = now + parts[part].once_s
+        yield Event(stage=stage, kind="once", microbatch=-1, start_s=now, end_s=end_s, chunk=part // num_stages)
+        now = end_s

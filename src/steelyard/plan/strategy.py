@@ -345,11 +345,6 @@ class HiddenPlacement:
         return cls(axes=tuple(merged))
 
     @property
-    def batch_degree(self) -> int:
-        """Ways in which samples are divided."""
-        return math.prod(degree for placed, degree in self.axes if placed is Placed.BATCH)
-
-    @property
     def sequence_degree(self) -> int:
         """Ways in which the sequence of a sample is divided."""
         return math.prod(degree for placed, degree in self.axes if placed in (Placed.SEQUENCE, Placed.HEAD_TAIL))

@@ -16,6 +16,7 @@
 | `price`            | plan without prediction → plan with it                                           |
 | `calibration`      | job and measured runs → the job with all times scaled                            |
 | `devices`          | job → the same on other numbers of devices; the fewest that do                   |
+| `trial`            | job → its plan, as one of several sizes tried                                    |
 | `batch`            | job → the global batch that is worth its size                                    |
 | `length`           | jobs of any length → the longest sequences that fit                              |
 | `rivals`           | job and plan → the best plans under restrictions                                 |
@@ -30,21 +31,21 @@
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
 
-from steelyard.planning.batch import BatchGrowth, BatchTrial, grow_batch
+from steelyard.planning.batch import grow_batch
 from steelyard.planning.calibration import calibrate, time_factors
 from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
-from steelyard.planning.devices import FewestDevices, device_counts, plan_fewest_devices, with_devices
+from steelyard.planning.devices import device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.elastic import check_replannable, with_spares
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.job import make_job
-from steelyard.planning.length import LengthTrial, LongestSequence, longest_sequence
+from steelyard.planning.length import longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.offers import find_offers
-from steelyard.planning.pins import Pin, parse_pin
+from steelyard.planning.pins import parse_pin
 from steelyard.planning.pools import (
     any_job_of,
     explain_pools,
@@ -60,21 +61,18 @@ from steelyard.planning.problem import PlanOptions, Space, make_problem, pipelin
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
 from steelyard.planning.slow_rank import slow_nodes
+from steelyard.planning.trial import Trial, Trials
 from steelyard.planning.why_not import pin_error, why_not, why_not_plan
 
 __all__ = [
     "NOT_BUILT",
-    "BatchGrowth",
-    "BatchTrial",
-    "FewestDevices",
     "FittedPlan",
-    "LengthTrial",
-    "LongestSequence",
     "NothingFitsError",
-    "Pin",
     "PlanOptions",
     "PlanningResult",
     "Space",
+    "Trial",
+    "Trials",
     "any_job_of",
     "calibrate",
     "check_replannable",

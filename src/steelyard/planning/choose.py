@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steelyard.cost.accuracy import interval_of
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.pools import AnyJob
@@ -24,6 +23,7 @@ from steelyard.planning.demands import asked_in
 from steelyard.planning.job import make_job
 from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.price import prediction_of
 from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
 from steelyard.planning.profile_file import GivenProfiles, pool_profiles
 from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome
@@ -222,7 +222,7 @@ def _prediction(
     best: int,
     time_limit_s: float | None,
 ) -> Prediction:
-    cost, found = costs[best], acceptance.search
+    found = acceptance.search
     is_bound = [not each.is_settled for each in acceptance.ranked]
     steps_s = [each.step_time_s for each in costs]
     alternatives = [
@@ -240,20 +240,13 @@ def _prediction(
     unsolved = (each for each in found.settings if each.result.solution is None)
     for outcome in (*found.ranked[len(candidates) :], *unsolved):
         alternatives.append(Alternative(description=describe(outcome.tables.pipeline), reason=_why_lost(job, outcome)))
-    return Prediction(
-        step_time_s=steps_s[best],
-        tokens_per_s_per_device=cost.tokens_per_s_per_device,
-        mfu=cost.mfu,
-        mfu_attention=cost.mfu_attention,
-        warnings=(*job.chain.warnings(job.seq_len), *pressure(job, cost.stages)),
-        budget_bytes=job.budget_bytes,
-        margin_bytes=job.margin_bytes,
-        stages=cost.stages,
-        certificate=_certificate(found, best, len(candidates), time_limit_s),
+    certificate = _certificate(found, best, len(candidates), time_limit_s)
+    return prediction_of(
+        job,
+        candidates[best],
+        costs[best],
+        certificate,
         lower_bound_s=found.lower_bound_s,
-        profile=job.cost_source(),
-        backend=job.cluster.device.backend,
-        interval=interval_of(job.cost_source(), candidates[best].strategies, steps_s[best]),
         alternatives=tuple(alternatives),
     )
 

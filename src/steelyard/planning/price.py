@@ -10,7 +10,7 @@ from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster, with_network
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.plan import Plan, Prediction, StagePlan, fold_runs
+from steelyard.plan.plan import Alternative, Plan, Prediction, StagePlan, fold_runs
 from steelyard.plan.strategy import divisors, parse_strategy
 from steelyard.planning.job import make_job
 from steelyard.planning.margin import pressure
@@ -107,9 +107,17 @@ def with_price(plan: Plan, job: Job) -> Plan:
     return with_cost(plan, job, predict(plan, job))
 
 
-def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
-    """The plan with a prediction of this cost."""
-    prediction = Prediction(
+def prediction_of(
+    job: Job,
+    plan: Plan,
+    cost: PlanCost,
+    certificate: Certificate,
+    *,
+    lower_bound_s: float = 0.0,
+    alternatives: tuple[Alternative, ...] = (),
+) -> Prediction:
+    """What is predicted of a plan that has this cost, and what is proven of it."""
+    return Prediction(
         step_time_s=cost.step_time_s,
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
@@ -118,12 +126,18 @@ def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
         budget_bytes=job.budget_bytes,
         margin_bytes=job.margin_bytes,
         stages=cost.stages,
-        certificate=Certificate(status="priced"),
-        lower_bound_s=0.0,
+        certificate=certificate,
+        lower_bound_s=lower_bound_s,
         profile=job.cost_source(),
         backend=job.cluster.device.backend,
         interval=interval_of(job.cost_source(), plan.strategies, cost.step_time_s),
+        alternatives=alternatives,
     )
+
+
+def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
+    """The plan with a prediction of this cost."""
+    prediction = prediction_of(job, plan, cost, Certificate(status="priced"))
     priced, training = plan.model_copy(update={"prediction": prediction}), plan.training
     return priced if training is None else priced.with_training(training.tokens, price=training.price_per_device_hour)
 

@@ -1,6 +1,7 @@
 """Predicted against measured after a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -15,28 +16,28 @@ def comparison_table(record: RunRecord) -> Table:
     table.add_column("")
     for column in ("predicted", "measured", "predicted / measured"):
         table.add_column(column, justify="right")
-    predicted_s = record.predicted_step_s
-    table.add_row(
-        "step time",
-        "–" if predicted_s is None else format_seconds(predicted_s),
-        format_seconds(record.median_step_s),
-        "–" if predicted_s is None else f"{predicted_s / record.median_step_s:.2f}",
-        end_section=True,
-    )
+    table.add_row(*beside("step time", record.predicted_step_s, record.median_step_s, format_seconds), end_section=True)
     num_stages = 1 + max(rank.stage for rank in record.ranks)  # an elastic run may end under another plan
     for stage in range(num_stages if num_stages > 1 else 0):
-        _add_busy_row(table, record, stage, is_last=stage == num_stages - 1)
+        table.add_row(*_busy_row(record, stage), end_section=stage == num_stages - 1)
     _add_imbalance_row(table, record)
-    predicted_bytes = record.predicted_peak_bytes
     for rank in record.ranks:
-        expected = None if predicted_bytes is None else predicted_bytes[rank.stage]
-        table.add_row(
-            f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if num_stages > 1 else ""),
-            "–" if expected is None else format_bytes(expected),
-            format_bytes(rank.peak_bytes),
-            "–" if expected is None else f"{expected / rank.peak_bytes:.2f}",
-        )
+        name = f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if num_stages > 1 else "")
+        expected = None if record.predicted_peak_bytes is None else record.predicted_peak_bytes[rank.stage]
+        table.add_row(*beside(name, expected, rank.peak_bytes, format_bytes))
     return table
+
+
+def beside(
+    name: str, predicted: float | None, measured: float | None, show: Callable[[Any], str]
+) -> tuple[str, str, str, str]:
+    """A row of what was predicted and measured of one thing, and their ratio; None is what is not known."""
+    return (
+        name,
+        "–" if predicted is None else show(predicted),
+        "–" if measured is None else show(measured),
+        f"{predicted / measured:.2f}" if predicted is not None and measured else "–",
+    )
 
 
 def trial_table(trials: Sequence[tuple[Plan, RunRecord | None, str]]) -> Table:
@@ -68,24 +69,13 @@ def _add_imbalance_row(table: Table, record: RunRecord) -> None:
     measured = [rank.imbalance for rank in record.ranks if rank.imbalance is not None]
     if not measured:
         return
-    assumed, mean = record.predicted_imbalance, sum(measured) / len(measured)
-    table.add_row(
-        "imbalance of experts (assumed)",
-        "–" if assumed is None else f"{assumed:.2f}",
-        f"{mean:.2f}",
-        "–" if assumed is None else f"{assumed / mean:.2f}",
-        end_section=True,
-    )
+    mean = sum(measured) / len(measured)
+    row = beside("imbalance of experts (assumed)", record.predicted_imbalance, mean, "{:.2f}".format)
+    table.add_row(*row, end_section=True)
 
 
-def _add_busy_row(table: Table, record: RunRecord, stage: int, *, is_last: bool) -> None:
+def _busy_row(record: RunRecord, stage: int) -> tuple[str, str, str, str]:
     """The seconds of a step in which a stage works, those of its slowest rank."""
     measured = [rank.busy_s for rank in record.ranks if rank.stage == stage and rank.busy_s is not None]
     expected = None if record.predicted_busy_s is None else record.predicted_busy_s[stage]
-    table.add_row(
-        f"work of stage {stage} in a step",
-        "–" if expected is None else format_seconds(expected),
-        format_seconds(max(measured)) if measured else "–",
-        f"{expected / max(measured):.2f}" if measured and expected is not None else "–",
-        end_section=is_last,
-    )
+    return beside(f"work of stage {stage} in a step", expected, max(measured, default=None), format_seconds)

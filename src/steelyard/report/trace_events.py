@@ -24,9 +24,9 @@ from steelyard.units import format_plural
 
 MAX_EVENTS = 80_000
 """Slices of a trace that is shown whole; each takes about 90 bytes of the file."""
-PASSES, _SENDS, _SYNCS = range(3)
+PASSES, _SENDS = range(2)
 _DIRECTIONS = ("forward", "backward")
-_TRACK_NAMES = {PASSES: "passes", _SENDS: "sends", _SYNCS: "gradient sync"}
+_TRACK_NAMES = {PASSES: "passes", _SENDS: "sends"}
 
 TraceEvent = dict[str, Any]
 
@@ -108,20 +108,19 @@ def hidden_microbatches(num_microbatches: int, num_shown: int) -> range:
 
 
 def stage_slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[Slice]:
-    """All that a stage does in a step: passes, bubbles, and what it sends and reduces beside them."""
-    beside = set(timeline.beside(stage))
+    """All that a stage does in a step: passes, bubbles, and what it sends beside them."""
     for event in timeline.stages[stage]:
-        yield _pass_slice(event, num_chunks, track=_SYNCS if event in beside else PASSES)
+        yield _pass_slice(event, num_chunks)
     for bubble in timeline.bubbles(stage):
         yield _bubble_slice(bubble)
     for send in timeline.sends[stage]:
         yield _send_slice(send, num_chunks)
 
 
-def _pass_slice(event: Event, num_chunks: int, *, track: int) -> Slice:
+def _pass_slice(event: Event, num_chunks: int) -> Slice:
     name = {"sync": "gradient sync", "once": "optimizer"}.get(event.kind, event.kind)
     return Slice(
-        track=track,
+        track=PASSES,
         name=name if event.microbatch < 0 else f"{name} {event.microbatch}",
         category=event.kind,
         microbatch=event.microbatch,

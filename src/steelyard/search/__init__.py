@@ -20,24 +20,18 @@
 | `problem`          | cost tables as versioned files                                                      |
 """
 
-from steelyard.search.balance import BalancedResult, Move, Partition, partition_by
-from steelyard.search.evaluate import Solution, StageCost, evaluate
+from steelyard.search.balance import Partition
+from steelyard.search.evaluate import evaluate
 from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.partition import SettingResult, partition_exact
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts
 from steelyard.search.solve import TIME_LIMIT_S, SearchResult, SettingOutcome, search
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, paper_kinds, refusal
-from steelyard.search.tradeoff import (
-    SampledFrontier,
-    TradeOff,
-    sampled_frontier,
-)
+from steelyard.search.tradeoff import SampledFrontier, sampled_frontier
 
 __all__ = [
     "TIME_LIMIT_S",
-    "BalancedResult",
-    "Move",
     "NearestMiss",
     "Partition",
     "Problem",
@@ -45,10 +39,7 @@ __all__ = [
     "SearchResult",
     "SettingOutcome",
     "SettingResult",
-    "Solution",
     "SpaceOptions",
-    "StageCost",
-    "TradeOff",
     "enumerate_levels",
     "enumerate_strategies",
     "evaluate",
@@ -57,7 +48,6 @@ __all__ = [
     "nearest_miss",
     "paper_kinds",
     "parse_problem",
-    "partition_by",
     "partition_exact",
     "refusal",
     "sampled_frontier",

@@ -58,18 +58,6 @@ class Solution:
         """Memory of the fullest stage."""
         return max(stage.total_bytes for stage in self.stages)
 
-    @property
-    def time_balance(self) -> float:
-        """Galvatron-BMW's balance degree of time: 1 − max t / Σ t; (P − 1)/P is perfect."""
-        times = [stage.time_s for stage in self.stages]
-        return 1 - max(times) / sum(times) if sum(times) > 0 else 1 - 1 / len(times)
-
-    @property
-    def memory_balance(self) -> float:
-        """Galvatron-BMW's balance degree of memory: 1 − max M / Σ M; (P − 1)/P is perfect."""
-        sizes = [stage.total_bytes for stage in self.stages]
-        return 1 - max(sizes) / sum(sizes) if sum(sizes) > 0 else 1 - 1 / len(sizes)
-
 
 def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> Solution:
     """Time and memory of this choice; raises `InvalidProblemError` if it is not a choice these tables allow."""

@@ -7,6 +7,7 @@ from steelyard.profiles.record import RankRecord, RunRecord
 from steelyard.report.html.chart import Chart, Line, chart
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag
+from steelyard.report.run_table import beside
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 MOST_RANKS = 16
@@ -42,30 +43,15 @@ def measured_section(found: ReportContents) -> Html | None:
 
 def _rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]:
     prediction = found.prediction
-    yield (
-        "step time",
-        format_seconds(prediction.step_time_s),
-        format_seconds(record.median_step_s),
-        f"{prediction.step_time_s / record.median_step_s:.2f}",
-    )
+    yield beside("step time", prediction.step_time_s, record.median_step_s, format_seconds)
     speed = record.tokens_per_s / record.num_devices
-    yield (
-        "tokens/s/device",
-        f"{prediction.tokens_per_s_per_device:,.0f}",
-        f"{speed:,.0f}",
-        f"{prediction.tokens_per_s_per_device / speed:.2f}",
-    )
+    yield beside("tokens/s/device", prediction.tokens_per_s_per_device, speed, "{:,.0f}".format)
     if prediction.mfu is not None and record.mfu:
-        yield "MFU", f"{prediction.mfu:.1%}", f"{record.mfu:.1%}", f"{prediction.mfu / record.mfu:.2f}"
+        yield beside("MFU", prediction.mfu, record.mfu, "{:.1%}".format)
     yield from _busy_rows(found, record)
     for rank in _shown_ranks(record.ranks):
-        expected = _predicted_bytes(found, rank)
-        yield (
-            f"memory of rank {rank.rank} (stage {rank.stage})",
-            format_bytes(expected),
-            format_bytes(rank.peak_bytes),
-            f"{expected / rank.peak_bytes:.2f}" if rank.peak_bytes else "–",
-        )
+        name = f"memory of rank {rank.rank} (stage {rank.stage})"
+        yield beside(name, _predicted_bytes(found, rank), rank.peak_bytes, format_bytes)
 
 
 def _busy_rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]:
@@ -81,12 +67,7 @@ def _busy_rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, 
             expected = record.predicted_busy_s[stage]
         else:
             expected = found.prediction.stages[stage].total_time_s * found.plan.num_microbatches
-        yield (
-            f"stage {stage} at work",
-            format_seconds(expected),
-            format_seconds(seconds),
-            f"{expected / seconds:.2f}" if seconds else "–",
-        )
+        yield beside(f"stage {stage} at work", expected, seconds, format_seconds)
 
 
 def _shown_ranks(ranks: tuple[RankRecord, ...]) -> Iterable[RankRecord]:

@@ -30,7 +30,7 @@ def strategy_section(found: ReportContents) -> Html:
     chain, classes = plan.chain(), strategy_classes(plan.strategies)
     most = max(part.last_layer - part.first_layer + 1 for part in plan.stages)
     most = -(-most // -(-most // MOST_CELLS))
-    rows = [_row(plan, index, chain, classes, most) for index in range(len(plan.stages))]
+    rows = [_row(plan, index, chain, classes) for index in range(len(plan.stages))]
     return section(
         "strategies",
         "Which layer, where and how",
@@ -69,7 +69,7 @@ def _lead(plan: Plan, chain: ModelChain) -> str:
     )
 
 
-def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str], most: int) -> Html:
+def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str]) -> Html:
     part = plan.stages[index]
     cells = []
     for layer, strategy in enumerate(part.strategies, start=part.first_layer):
