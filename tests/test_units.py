@@ -18,7 +18,7 @@ from steelyard.units import (
 )
 
 BYTE_SUFFIXES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-SECOND_SUFFIXES = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+SECOND_SUFFIXES = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -129,7 +129,8 @@ def test_bytes_print_with_a_binary_prefix_and_three_digits(num_bytes, text):
         (4.5e-6, "4.50 µs"),
         (0.99999, "1.00 s"),
         (321, "321 s"),
-        (2e-9, "2e-09 s"),
+        (2e-9, "2.00 ns"),
+        (2e-10, "2e-10 s"),
         (-0.5, "-500 ms"),
     ],
 )
@@ -137,7 +138,7 @@ def test_seconds_print_with_a_fitting_unit(seconds, text):
     assert format_seconds(seconds) == text
 
 
-@given(st.floats(1e-6, 999))
+@given(st.floats(1e-9, 999))
 def test_seconds_printed_and_read_again_are_the_same_to_three_digits(seconds):
     number, suffix = format_seconds(seconds).split()
     assert float(number) * SECOND_SUFFIXES[suffix] == pytest.approx(seconds, rel=0.0051)

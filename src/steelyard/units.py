@@ -75,7 +75,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration with a fitting unit and three significant digits, ``12.3 ms``."""
-    for factor, suffix in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+    for factor, suffix in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")):
         if abs(seconds) >= 0.9995 * factor:
             return f"{_three_digits(seconds / factor)} {suffix}"
     return "0 s" if seconds == 0 else f"{seconds:.3g} s"
