@@ -105,7 +105,9 @@ def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
     found = search_pools(job, PooledSpace(job, OPTIONS), time_limit_s=0.0)
     best = search_pools(job, PooledSpace(job, OPTIONS))
     assert found.accepted
+    assert found.was_cut
     assert not found.is_optimal
+    assert not best.was_cut
     assert found.lower_bound_s <= best.accepted[0].outcome.score_s <= found.accepted[0].outcome.score_s
 
 

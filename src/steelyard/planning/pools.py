@@ -271,6 +271,8 @@ class PooledSearch:
     settings: tuple[PooledSetting, ...]
     lower_bound_s: float
     is_optimal: bool
+    was_cut: bool = False
+    """Whether the time limit ended it."""
 
 
 def search_pools(
@@ -324,6 +326,7 @@ def search_pools(
         settings=tuple(settings),
         lower_bound_s=fastest_s if proven else lower,
         is_optimal=proven,
+        was_cut=time.monotonic() > deadline,
     )
 
 
@@ -476,7 +479,7 @@ def _certificate(found: PooledSearch, best: int, num_simulated: int, time_limit_
         return Certificate(status="simulated", gap=gap, num_simulated=num_simulated)
     if found.is_optimal:
         return Certificate(status="optimal", gap=0.0)
-    return Certificate(status="gap", gap=gap, time_limit_s=time_limit_s)
+    return Certificate(status="gap", gap=gap, time_limit_s=time_limit_s if found.was_cut else None)
 
 
 def _miss_text(job: PooledJob, found: PooledSearch) -> str:
