@@ -65,7 +65,9 @@ def test_a_mix_becomes_one_strategy_with_its_price(run: Run, folder: Path, tmp_p
     result = run("export", folder / "mixed.json", "--to", "transformers", "-o", tmp_path)
     headline = result.output.splitlines()[0]
     assert re.fullmatch(
-        r"uniform \S+.* in transformers: [\d.]+ \ws/step, (as fast as|[\d.]+% (slower|faster) than) the plan", headline
+        r"uniform \S+.* in transformers: [\d.]+ \ws/step, "
+        r"(as fast as|[\d.]+% (slower|faster) than) the plan in steelyard's runtime",
+        headline,
     )
     content = (tmp_path / "steelyard_trainer.py").read_text()
     assert headline in content

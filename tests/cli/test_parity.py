@@ -93,6 +93,7 @@ def test_the_model_that_is_trained_is_small(tmp_path: Path, monkeypatch: pytest.
 def test_every_family_can_be_compared_and_a_model_without_one() -> None:
     assert {case.plan.chain().family.model_type for case in CASES.values()} <= {
         *FAMILY_CONFIGS,
+        "bart",
         "cohere2",
         "convnext",
         "roberta",

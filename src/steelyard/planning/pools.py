@@ -112,6 +112,12 @@ class PooledSpace:
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
         self._sample_s = [PricedLayers.unpriced(least_sample_s(pool), self._counts) for pool in job.pools]
 
+    @property
+    def asked_stages(self) -> str:
+        """What a pipeline must have to be searched: `` of 2 stages``; empty where any number will do."""
+        count = self._options.num_stages
+        return "" if count is None else f" of {format_plural(count, 'stage')}"
+
     def settings(self) -> list[PooledSetting]:
         """Every setting that can run, of each order of its pools the first, with a bound by its products alone."""
         return [*self._alone(), *self._joined()]
@@ -308,8 +314,8 @@ def search_pools(
         raise UserError(
             field="global_batch",
             found=f"{job.global_batch} samples over {job.cluster.name}",
-            expected="a batch that some pipeline over these pools, of the stages asked for, can divide among its ranks",
-            hint="a larger batch, fewer devices, or no --stages",
+            expected=f"a batch that some pipeline{space.asked_stages} over these pools can divide among its ranks",
+            hint="a larger batch, fewer devices" + (", or no --stages" if space.asked_stages else ""),
         )
     ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
     if not ranked:
