@@ -11,7 +11,7 @@ from steelyard.cost.efficiency import Efficiency, efficiency_of
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
-from steelyard.planning import PlanOptions, make_job, plan_job
+from steelyard.planning import PlanOptions, find_plan, make_job, plan_job
 from steelyard.planning.assumed_links import measured_over_catalogue, slowed, with_assumed_links
 from steelyard.planning.devices import job_on
 from steelyard.profiles.profile import Profile
@@ -134,3 +134,12 @@ def test_a_profile_of_another_device_is_refused() -> None:
     profile = of_one_device(device="NVIDIA H100 80GB HBM3", kind="gpu", precision="bf16")
     with pytest.raises(InvalidProfileError, match=r"identity.device: found NVIDIA H100 80GB HBM3\n  expected: a100"):
         made("1x8xa100-80gb", profile)
+
+
+@pytest.mark.parametrize(
+    ("device", "text"), [("rtx4090", "pcie-4-host inside a node, 31.5 GB/s, 1.69 among 8"), ("a100-80gb", "300 GB/s")]
+)
+def test_a_link_that_its_devices_crowd_is_shown_with_what_is_left_of_it(device: str, text: str) -> None:
+    plan = find_plan("llama3.2-1b", f"1x8x{device}", global_batch=8, seq_len=1024)
+    assert plan.prediction is not None
+    assert link_lines(plan, plan.prediction)[0].endswith(text)

@@ -230,9 +230,8 @@ def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
     if per_node >= group.size or cluster.inter_link is None:
         measured = cluster.intra_link.measured
         step_s = intra.latency_s if measured.step_s is None else measured.step_s
-        left = measured.rate * (1 - measured.few_ranks / group.size**2) * (2 / group.size) ** measured.crowding
         return Path(
-            bytes_per_s=intra.bytes_per_s * left,
+            bytes_per_s=intra.bytes_per_s * measured.left(group.size),
             latency_s=(group.size - 1) * step_s,
             start_s=measured.start_s,
         )

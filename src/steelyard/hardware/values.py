@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from steelyard.errors import InvalidClusterError, nearest
 from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_PER_S
-from steelyard.units import format_bytes
+from steelyard.units import GB, format_bytes
 
 _PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pass --profile profile.json"
 
@@ -160,6 +160,10 @@ class MeasuredLink:
     tree_rate: float = 0.6
     has_low_latency: bool = True
 
+    def left(self, num_ranks: int) -> float:
+        """The part of its rate that so many ranks of one node reach."""
+        return float(self.rate * (1 - self.few_ranks / num_ranks**2) * (2 / num_ranks) ** self.crowding)
+
 
 UNMEASURED = MeasuredLink()
 """A link of which no more is known than its rate and its latency."""
@@ -189,6 +193,14 @@ class Link:
             raise InvalidClusterError(
                 field=f"link {self.name!r}: latency_s", found=str(self.latency_s), expected="seconds, zero or more"
             )
+
+    def rate_text(self, num_devices: int = 1) -> str:
+        """The rate, and what is left of it for each of the devices of a node where they crowd one another:
+        ``31.5 GB/s, 1.69 among 8``."""
+        rate = f"{self.bytes_per_s / GB:,.3g} GB/s"
+        if not self.measured.crowding or num_devices < 3:
+            return rate
+        return f"{rate}, {self.measured.left(num_devices) * self.bytes_per_s / GB:.3g} among {num_devices}"
 
     def shared(self, *, num_ports: int, num_devices: int) -> "Link":
         """This link as one device sees it when the ``num_devices`` of a node share ``num_ports`` such ports."""

@@ -12,7 +12,7 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.choices import Rival
 from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Alternative, Baseline, Plan, Prediction
-from steelyard.units import GB, format_bytes, format_change, format_days, format_money, format_plural, format_seconds
+from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 SAME_SHARE = 5e-4
@@ -120,14 +120,15 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         return []
     if isinstance(machines, MixedCluster):
         pairs = zip(machines.pools, machines.links, strict=True)
-        words = [f"{link.name} from {pool.name}, {link.bytes_per_s / GB:,.3g} GB/s" for pool, link in pairs]
+        words = [f"{link.name} from {pool.name}, {link.rate_text()}" for pool, link in pairs]
         return [f"Links assumed between pools, per device and direction: {'; '.join(words)}"]
     between = machines.inter_link if machines.num_nodes > 1 else None
-    links = [(machines.intra_link, "inside a node"), *([(between, "between nodes")] if between is not None else [])]
+    links = [(machines.intra_link, "inside a node", machines.devices_per_node)]
+    links += [(between, "between nodes", 1)] if between is not None else []
     source = prediction.profile
     if (source.is_measured and not source.links_assumed) or machines.intra_link.needs_profile:
         return []
-    words = [f"{link.name} {where}, {link.bytes_per_s / GB:,.3g} GB/s" for link, where in links]
+    words = [f"{link.name} {where}, {link.rate_text(count)}" for link, where, count in links]
     return [f"Links assumed, per device and direction: {'; '.join(words)}"]
 
 

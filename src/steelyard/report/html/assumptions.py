@@ -139,18 +139,18 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
 
 
 def _links(cluster: Cluster) -> Iterator[tuple[str, Child]]:
-    for name, link in (("inside a node", cluster.intra_link), ("between nodes", cluster.inter_link)):
-        if link is not None and (name == "inside a node" or cluster.num_nodes > 1):
-            yield name, _link_facts(link)
+    yield "inside a node", _link_facts(cluster.intra_link, cluster.devices_per_node)
+    if cluster.inter_link is not None and cluster.num_nodes > 1:
+        yield "between nodes", _link_facts(cluster.inter_link)
 
 
-def link_text(link: Link) -> str:
-    """A link's name and rate."""
-    return f"{link.name}: {link.bytes_per_s / GB:,.3g} GB/s for a device and direction"
+def link_text(link: Link, num_devices: int = 1) -> str:
+    """A link's name and rate, of one between so many devices of a node."""
+    return f"{link.name}: {link.rate_text(num_devices)} for a device and direction"
 
 
-def _link_facts(link: Link) -> Child:
-    return [f"{link_text(link)}, {format_seconds(link.latency_s)} latency", _cite(link.source)]
+def _link_facts(link: Link, num_devices: int = 1) -> Child:
+    return [f"{link_text(link, num_devices)}, {format_seconds(link.latency_s)} latency", _cite(link.source)]
 
 
 def _cite(source: str) -> Html:

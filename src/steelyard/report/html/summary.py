@@ -56,8 +56,8 @@ def network_text(found: ReportContents) -> str:
     if cluster is None or cluster.device.needs_profile:
         return ""
     between = cluster.inter_link if cluster.num_nodes > 1 else None
-    links = (("Between nodes", between), ("inside a node" if between else "Inside a node", cluster.intra_link))
-    return "; ".join(f"{where} {link_text(link)}" for where, link in links if link is not None)
+    inside = f"a node {link_text(cluster.intra_link, cluster.devices_per_node)}"
+    return f"Inside {inside}" if between is None else f"Between nodes {link_text(between)}; inside {inside}"
 
 
 def accuracy_text(prediction: Prediction) -> str:
