@@ -15,7 +15,7 @@ from steelyard.modules import split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
 from steelyard.modules.build import read_hub_config
 from steelyard.modules.split_proof import split_model
-from steelyard.modules.splitting import find_split
+from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
@@ -250,12 +250,21 @@ def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ..
             {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
             "no class of transformers for text",
         ),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            "architectures: found WhisperForConditionalGeneration, of another task",
+        ),
     ],
 )
 def test_what_does_not_split_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidModelError) as caught:
         split_model(config["model_type"], config)
     assert reason in str(caught.value)
+
+
+def test_a_bare_model_is_taken_for_the_first_task_of_its_type() -> None:
+    config = read_hub_config("cohere2", {**split_config("cohere2"), "architectures": ["Cohere2Model"]})
+    assert task_of(config) is Task.CAUSAL_LM
 
 
 def test_a_type_that_transformers_does_not_know_is_refused() -> None:

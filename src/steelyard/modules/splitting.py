@@ -193,6 +193,14 @@ def task_of(config: PreTrainedConfig) -> Task:
         raise _refused(
             config, "no class of transformers for text (causal, masked, encoder and decoder) or the classes of images"
         )
+    if named and not named.endswith("Model"):  # the bare model says nothing of the task
+        classes = [each.__name__ for task in tasks for each in _classes(config, task)]
+        raise InvalidModelError(
+            field="architectures",
+            found=f"{named}, of another task",
+            expected=f"for a {config.model_type}: {', '.join(dict.fromkeys(classes))}",
+            hint="name the class that is trained, or leave architectures out for the first",
+        )
     return tasks[0]
 
 
