@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from steelyard.cost.build import KnownCosts, build_tables, context_bytes, usable_bytes
+from steelyard.cost.build import KnownCosts, build_tables, context_bytes, least_times_s, usable_bytes
 from steelyard.cost.memory_floor import IntTable, KnownLayers, held_floors
 from steelyard.cost.pools import AnyJob, Placement, PooledFloors, PooledJob, pooled_tables
-from steelyard.cost.predict import PlanCost, least_sample_s, predict
+from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
@@ -53,7 +53,7 @@ FIRST_ROUND = 8
 ROUND = 24
 """Settings that are searched together after that."""
 LEVELS = 2
-"""Bounds of a setting beyond that by its products: by its times, and by its memory."""
+"""Bounds of a setting beyond that by what computing takes: by its times, and by its memory."""
 SAME = 1e-9
 """Times that differ by no more than this fraction are equal."""
 
@@ -91,7 +91,7 @@ def make_pooled_job(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledSetting:
-    """A pipeline over some of the pools, and what no plan of it is faster than by its products alone."""
+    """A pipeline over some of the pools, and what no plan of it is faster than by what computing takes alone."""
 
     placement: Placement
     pipeline: PipelineConfig
@@ -110,7 +110,7 @@ class PooledSpace:
         self._known_layers: list[KnownLayers] = [{} for _ in job.pools]
         self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
-        self._sample_s = [PricedLayers.unpriced(least_sample_s(pool), self._counts) for pool in job.pools]
+        self._computed: dict[tuple[int, int, int], PricedLayers] = {}
 
     @property
     def asked_stages(self) -> str:
@@ -119,7 +119,7 @@ class PooledSpace:
         return "" if count is None else f" of {format_plural(count, 'stage')}"
 
     def settings(self) -> list[PooledSetting]:
-        """Every setting that can run, of each order of its pools the first, with a bound by its products alone."""
+        """Every setting that can run, of each order of its pools the first, with a bound by what computing takes alone."""
         return [*self._alone(), *self._joined()]
 
     def orders(self, setting: PooledSetting) -> Iterator[PooledSetting]:
@@ -195,9 +195,8 @@ class PooledSpace:
 
     def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PooledSetting:
         setting = PooledSetting(placement=placement, pipeline=pipeline, bound_s=0.0)
-        samples = self._job.global_batch // pipeline.num_microbatches
         pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
-        priced = [each for pool, size, count in pools for each in [self._sample_s[pool].scaled(samples / size)] * count]
+        priced = [each for pool, size, count in pools for each in [self._compute(pool, size, pipeline)] * count]
         return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced), None))
 
     def _least_s(
@@ -211,6 +210,14 @@ class PooledSpace:
         chunks, borders = setting.pipeline.num_chunks, {0, *itertools.accumulate(setting.placement.stages)}
         handed = [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
         return least_step_s(stages, self._counts, handed, setting.pipeline.num_passes, rooms) / chunks * (1 - SAME)
+
+    def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> PricedLayers:
+        key = pool, size, pipeline.num_microbatches
+        if key not in self._computed:
+            setting = Setting(job=self._job.pools[pool], pipeline=_without_chunks(pipeline), stage_size=size)
+            least_s = least_times_s(self._strategies(pool, size), setting)
+            self._computed[key] = PricedLayers.unpriced(least_s, self._counts)
+        return self._computed[key]
 
     def _layers(self, pool: int, size: int, pipeline: PipelineConfig) -> "_StageLayers":
         key = pool, size, pipeline.num_microbatches, min(pipeline.num_stages, 2)

@@ -55,10 +55,6 @@ class PricedLayers:
         layers = np.asarray(counts)
         return cls(prices=np.zeros(NUM_PRICES), priced_s=priced, whole_s=layers[layers > 0] @ priced[layers > 0])
 
-    def scaled(self, factor: float) -> "PricedLayers":
-        """The same with all times, and so all prices, so many times as large."""
-        return PricedLayers(prices=factor * self.prices, priced_s=factor * self.priced_s, whole_s=factor * self.whole_s)
-
 
 def priced_layers(
     legal: NDArray[np.bool_], seconds: FloatArray, num_bytes: NDArray[np.int64], counts: Sequence[int]
