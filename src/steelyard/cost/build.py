@@ -13,7 +13,6 @@ from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import (
     held_params,
     layer_cost,
-    layer_profile,
     pipeline_buffer_bytes,
     rank_samples,
     refusal,
@@ -145,14 +144,15 @@ def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[floa
             shape = frozenset(strategy.shape.items()), strategy.expert_degree
             ways.setdefault((*shape, rank_samples(strategy, setting)), strategy)
     least = []
-    for kind in setting.job.chain.kinds:
+    job = setting.job
+    for kind in job.chain.kinds:
         found = [np.inf]
         for way in ways.values():
-            if unmeasured_reason(kind, way, setting) is None:
-                layer = layer_profile(kind, way, setting, imbalance=1.0)
-                time = compute_time(layer, rank_samples(way, setting), setting.job)
+            layer = job.layer(kind.name, way.shape, expert_degree=way.expert_degree, imbalance=1.0)
+            if layer is not None and unmeasured_reason(kind, way, setting) is None:
+                time = compute_time(layer, rank_samples(way, setting), job)
                 found.append(time.forward_s + time.backward_s)
-        least.append(setting.job.time_factor * min(found))
+        least.append(job.time_factor * min(found))
     return least
 
 

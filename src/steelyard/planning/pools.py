@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from steelyard.cost.build import KnownCosts, build_tables, context_bytes, least_times_s, usable_bytes
-from steelyard.cost.memory_floor import IntTable, KnownLayers, held_floors
+from steelyard.cost.memory_floor import IntTable, KnownLayers, floor_likeness, held_floors
 from steelyard.cost.pools import AnyJob, Placement, PooledFloors, PooledJob, pooled_tables
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Setting
@@ -44,16 +44,19 @@ from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_str
 from steelyard.planning.profile_file import GivenProfiles, pool_profiles, recorded_profile
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
 from steelyard.search import NearestMiss
+from steelyard.search.least_memory import IMPOSSIBLE
 from steelyard.search.balance import even_boundaries
-from steelyard.search.pool_bounds import PricedLayers, least_step_s, priced_layers
+from steelyard.search.pool_bounds import PoolRuns, PricedLayers, least_slowest_s, least_step_s, missing_bytes, priced_layers
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 FIRST_ROUND = 8
 """Settings that are searched before the bound of the best plan among them decides on the others."""
 ROUND = 24
 """Settings that are searched together after that."""
-LEVELS = 2
-"""Bounds of a setting beyond that by what computing takes: by its times, and by its memory."""
+LEVELS = 3
+"""Bounds of a setting beyond that by what computing takes: by its times, by its memory, and by whole cuts."""
+TINY_S = 1e-9
+"""What a stage takes at least where nothing is known."""
 SAME = 1e-9
 """Times that differ by no more than this fraction are equal."""
 
@@ -107,6 +110,9 @@ class PooledSpace:
         self._known: list[KnownCosts] = [{} for _ in job.pools]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
         self._stage_layers: dict[tuple[int, int, int, int], _StageLayers] = {}
+        self._known_runs: dict[tuple[int, ...], PoolRuns] = {}
+        self.floors = PooledFloors(job)
+        """Of the tables of all settings."""
         self._known_layers: list[KnownLayers] = [{} for _ in job.pools]
         self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
@@ -129,9 +135,16 @@ class PooledSpace:
             pools, stages = zip(*order, strict=True)
             yield replace(setting, placement=Placement(pools=pools, stages=stages))
 
-    def next_bound_s(self, setting: PooledSetting, level: int) -> float:
-        """What no plan of a setting is faster than: by its times, or after them those and its memory."""
-        return self._bound_by_times_s(setting) if level == 0 else self._bound_within_s(setting)
+    def next_bound_s(self, setting: PooledSetting, level: int, cutoff_s: float = math.inf) -> float:
+        """What no plan of a setting is faster than: by its times, then by those and its memory, then by whole cuts too.
+
+        More than ``cutoff_s`` need not be told apart.
+        """
+        if level == 0:
+            stages = self._stages(setting)
+            return self._least_s(setting, [each.fastest for each in stages], [each.transfer_s for each in stages])
+        slowest_s = self._slowest_s(setting, cutoff_s) if level == 2 else 0.0
+        return slowest_s if math.isinf(slowest_s) else self._bound_within_s(setting, slowest_s)
 
     def tables(self, setting: PooledSetting) -> CostTables:
         """The cost tables of a setting."""
@@ -143,11 +156,7 @@ class PooledSpace:
             self._made[key] = pooled_tables(self._job, *key, offered, known)
         return self._made[key]
 
-    def _bound_by_times_s(self, setting: PooledSetting) -> float:
-        stages = self._stages(setting)
-        return self._least_s(setting, [each.fastest for each in stages], [each.transfer_s for each in stages], None)
-
-    def _bound_within_s(self, setting: PooledSetting) -> float:
+    def _bound_within_s(self, setting: PooledSetting, slowest_s: float) -> float:
         pipeline, stages = setting.pipeline, self._stages(setting)
         in_flight = [pipeline.in_flight(stage) if pipeline.num_chunks == 1 else 1 for stage in range(len(stages))]
         has_gradients = pipeline.num_chunks == 1 and max(in_flight) < pipeline.num_microbatches
@@ -155,8 +164,39 @@ class PooledSpace:
             each.within(count, self._counts, has_gradients=has_gradients)
             for each, count in zip(stages, in_flight, strict=True)
         ]
-        transfers = [each.transfer_s for each in stages]
-        return self._least_s(setting, priced, transfers, [each.room_bytes for each in stages])
+        transfers, rooms = [each.transfer_s for each in stages], [each.room_bytes for each in stages]
+        return self._least_s(setting, priced, transfers, rooms, slowest_s)
+
+    def _slowest_s(self, setting: PooledSetting, cutoff_s: float) -> float:
+        """What the slowest stage of a setting takes at least; 0 where its stages have several chunks."""
+        if setting.pipeline.num_chunks > 1:
+            return 0.0
+        stages, passes = self._runs_of(setting), setting.pipeline.num_passes
+        least_s = max(setting.bound_s / (len(stages[0]) + passes - 1), TINY_S)
+        return least_slowest_s(*stages, self._job.chain.num_layers, least_s, cutoff_s / passes) * (1 - SAME)
+
+    def missing_bytes(self, setting: PooledSetting, most: int) -> int:
+        """How much more memory a setting needs at least, on every device; ``most`` if not less."""
+        return missing_bytes(self._runs_of(setting)[0], self._job.chain.num_layers, most)
+
+    def _runs_of(self, setting: PooledSetting) -> tuple[list[tuple[PoolRuns, int]], list[float]]:
+        """Of every stage its runs with the microbatches in flight, and what it takes for handing over."""
+        placement, pipeline = setting.placement, setting.pipeline
+        sizes = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
+        runs = [each for pool, size, count in sizes for each in [self._runs(pool, size, pipeline)] * count]
+        flights = map(pipeline.in_flight, range(len(runs)))
+        handed = self._handed_s(setting, [each.transfer_s for each in self._stages(setting)])
+        return list(zip(runs, flights, strict=True)), handed
+
+    def _runs(self, pool: int, size: int, pipeline: PipelineConfig) -> PoolRuns:
+        job = self._job.pools[pool]
+        apart = pipeline.num_stages if job.chain.tied_embeddings else 0
+        key = (pool, size, apart, *floor_likeness(pipeline))
+        if key not in self._known_runs:
+            setting = Setting(job=job, pipeline=pipeline, stage_size=size)
+            tables = build_tables(setting, self._strategies(pool, size), self._known[pool])
+            self._known_runs[key] = PoolRuns(self.floors.of_part(pool, tables)[0], usable_bytes(job) + 1)
+        return self._known_runs[key]
 
     def _stages(self, setting: PooledSetting) -> list["_StageLayers"]:
         placement, pipeline = setting.placement, _without_chunks(setting.pipeline)
@@ -197,19 +237,24 @@ class PooledSpace:
         setting = PooledSetting(placement=placement, pipeline=pipeline, bound_s=0.0)
         pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
         priced = [each for pool, size, count in pools for each in [self._compute(pool, size, pipeline)] * count]
-        return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced), None))
+        return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced)))
 
     def _least_s(
         self,
         setting: PooledSetting,
         stages: Sequence[PricedLayers],
         transfers: Sequence[float],
-        rooms: Sequence[float] | None,
+        rooms: Sequence[float] | None = None,
+        slowest_s: float = 0.0,
     ) -> float:
-        """The bound of priced layers; what is handed over between pools, and between chunks, counts for nothing."""
+        handed = self._handed_s(setting, transfers)
+        found = least_step_s(stages, self._counts, handed, setting.pipeline.num_passes, rooms, slowest_s)
+        return found / setting.pipeline.num_chunks * (1 - SAME)
+
+    def _handed_s(self, setting: PooledSetting, transfers: Sequence[float]) -> list[float]:
+        """What each stage takes for handing over; between pools, and between chunks, that counts for nothing."""
         chunks, borders = setting.pipeline.num_chunks, {0, *itertools.accumulate(setting.placement.stages)}
-        handed = [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
-        return least_step_s(stages, self._counts, handed, setting.pipeline.num_passes, rooms) / chunks * (1 - SAME)
+        return [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
 
     def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> PricedLayers:
         key = pool, size, pipeline.num_microbatches
@@ -220,7 +265,8 @@ class PooledSpace:
         return self._computed[key]
 
     def _layers(self, pool: int, size: int, pipeline: PipelineConfig) -> "_StageLayers":
-        key = pool, size, pipeline.num_microbatches, min(pipeline.num_stages, 2)
+        stages = pipeline.num_stages if self._job.chain.tied_embeddings else min(pipeline.num_stages, 2)
+        key = pool, size, pipeline.num_microbatches, stages
         if key not in self._stage_layers:
             setting = Setting(job=self._job.pools[pool], pipeline=pipeline, stage_size=size)
             tables = build_tables(setting, self._strategies(pool, size), self._known[pool])
@@ -293,17 +339,18 @@ def search_pools(
 ) -> PooledSearch:
     """The fastest accepted plans of all settings of a space."""
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-    settings, floors = space.settings(), PooledFloors(job)
+    settings = space.settings()
     waiting = [(setting.bound_s, index, 0) for index, setting in enumerate(settings)]
     heapq.heapify(waiting)
     best: dict[int, Accepted] = {}
     bounds: list[float] = []
+    refused: list[int] = []
     found, fastest_s = None, math.inf
     while waiting and waiting[0][0] < fastest_s * (1 - SAME):
         if found is not None and time.monotonic() > deadline:
             break
         most, limit = (FIRST_ROUND, math.inf) if found is None else (ROUND, deadline)
-        taken = _most_promising(waiting, space, settings, fastest_s, most, limit)
+        taken = _most_promising(waiting, space, settings, refused, fastest_s, most, limit)
         if not taken:
             continue  # none is left, or no time
         found = accept(
@@ -311,12 +358,15 @@ def search_pools(
             [space.tables(settings[index]) for index in taken],
             num_alternatives=num_alternatives,
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
-            floors=floors,
+            floors=space.floors,
             cutoff_s=fastest_s,
         )
         bounds.append(found.search.lower_bound_s)
         best.update({taken[each.outcome.index]: each for each in found.ranked})
         fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
+    if found is None and refused:
+        nearest = [space.tables(settings[index]) for index in _nearest(refused, space, settings)]
+        found = accept(job, nearest, floors=space.floors)
     if found is None:
         raise UserError(
             field="global_batch",
@@ -343,17 +393,30 @@ def search_pools(
     )
 
 
+def _nearest(refused: Sequence[int], space: PooledSpace, settings: Sequence[PooledSetting]) -> list[int]:
+    """Those of the settings that memory does not hold which miss least."""
+    least, found = IMPOSSIBLE, list(refused[:1])
+    for index in refused:
+        missing = space.missing_bytes(settings[index], least)
+        if missing < least:
+            least = missing
+            found.append(index)
+    return found[-FIRST_ROUND:]
+
+
 def _most_promising(
     waiting: list[tuple[float, int, int]],
     space: PooledSpace,
     settings: list[PooledSetting],
+    refused: list[int],
     fastest_s: float,
     most: int,
     deadline: float,
 ) -> list[int]:
     """Takes the settings of the least bounds from those that wait, each bound as sharp as it gets without a search.
 
-    A setting whose times promise enough becomes one for every order of its pools, which are added to ``settings``.
+    A setting whose times promise enough becomes one for every order of its pools, which are added to ``settings``. Those
+    whose layers memory does not hold, however cut, are ``refused``.
     """
     taken: list[int] = []
     while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME) and time.monotonic() < deadline:
@@ -361,8 +424,9 @@ def _most_promising(
         if level == LEVELS:
             taken.append(index)
             continue
-        sharper_s = max(bound_s, space.next_bound_s(settings[index], level))
+        sharper_s = max(bound_s, space.next_bound_s(settings[index], level, fastest_s))
         if not math.isfinite(sharper_s):
+            refused += [index] if level == LEVELS - 1 else []
             continue
         indices = [index]
         if level == 0:
