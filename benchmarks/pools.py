@@ -2,8 +2,9 @@
 
 `clusters` searches each of the clusters below and compares the plan with the best one on each pool alone and the best
 one of stages of equal devices and layers; all times are predictions. Four of the clusters are those that Sailor's
-authors measured on (rows ``mixed_devices`` of the second set of published runs, the nodes of each card a pool), the
-others are sizes that users ask for.
+authors measured on (rows ``mixed_devices`` of the second set of published runs, the nodes of each card a pool), two
+more papers' are in ``data/pools`` with where each number is stated, the others are sizes that users ask for. Words in
+place of `clusters` choose the clusters whose names hold one of them.
 
 `sailor` predicts the measured plans in which every stage lies on one kind of card. The rows do not say which links the
 machines have, nor whether fp32 matmuls are in TF32. Assumed are 10 Gb/s Ethernet between nodes, true fp32, and inside a
@@ -11,13 +12,13 @@ node PCIe through the host's memory, since these cards have no peer access, at t
 (``pcie-4-host``); with cards that reach each other directly (``pcie-3``) the second and third row come out at a third
 of what was measured. OPT-350M is priced as a GPT-2 of its sizes.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/pools.py [clusters] [sailor]
+Run: OMP_NUM_THREADS=1 python benchmarks/pools.py [clusters] [sailor] [WORD ...]
 """
 
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ OPT_350M = {
     "vocab_size": 50432,
     "activation_function": "gelu_new",
 }
+GPT2_MEDIUM = OPT_350M | {"n_positions": 1024, "vocab_size": 52256}
+POOLS = Path(__file__).parent / "data" / "pools"
 CARDS = {
     "RTX 2080": "{name: rtx-2080, kind: gpu, memory_GiB: 7.79, memory_bandwidth_GBps: 448, peak_TFLOPs: {fp16: 40.3, "
     "fp32: 10.1}, source: 'https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/"
@@ -84,11 +87,18 @@ def cases() -> list[Case]:
     three = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080"), node("Titan RTX", 8, "titan"))
     four = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080", 2), node("Titan RTX", 8, "titan"))
     six = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080", 3), node("Titan RTX", 8, "titan", 2))
+    smallest, amp = parse_pools(str(POOLS / "sailor-8b.yaml")), parse_pools(str(POOLS / "amp.yaml"))
+    more_nodes = [replace(pool, num_nodes=pool.num_nodes * 5 // 2) for pool in smallest.pools]
+    larger = replace(smallest, pools=tuple(more_nodes))
+    planned = sailor | {"model": OPT_350M | {"vocab_size": 50272}, "batch": 1024}
     return [
         Case(name="Sailor N2: 2 × RTX 3090, 2 × Titan RTX", cluster=two, **sailor),
         Case(name="Sailor N3: 8 × RTX 3090, 8 × RTX 2080, 8 × Titan RTX", cluster=three, **sailor),
         Case(name="Sailor N4: 8 × RTX 3090, 16 × RTX 2080, 8 × Titan RTX", cluster=four, **sailor),
         Case(name="Sailor N6: 8 × RTX 3090, 24 × RTX 2080, 16 × Titan RTX", cluster=six, **(sailor | {"batch": 288})),
+        Case(name="Sailor 8b: 32 × A100 40 GB, 96 × V100", cluster=smallest, **planned),
+        Case(name="Sailor 8b: 80 × A100 40 GB, 240 × V100", cluster=larger, **planned),
+        Case(name="AMP: 12 × V100, 4 × T4", cluster=amp, model=GPT2_MEDIUM, seq_len=1024, batch=32, precision="fp32"),
         shown("1x8xh100-80gb+1x8xa100-80gb", "llama3-8b", 8192, 128),
         shown("2x8xh100-80gb+4x8xa100-40gb", "llama2-13b", 4096, 256),
         shown("4x8xh100-80gb+8x8xa100-80gb", "llama3-70b", 4096, 512),
@@ -172,8 +182,8 @@ def sailor() -> None:
 
 if __name__ == "__main__":
     asked = sys.argv[1:] or ["clusters", "sailor"]
-    if "clusters" in asked:
-        for each in cases():
+    for each in cases():
+        if "clusters" in asked or any(word in each.name for word in asked):
             compare(each)
     if "sailor" in asked:
         sailor()

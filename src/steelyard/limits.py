@@ -21,6 +21,8 @@ MOST_STEPS = 10**9
 MOST_BYTES = 2**48
 """Of a device, or of what a layer asks of it: more fits nowhere, however much more it is."""
 MOST_SECONDS = 1e9
+MOST_PRICE = 1e9
+"""Dollars for a device-hour."""
 MOST_QUANTITY = 1e24
 """FLOP or bytes of a layer, for one sample."""
 MOST_PER_S = 1e21

@@ -248,6 +248,12 @@ def test_a_price_that_is_none_is_an_error(run: Run, price: str) -> None:
     assert user_error(result).field == "--price"
 
 
+def test_one_price_for_several_pools_is_named(run: Run) -> None:
+    asked = ("frontier", "tinyllama-1.1b", "--seq-len", 1024, "--global-batch", 8)
+    error = user_error(run(*asked, "--cluster", "1x1xh100-80gb+1x1xa100-80gb", "--price", 2.5))
+    assert error.found == "2.5 for all devices of 1x1xh100-80gb+1x1xa100-80gb"
+
+
 def test_offers_take_no_device_counts(run: Run) -> None:
     result = run(
         "frontier",

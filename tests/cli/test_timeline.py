@@ -9,6 +9,7 @@ import pytest
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
+from steelyard.units import format_seconds
 from tests.cli.conftest import Run
 
 
@@ -52,6 +53,19 @@ def test_json_gives_the_step_time_and_what_is_shown(run: Run, interleaved: Path,
     assert summary["microbatches_shown"] == 4
     assert summary["step_time_s"] > 0
     assert "4 of 8 microbatches" in run(*arguments[:-1]).output
+
+
+def test_the_step_is_that_of_the_plan_with_what_is_fixed(run: Run, interleaved: Path, tmp_path: Path) -> None:
+    priced = tmp_path / "priced.json"
+    explained = json.loads(run("explain", interleaved, "-o", priced, "--json").output)["plan"]
+    step_s = explained["prediction"]["step_time_s"]
+    arguments = ("timeline", priced, "-o", tmp_path / "timeline.json")
+    found = json.loads(run(*arguments, "--json").output)
+    assert found["step_time_s"] == pytest.approx(step_s)
+    assert found["fixed_s"] > 0
+    output = run(*arguments).output
+    assert f"{format_seconds(step_s)} a step as simulated" in output
+    assert f"{format_seconds(found['fixed_s'])} of it fixed, after the passes" in output
 
 
 def test_an_interleaved_plan_written_by_hand_is_explained(run: Run, interleaved: Path) -> None:

@@ -33,7 +33,7 @@ from steelyard.cli.progress import progress
 from steelyard.cost.pools import AnyJob
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
-from steelyard.limits import MOST_DEVICES
+from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
 from steelyard.plan.choices import TradeOffs
 from steelyard.planning import PlanOptions, find_offers, find_trade_offs, make_job, make_pooled_job
@@ -43,7 +43,6 @@ from steelyard.search import TIME_LIMIT_S
 
 POINTS = 16
 MOST_COUNTS = 32
-MOST_PRICE = 1e9
 
 
 def frontier(
@@ -130,7 +129,13 @@ def _offers(
             return make_pooled_job(model, part, **asked)
         return make_job(model, part, profile=None, **asked)
 
-    by_kind = prices if isinstance(prices, Mapping) else {}
+    if isinstance(prices, float):
+        raise UserError(
+            field="--price",
+            found=f"{prices:g} for all devices of {machines.name}",
+            expected="a price for each kind of device, where several pools are compared",
+            hint="write for example --price h100-80gb=2.5,a100-40gb=1.1",
+        )
     whole = job_of(machines)
     return TradeOffs(
         model=whole.chain.name,
@@ -139,7 +144,7 @@ def _offers(
         global_batch=whole.global_batch,
         precision=whole.precision,
         budget_bytes=whole.budget_bytes,
-        offers=find_offers(job_of, machines, options, prices=by_kind, progress=show),
+        offers=find_offers(job_of, machines, options, prices=prices or {}, progress=show),
     )
 
 

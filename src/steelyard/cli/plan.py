@@ -31,7 +31,7 @@ from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import Cluster, MixedCluster
-from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_SAMPLES, MOST_TOKENS
+from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.own import chain_of_own
 from steelyard.modules.any_model import load_any_model
@@ -184,7 +184,8 @@ def plan(
         str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0)
+        float | None,
+        typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0, max=MOST_PRICE),
     ] = None,
     problem: Annotated[
         Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")

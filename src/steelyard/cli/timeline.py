@@ -44,9 +44,10 @@ def timeline(
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
         job = any_job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
-    played = predict(plan, job).timeline
-    layers = layer_times(plan, job)
-    content = trace_events(played, plan, num_shown=microbatches or default_num_shown(plan), layers=layers)
+    cost, layers = predict(plan, job), layer_times(plan, job)
+    played, fixed_s = cost.timeline, cost.step_time_s - cost.timeline.step_time_s
+    shown_count = microbatches or default_num_shown(plan)
+    content = trace_events(played, plan, num_shown=shown_count, layers=layers, fixed_s=fixed_s)
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     write_file(output, text + "\n", "--output")
     shown = content["otherData"]
@@ -54,8 +55,9 @@ def timeline(
         print_json(shown)
         return
     print(
-        f"{format_seconds(played.step_time_s)} a step as simulated ({plan.schedule}), "
+        f"{format_seconds(cost.step_time_s)} a step as simulated ({plan.schedule}), "
         f"bubbles {played.bubble_share():.1%} of all stages' time"
+        + (f"; {format_seconds(fixed_s)} of it fixed, after the passes" if fixed_s > 0 else "")
     )
     if shown["microbatches_shown"] < plan.num_microbatches:
         print(

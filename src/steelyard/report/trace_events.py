@@ -45,11 +45,12 @@ class Slice:
 
 
 def trace_events(
-    timeline: Timeline, plan: Plan, *, num_shown: int, layers: Sequence[LayerTimes] = ()
+    timeline: Timeline, plan: Plan, *, num_shown: int, layers: Sequence[LayerTimes] = (), fixed_s: float = 0.0
 ) -> dict[str, Any]:
     """The content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last.
 
-    ``layers`` are all of the plan, to be shown inside the passes; none leave these whole.
+    ``layers`` are all of the plan, to be shown inside the passes; none leave these whole. ``fixed_s`` are seconds of a
+    step beside its passes.
     """
     events: list[TraceEvent] = []
     hidden = hidden_microbatches(plan.num_microbatches, num_shown)
@@ -71,7 +72,8 @@ def trace_events(
             "model": plan.model.name,
             "cluster": plan.cluster,
             "schedule": plan.schedule,
-            "step_time_s": timeline.step_time_s,
+            "step_time_s": timeline.step_time_s + fixed_s,
+            "fixed_s": fixed_s,
             "bubble_share": timeline.bubble_share(),
             "microbatches": plan.num_microbatches,
             "microbatches_shown": plan.num_microbatches - len(hidden),

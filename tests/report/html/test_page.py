@@ -19,7 +19,7 @@ from steelyard.planning import with_price
 from steelyard.report.explain_view import explain_view
 from steelyard.report.html import ReportContents, frontier_page, report_page
 from steelyard.report.html.assumptions import _job_facts, _plan_facts
-from steelyard.report.html.bars import stage_seconds
+from steelyard.report.html.bars import stage_seconds, time_section
 from steelyard.report.html.chart import Chart, Line, chart, staircase
 from steelyard.report.html.markup import VOID
 from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strategy_classes, time_colours
@@ -27,7 +27,7 @@ from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
 from steelyard.report.html.trade_off_charts import trade_off_charts
 from steelyard.report.plan_table import gain_sentence, layers_text, plan_view
-from steelyard.units import format_bytes, format_days, format_money
+from steelyard.units import format_bytes, format_days, format_money, format_seconds
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs
 
@@ -375,6 +375,13 @@ def test_passes_and_bubbles_fill_the_step_of_every_stage() -> None:
         assert starts[0] == 0
         assert abs(ends[-1] - data["width"]) <= 2
         assert all(abs(end - start) <= 2 for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_a_bar_of_a_whole_step_ends_with_the_time_of_the_step() -> None:
+    found = single()
+    ends = re.findall(r'class="end">([^<]*)<', str(time_section(found)))
+    assert ends == [format_seconds(found.prediction.step_time_s)]
+    assert format_seconds(found.prediction.step_time_s - found.fixed_s) not in ends
 
 
 def test_every_pass_is_there_and_bubbles_have_names() -> None:

@@ -130,7 +130,7 @@ def stacked_bars(
             for name in names
             if stage.get(name)
         ]
-        shown = total if limits is not None else _busy_s(stage)
+        shown = total if limits is not None or len(stages) == 1 else _busy_s(stage)
         over = limits is not None and total > limits[index]
         own = _limit(limits[index] / whole) if limits is not None and not is_common else None
         rows.append(
