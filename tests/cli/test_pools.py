@@ -1,6 +1,7 @@
 """``--cluster`` with several pools: what `plan`, `explain` and the others say of such a plan, and what they refuse."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def test_a_plan_over_pools_says_which_stage_lies_where(run: Run, path: Path) -> 
     assert "Pool 1x2xh100-80gb: 1 stage on 2 devices of 75.1 GiB (5% of 79.1 GiB left free)" in shown
     assert "Links assumed between pools" in shown
     assert {pool.name for pool in read_plan(path).stage_pools()} == set(POOLS.split("+"))
+
+
+def test_every_pool_says_by_which_rates_and_links_it_is_priced(run: Run, path: Path) -> None:
+    for command in ("explain", path), ("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, "--stages", 2):
+        shown = " ".join(run(*command).output.split())
+        for name, generation in zip(POOLS.split("+"), ("hopper", "ampere"), strict=True):
+            assert re.search(
+                rf"[Cc]osts:? (on .*; )?on {name} traced with [^;]*; .*fitted to .* of {generation}", shown
+            )
+        assert "In 1x2xh100-80gb: nvlink-4 inside a node, 450 GB/s" in shown
+        assert "In 1x2xa100-80gb: nvlink-3 inside a node, 300 GB/s" in shown
 
 
 def test_explain_compares_with_each_pool_alone_and_even_cuts(run: Run, path: Path) -> None:
@@ -67,6 +79,7 @@ def test_a_report_shows_the_schedule_and_the_rivals_of_such_a_plan(page: str) ->
     assert 'id="timeline"' in page
     assert all(words in page for words in ("1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"))
     assert "left out" not in page
+    assert page.count("rates from the catalogue below, fitted to published runs of") == 2
 
 
 def test_a_report_has_no_frontier_where_none_was_searched_over_pools(page: str) -> None:

@@ -179,6 +179,17 @@ def test_where_nothing_fits_the_nearest_miss_is_said():
     assert "more per device" in result.miss_text
 
 
+def test_the_nearest_miss_is_that_of_the_setting_that_misses_least():
+    job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory="3GiB", batch=32)
+    space = PooledSpace(job, OPTIONS)
+    every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
+    missed = plan_pools(job, OPTIONS).miss
+    assert missed.miss_bytes == every.search.nearest_miss.miss_bytes
+    assert plan_pools(
+        pooled("1x2xh100-80gb+1x2xa100-80gb", memory=3 * GIB + missed.miss_bytes * 11 // 10), OPTIONS
+    ).plan
+
+
 def test_a_slower_link_between_pools_never_makes_the_plan_faster():
     pools = parse_pools("1x2xh100-80gb+1x2xa100-80gb")
     options, steps = replace(OPTIONS, num_stages=2), []

@@ -8,16 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.cost.memory_floor import Floors
+from steelyard.cost.pools import usable_of
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.plan import Plan
 from steelyard.planning import PlanOptions, explain_plan, find_trade_offs, make_problem, plan_job, with_price
+from steelyard.planning.choose import device_bytes
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.rivals import Contest
 from steelyard.report.compare_view import fullest_terms, step_terms
 from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.contents import ReportContents
+from steelyard.search import nearest_miss
+from steelyard.units import format_bytes
 from tests.cost.examples import cluster, job, plan
 
 SLOW, FAST = 1e6, 100e9
@@ -141,3 +145,35 @@ def test_the_chosen_row_of_a_frontier_is_the_plan_and_no_row_is_dominated(share:
             for other in points
             if other is not point
         )
+
+
+def test_what_a_candidate_misses_or_more_is_no_more_than_its_nearest_plan_does() -> None:
+    of = tight(0.1)
+    best = plan_job(of, PlanOptions()).plan
+    assert best is not None
+    assert best.prediction is not None
+    said = {each.description: each.reason for each in best.prediction.alternatives if "does not fit" in each.reason}
+    assert said
+    assert all(re.match(r"does not fit: misses \S+ \S+ or more; ", reason) for reason in said.values())
+    problem = make_problem(of, PlanOptions())
+    contest = Contest(job=of, tables=problem.settings, step_s=1.0, floors=Floors(of))
+    for tables in problem.settings:
+        if describe(tables.pipeline) in said:
+            missing = contest.rival("", [tables]).missing_bytes
+            least = nearest_miss(Floors(of).of(tables)[0], usable_of(of) + 1)
+            assert missing is not None
+            assert least is not None
+            assert (
+                format_bytes(device_bytes(of, least.needed_bytes) - of.budget_bytes) in said[describe(tables.pipeline)]
+            )
+            assert device_bytes(of, least.needed_bytes) - of.budget_bytes <= missing
+
+
+def test_a_setting_without_a_legal_strategy_is_called_so() -> None:
+    of = job(cluster(1, 8), global_batch=16)
+    best = plan_job(of, PlanOptions(max_degrees={"tp": 2})).plan
+    assert best is not None
+    assert best.prediction is not None
+    reasons = {each.description: each.reason for each in best.prediction.alternatives}
+    assert reasons["1 stage, 16 microbatches"] == "has a layer without a legal strategy"
+    assert not any("inf" in reason.split() for reason in reasons.values())

@@ -245,6 +245,17 @@ class Prediction(PlanPart):
     pools: tuple[PoolUse, ...] | None = None
     """The pools at hand, those used first in the order of their ranks; absent where all devices are alike."""
 
+    @property
+    def costs(self) -> str:
+        """Where the costs come from; of unlike pools those that are used, each with its own where they differ."""
+        names: dict[str, list[str]] = {}
+        for pool in self.pools or ():
+            if pool.num_stages:
+                names.setdefault(str(pool.profile), []).append(pool.name)
+        if len(names) < 2:
+            return str(self.profile)
+        return "; ".join(f"on {' and '.join(on)} {text}" for text, on in names.items())
+
     def stage_budgets(self) -> tuple[int, ...]:
         """Bytes that a device of each stage may hold."""
         if self.pools is None:

@@ -262,14 +262,16 @@ def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_
 
 
 def _why_lost(job: Job, outcome: SettingOutcome) -> str:
-    """The reason of the search; bytes that are missing are those of a device, the allocator's slack included."""
+    """The reason of the search; bytes that are missing are those of a device, the allocator's slack included.
+
+    The search knows what no plan of the setting takes less than (`steelyard.cost.memory_floor`).
+    """
     miss = outcome.result.miss
     if miss is None:
         return _why_unmeasured(job, outcome.tables) or outcome.reason
     missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes
-    return (
-        f"does not fit: misses {format_bytes(missing)}; {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
-    )
+    layer = job.chain.layer_name(miss.layer)
+    return f"does not fit: misses {format_bytes(missing)} or more; {layer} on stage {miss.stage} binds"
 
 
 def _why_unmeasured(job: Job, tables: CostTables) -> str:

@@ -345,7 +345,7 @@ def search_pools(
     best: dict[int, Accepted] = {}
     bounds: list[float] = []
     refused: list[int] = []
-    found, fastest_s = None, math.inf
+    found, nearest, fastest_s = None, None, math.inf
     while waiting and waiting[0][0] < fastest_s * (1 - SAME):
         if found is not None and time.monotonic() > deadline:
             break
@@ -362,12 +362,14 @@ def search_pools(
             cutoff_s=fastest_s,
         )
         bounds.append(found.search.lower_bound_s)
+        nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
         best.update({taken[each.outcome.index]: each for each in found.ranked})
         fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
-    if found is None and refused:
-        nearest = [space.tables(settings[index]) for index in _nearest(refused, space, settings)]
-        found = accept(job, nearest, floors=space.floors)
-    if found is None:
+    if not best and refused:
+        near = [space.tables(settings[index]) for index in _nearest(refused, space, settings)]
+        found = accept(job, near, floors=space.floors)
+        nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
+    if found is None or nearest is None:
         raise UserError(
             field="global_batch",
             found=f"{job.global_batch} samples over {job.cluster.name}",
@@ -377,7 +379,7 @@ def search_pools(
     ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
     if not ranked:
         return PooledSearch(
-            accepted=(), acceptance=found, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
+            accepted=(), acceptance=nearest, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
         )
     fastest_s = ranked[0].outcome.score_s
     left = [bound_s for bound_s, _, _ in waiting]
@@ -402,6 +404,11 @@ def _nearest(refused: Sequence[int], space: PooledSpace, settings: Sequence[Pool
             least = missing
             found.append(index)
     return found[-FIRST_ROUND:]
+
+
+def _missing_bytes(found: Acceptance) -> float:
+    miss = found.search.nearest_miss
+    return math.inf if miss is None else miss.miss_bytes
 
 
 def _most_promising(

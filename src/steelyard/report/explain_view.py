@@ -118,7 +118,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     return [
         *lines,
         f"Proof: {prediction.certificate}.",
-        f"Costs: {prediction.profile}.",
+        f"Costs: {prediction.costs}.",
         *(f"{line}." for line in link_lines(plan, prediction)),
     ]
 

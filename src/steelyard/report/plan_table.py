@@ -1,15 +1,16 @@
 """A plan as tables for the terminal: the decision, where time and memory go, and what lost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import MixedCluster
+from steelyard.hardware import Cluster, MixedCluster
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.choices import Rival
+from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Alternative, Baseline, Plan, Prediction
 from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
@@ -17,6 +18,7 @@ from steelyard.units import format_bytes, format_change, format_days, format_mon
 SHOWN_ALTERNATIVES = 5
 SAME_SHARE = 5e-4
 """Step times that differ by less than this share are called the same."""
+NO_STRATEGY = "has no legal strategy", "have no legal strategy"
 MAX_STAGE_COLUMNS = 4
 """More stages than these are shown as rows, with their totals alone."""
 
@@ -32,7 +34,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
         parts += [
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             *pool_lines(plan.prediction),
-            Text(f"{plan.prediction.certificate}; costs {plan.prediction.profile}", style="dim"),
+            Text(f"{plan.prediction.certificate}; costs {plan.prediction.costs}", style="dim"),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
             *(Text(line) for line in spare_lines(plan, plan.prediction)),
         ]
@@ -99,16 +101,24 @@ def baseline_line(prediction: Prediction) -> str:
     """What is gained over the best of the plain plans, and what that is; empty where none was searched."""
     if not prediction.baselines:
         return ""
-    others = [each for each in prediction.baselines if each.step_time_s is None]
+    missing = " and ".join(_misfits(prediction.baselines))
     fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
-    missing = f"{' and '.join(each.name for each in others)} " + ("does" if len(others) == 1 else "do") + " not fit"
     if not fitting:
-        return f"{missing}: no plain plan does"
+        return f"{missing}: there is no plain plan"
     step_s, best = min(fitting, key=lambda pair: pair[0])
     gain = 1 - prediction.step_time_s / step_s
     words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as fast as"
     text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
-    return f"{text}; {missing}" if others else text
+    return f"{text}; {missing}" if missing else text
+
+
+def _misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
+    """Which plain plans there are none of, and why: ``plain DDP and plain FSDP have no legal strategy``."""
+    none = [each for each in baselines if each.step_time_s is None]
+    for is_legal, one, several in ((True, "does not fit", "do not fit"), (False, *NO_STRATEGY)):
+        names = [each.name for each in none if (each.missing_bytes is not None) == is_legal]
+        if names:
+            yield f"{' and '.join(names)} {one if len(names) == 1 else several}"
 
 
 def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
@@ -119,17 +129,26 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
     except InvalidClusterError:
         return []
     if isinstance(machines, MixedCluster):
-        pairs = zip(machines.pools, machines.links, strict=True)
+        pairs = list(zip(machines.pools, machines.links, strict=True))
         words = [f"{link.name} from {pool.name}, {link.rate_text()}" for pool, link in pairs]
-        return [f"Links assumed between pools, per device and direction: {'; '.join(words)}"]
-    between = machines.inter_link if machines.num_nodes > 1 else None
-    links = [(machines.intra_link, "inside a node", machines.devices_per_node)]
+        sources = {each.name: each.profile for each in prediction.pools or ()}
+        return [
+            f"Links assumed between pools, per device and direction: {'; '.join(words)}",
+            *(f"In {pool.name}: {text}" for pool, _ in pairs if (text := _links(pool, sources.get(pool.name)))),
+        ]
+    text = _links(machines, prediction.profile)
+    return [f"Links assumed, per device and direction: {text}"] if text else []
+
+
+def _links(cluster: Cluster, source: CostSource | None) -> str:
+    """The links of a cluster and what they carry; empty where they were measured."""
+    between = cluster.inter_link if cluster.num_nodes > 1 else None
+    links = [(cluster.intra_link, "inside a node", cluster.devices_per_node)]
     links += [(between, "between nodes", 1)] if between is not None else []
-    source = prediction.profile
-    if (source.is_measured and not source.links_assumed) or machines.intra_link.needs_profile:
-        return []
-    words = [f"{link.name} {where}, {link.rate_text(count)}" for link, where, count in links]
-    return [f"Links assumed, per device and direction: {'; '.join(words)}"]
+    is_measured = source is not None and source.is_measured and not source.links_assumed
+    if is_measured or cluster.intra_link.needs_profile:
+        return ""
+    return "; ".join(f"{link.name} {where}, {link.rate_text(count)}" for link, where, count in links)
 
 
 def spare_lines(plan: Plan, prediction: Prediction) -> list[str]:
@@ -165,13 +184,12 @@ def gain_sentence(plan: Plan) -> str:
     ``It takes 2.2% less time than plain FSDP (141 days, $67.9 K); plain DDP does not fit``
     """
     prediction, training = plan.prediction, plan.training
-    gains, misfits = [], []
+    gains = []
     baselines: dict[tuple[str, str], Baseline] = {}
     for each in prediction.baselines if prediction else ():
         baselines.setdefault((each.setting, each.strategies or each.name), each)
     for each in baselines.values():
         if each.step_time_s is None:
-            misfits.append(f"{each.name} does not fit")
             continue
         gain = 1 - prediction.step_time_s / each.step_time_s if prediction else 0.0
         saved = []
@@ -182,7 +200,7 @@ def gain_sentence(plan: Plan) -> str:
         words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as long as"
         gains.append(f"{words} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
     takes = [f"It takes {', '.join(gains)}"] if gains else []
-    text = "; ".join((*takes, *misfits))
+    text = "; ".join((*takes, *_misfits(baselines.values())))
     return text[:1].upper() + text[1:]
 
 

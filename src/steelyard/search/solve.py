@@ -227,7 +227,7 @@ def _nothing_fits(outcomes: tuple[SettingOutcome, ...], budget_bytes: int) -> Se
 
 def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
     """One sentence on why a setting won, lost or does not fit."""
-    if result.status == "infeasible":
+    if result.status == "infeasible" or result.lower_bound_s == np.inf:
         return _why_infeasible(tables, result, budget_bytes)
     if result.status == "beaten" and result.solution is None:
         return f"left unsolved: no plan of it takes less than {format_seconds(result.lower_bound_s)} a step"

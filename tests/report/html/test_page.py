@@ -26,7 +26,7 @@ from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strateg
 from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
 from steelyard.report.html.trade_off_charts import trade_off_charts
-from steelyard.report.plan_table import gain_sentence, layers_text, plan_view
+from steelyard.report.plan_table import baseline_line, gain_sentence, layers_text, plan_view
 from steelyard.units import format_bytes, format_days, format_money, format_seconds
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs
@@ -282,6 +282,10 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     assert gain_sentence(planned) == (
         "It takes 20.0% less time than plain FSDP, as long as plain 3D; plain DDP does not fit"
     )
+    none = (Baseline(name="plain DDP"), Baseline(name="plain FSDP"), *baselines[2:])
+    other = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": none})})
+    assert gain_sentence(other).endswith("; plain DDP and plain FSDP have no legal strategy")
+    assert baseline_line(other.prediction).endswith("; plain DDP and plain FSDP have no legal strategy")
     long = planned.with_training(10**15, price=2.0)
     assert long.training is not None
     assert long.training.cost is not None
@@ -377,6 +381,12 @@ def test_passes_and_bubbles_fill_the_step_of_every_stage() -> None:
         assert all(abs(end - start) <= 2 for end, start in zip(ends, starts[1:], strict=False))
 
 
+def test_what_a_step_takes_beside_its_passes_is_said() -> None:
+    found = single()
+    assert found.fixed_s > 0
+    assert f"After the passes come {format_seconds(found.fixed_s)} that are fixed." in str(timeline_section(found))
+
+
 def test_a_bar_of_a_whole_step_ends_with_the_time_of_the_step() -> None:
     found = single()
     ends = re.findall(r'class="end">([^<]*)<', str(time_section(found)))
@@ -396,7 +406,7 @@ def test_every_pass_is_there_and_bubbles_have_names() -> None:
 
 def test_a_very_long_step_is_drawn_in_part_and_says_so() -> None:
     of = job(cluster(1, 2), global_batch=4096)
-    planned = plan(of, "single, single, single", "single, single, single", num_microbatches=4096)
+    planned = with_price(plan(of, "single, single, single", "single, single, single", num_microbatches=4096), of)
     found = pipelined()
     timeline = predict(planned, of).timeline
     shown = ReportContents(plan=planned, plan_file="p", job=of, timeline=timeline, study=found.study)

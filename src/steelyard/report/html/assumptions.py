@@ -76,7 +76,11 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
     bound = prediction.lower_bound_s
     proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
     yield "proof", f"{prediction.certificate}{proven}"
-    yield "costs", _source(prediction.profile)
+    if prediction.pools is None:
+        yield "costs", _source(prediction.profile)
+    for pool in prediction.pools or ():
+        if pool.num_stages:
+            yield "costs", f"{pool.name}: {_source(pool.profile)}"
 
 
 def _source(profile: CostSource) -> str:

@@ -41,7 +41,7 @@ def timeline_section(found: ReportContents) -> Html | None:
     kinds = [kind for kind in KINDS if any(each.category == kind for stage in stages for each in stage)]
     pools = [f" on {name}" for name in found.stage_pools] or [""] * len(stages)
     parts = [
-        tag("p", _lead(timeline, plan, hidden)),
+        tag("p", _lead(timeline, plan, hidden, found.fixed_s)),
         tag(
             "div",
             _controls(),
@@ -74,12 +74,14 @@ def _passes(timeline: Timeline, plan: Plan, stage: int, hidden: range) -> list[S
     return list(without_hidden(sorted(slices, key=lambda each: each.start_s), hidden))
 
 
-def _lead(timeline: Timeline, plan: Plan, hidden: range) -> str:
+def _lead(timeline: Timeline, plan: Plan, hidden: range, fixed_s: float) -> str:
     text = f"{plan.pipeline.schedule.title} with {plan.num_microbatches} microbatches, as simulated. "
     if timeline.pipeline.num_stages == 1:
         text = f"{plan.num_microbatches} microbatches one after another, as simulated; without stages nothing waits. "
     else:
         text += f"Stages wait for {timeline.bubble_share():.1%} of the time. "
+    if fixed_s > 0:
+        text += f"After the passes come {format_seconds(fixed_s)} that are fixed. "
     if hidden:
         text += f"Microbatches {hidden[0]} to {hidden[-1]} are drawn as one block."
     return text
