@@ -232,7 +232,10 @@ def _with_all_gradients(tables: CostTables, setting: Setting, parts: _Parts, *, 
 
 
 def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> CostTables:
-    """As the layer before the head works backwards on the only stage, while the head still reduces."""
+    """As the layer before the head works backwards on the only stage, while the head still reduces.
+
+    With several microbatches in the second backward pass.
+    """
     before, head = tables.layers[-2:]
     static = parts.states + parts.replicated_copy + parts.gathered_copy
     saved = parts.saved.copy()
@@ -242,7 +245,7 @@ def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> Cos
     saved[head] = 0
     if setting.pipeline.num_microbatches > 1:
         static += np.where(np.arange(len(static))[:, None] == head, 0, parts.gradients)
-    else:
+    if setting.pipeline.num_microbatches <= 2:  # the pass is the last one of the step
         static[head] -= parts.replicated_copy[head]
     return _floor_of(tables, setting, static, saved)
 
