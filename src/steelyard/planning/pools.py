@@ -365,11 +365,9 @@ def search_pools(
         nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
         best.update({taken[each.outcome.index]: each for each in found.ranked})
         fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
-    if not best and refused:
-        near = [space.tables(settings[index]) for index in _nearest(refused, space, settings)]
-        found = accept(job, near, floors=space.floors)
-        nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
-    if found is None or nearest is None:
+    if not best:
+        nearest = _nearest(job, space, [settings[index] for index in refused], nearest)
+    if nearest is None:
         raise UserError(
             field="global_batch",
             found=f"{job.global_batch} samples over {job.cluster.name}",
@@ -387,7 +385,7 @@ def search_pools(
     proven = lower >= fastest_s * (1 - SAME)
     return PooledSearch(
         accepted=ranked,
-        acceptance=found,
+        acceptance=nearest if found is None else found,
         settings=tuple(settings),
         lower_bound_s=fastest_s if proven else lower,
         is_optimal=proven,
@@ -395,15 +393,19 @@ def search_pools(
     )
 
 
-def _nearest(refused: Sequence[int], space: PooledSpace, settings: Sequence[PooledSetting]) -> list[int]:
-    """Those of the settings that memory does not hold which miss least."""
-    least, found = IMPOSSIBLE, list(refused[:1])
-    for index in refused:
-        missing = space.missing_bytes(settings[index], least)
-        if missing < least:
-            least = missing
-            found.append(index)
-    return found[-FIRST_ROUND:]
+def _nearest(
+    job: PooledJob, space: PooledSpace, settings: Sequence[PooledSetting], known: Acceptance | None
+) -> Acceptance | None:
+    """What is ``known`` of the nearest miss, or that of one of these settings, whose layers memory does not hold."""
+    nearest, least = known, IMPOSSIBLE if known is None else int(min(_missing_bytes(known), IMPOSSIBLE))
+    promising = sorted(((space.missing_bytes(each, least), place) for place, each in enumerate(settings)))
+    for bound, place in promising:
+        if bound >= least:
+            break
+        found = accept(job, [space.tables(settings[place])], floors=space.floors)
+        if _missing_bytes(found) < least:
+            nearest, least = found, int(_missing_bytes(found))
+    return nearest
 
 
 def _missing_bytes(found: Acceptance) -> float:

@@ -249,7 +249,10 @@ def least_slowest_s(
 
 
 def missing_bytes(stages: Sequence[tuple[PoolRuns, int]], num_layers: int, most: int) -> int:
-    """How much more memory these stages need at least, on every device, to hold all layers; ``most`` if not less."""
+    """How much more memory these stages need on every device to hold all layers, at least, to a MiB.
+
+    ``most`` if not less.
+    """
 
     def is_enough(more_bytes: int) -> bool:
         known = {stage: stage[0].fitting(stage[1], more_bytes) for stage in dict.fromkeys(stages)}
@@ -261,4 +264,4 @@ def missing_bytes(stages: Sequence[tuple[PoolRuns, int]], num_layers: int, most:
     while high - low > MIB:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+    return low
