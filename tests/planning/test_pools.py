@@ -18,16 +18,14 @@ from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import bare_plan
+from steelyard.planning.pool_search import search_pools
+from steelyard.planning.pool_space import LEVELS, PooledSetting, PooledSpace
 from steelyard.planning.pools import (
-    LEVELS,
-    PooledSetting,
-    PooledSpace,
     even_plan,
     explain_pools,
     make_pooled_job,
     plan_pools,
     pooled_job_of,
-    search_pools,
     with_pool_baselines,
 )
 from steelyard.planning.problem import PlanOptions

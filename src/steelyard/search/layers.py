@@ -230,7 +230,7 @@ def _may_beat(
     may_beat &= legal[:, :, None] & legal[:, None, :]
     for table_of in (tables.time_s[:, columns], tables.transient_bytes[:, columns]):
         may_beat &= table_of[:, :, None] <= table_of[:, None, :]
-    return may_beat
+    return np.asarray(may_beat)
 
 
 def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:

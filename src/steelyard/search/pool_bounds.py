@@ -200,7 +200,7 @@ class PoolRuns:
         return found
 
     def _runs(self, in_flight: int) -> tuple[FloatArray, IntArray, StageMemory]:
-        """[L, L] seconds from each first to each last layer, at least, [L] the largest end that memory lets be, and it."""
+        """[L, L] least seconds from a first to a last layer, [L] the largest end within memory, and that memory."""
         if in_flight not in self._made:
             floor, room_bytes = self._floor, self._room_bytes
             bounds = stage_bounds(self._options.costs(in_flight), floor.layers, room_bytes, 0.0)
