@@ -66,10 +66,11 @@ def predict(plan: Plan, job: AnyJob, *, slowed: Mapping[int, float] | None = Non
         overlap_sends=job.execution.overlaps_transfers,
         speeds=_stage_speeds(settings),
     )
+    strategies = plan.strategies
     stages = [
         StagePrediction(
             time_s=_time_terms(parts[stage :: plan.num_stages], setting, timeline, stage),
-            memory_bytes=_memory_terms(plan, stage, setting),
+            memory_bytes=_memory_terms(plan, strategies, stage, setting),
         )
         for stage, setting in enumerate(settings)
     ]
@@ -118,7 +119,8 @@ def predict_memory(plan: Plan, job: AnyJob) -> tuple[dict[str, int], ...]:
 
     Raises `InvalidPlanError` if plan and job differ.
     """
-    return tuple(_memory_terms(plan, stage, setting) for stage, setting in enumerate(_settings(plan, job)))
+    settings, strategies = _settings(plan, job), plan.strategies
+    return tuple(_memory_terms(plan, strategies, stage, setting) for stage, setting in enumerate(settings))
 
 
 def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
@@ -319,14 +321,17 @@ def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, s
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 
-def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
-    """Bytes on one rank by term; they add up to the upper bound that is held against the budget."""
+def _memory_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
+    """Bytes on one rank by term; they add up to the upper bound that is held against the budget.
+
+    ``strategies`` are those of all layers of the plan.
+    """
     if not setting.job.execution.keeps_own_buffers:
         places = range(stage, len(plan.stages), plan.num_stages)
-        parts, tied = [part_layers(plan, place, setting) for place in places], tied_bytes(plan, stage, setting)
-        tensors = stage_terms(parts, stage, setting, tied=tied)
+        parts = [part_layers(plan, strategies, place, setting) for place in places]
+        tensors = stage_terms(parts, stage, setting, tied=tied_bytes(plan, strategies, stage, setting))
     else:
-        tensors = _framework_terms(plan, stage, setting)
+        tensors = _framework_terms(plan, strategies, stage, setting)
     tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
     terms = tensors | {"context": context_bytes(setting)}
     terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
@@ -338,11 +343,11 @@ def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
     return sum(num_bytes for name, num_bytes in terms.items() if name not in job.execution.states.kept_apart)
 
 
-def _framework_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
+def _framework_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
     """The bound for a framework with states of its own: what all layers hold at most, and the largest working set."""
     pipeline = setting.pipeline
     order = pipeline.passes(stage)
-    chain, strategies = setting.job.chain, plan.strategies
+    chain = setting.job.chain
     chunks = [
         [layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part.layers]
         for part in plan.chunks(stage)
