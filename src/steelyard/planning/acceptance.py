@@ -38,6 +38,7 @@ from steelyard.search.evaluate import evaluate
 from steelyard.search.layers import NO_LIMIT_BYTES
 from steelyard.search.least_memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
 from steelyard.search.partition import quick_bound_s
+from steelyard.search.runs import AnyBudget
 from steelyard.units import format_seconds
 
 SAME = 1e-9
@@ -138,7 +139,7 @@ def _without_means(contest: "_Contest", deadline: float | None) -> None:
         name, keeps = next(iter(means.items()))
         tried.add(name)
         tables = [restricted(contest.tables[index], keeps) for index in indices]
-        smaller = _Contest(job=job, tables=tables, num_exact=1, made=Floors(job), known_s=contest.cutoff_s)
+        smaller = _Contest(job=job, tables=tables, num_exact=1, made=contest.made, known_s=contest.cutoff_s)
         _settle(smaller, 0, deadline)
         for index, each in smaller.accepted.items():
             outcome = replace(each.outcome, index=indices[index])
@@ -288,7 +289,8 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
     Begins with the floor that bounds the setting best.
     """
     outcome = known if known.result.status == "optimal" else None
-    for floor in contest.floors(index)[outcome is not None :]:
+    floors = [AnyBudget(each) for each in contest.floors(index)]
+    for floor in floors[outcome is not None :]:
         outcome = _within(contest, index, floor, 0, deadline) or outcome
         if contest.bounds_s[index] >= contest.cutoff_s * (1 - SAME):
             return
@@ -298,7 +300,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
         if outcome is None or excess == 0:
             break
         walked = contest.room_bytes + excess
-        least = {walked - _peak_bytes(each, outcome): each for each in contest.floors(index)}
+        least = {walked - _peak_bytes(each.tables, outcome): each for each in floors}
         floor = least[min(least)]
         refused, spared = spared, max(spared + 1, min(least))
         outcome = _within(contest, index, floor, spared, deadline)
@@ -318,12 +320,12 @@ def _beyond(contest: _Contest, index: int, deadline: float | None) -> None:
     known, tables = contest.accepted.get(index), contest.tables[index]
     if known is None:
         return
-    accepted, refused = 0, NO_LIMIT_BYTES
+    accepted, refused, whole = 0, NO_LIMIT_BYTES, AnyBudget(tables)
     granted = _peak_bytes(tables, known.outcome) - walked_bytes(known.plan, contest.job)
     for _ in range(HALVINGS):
         if not accepted < granted < refused or _left_s(deadline) == 0:
             return
-        outcome = _within(contest, index, tables, -granted, deadline)
+        outcome = _within(contest, index, whole, -granted, deadline)
         if outcome is None or contest.excess_bytes(outcome) == 0:
             accepted = granted
         else:
@@ -337,7 +339,7 @@ def _peak_bytes(tables: CostTables, outcome: SettingOutcome) -> int:
 
 
 def _within(
-    contest: _Contest, index: int, floor: CostTables, spared_bytes: int, deadline: float | None
+    contest: _Contest, index: int, floor: AnyBudget, spared_bytes: int, deadline: float | None
 ) -> SettingOutcome | None:
     """The fastest plan of a floor within so much less than there is; None where it is of no use."""
     cutoff_s = contest.cutoff_s * (1 - SAME)
@@ -346,7 +348,7 @@ def _within(
         contest.bounds_s[index] = max(contest.bounds_s[index], result.lower_bound_s)
     if result.solution is None or result.solution.step_s >= cutoff_s:
         return None
-    return _outcome(index, floor, result)
+    return _outcome(index, floor.tables, result)
 
 
 def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOutcome:

@@ -21,7 +21,8 @@ takes longer than that otherwise. Equal runs are solved once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -125,29 +126,50 @@ class StageRuns:
     """by index of first layer and of end"""
 
 
-def prepare(tables: CostTables, budget_bytes: int, memories: list[StageMemory] | None = None) -> PreparedTables:
-    """Options, dominance and bounds of every stage; stages that are alike share theirs."""
-    options, rooms, memories = option_table(tables), tables.rooms(budget_bytes), memories or stage_memories(tables)
-    costs: dict[tuple[int, int], StageCosts] = {}
-    shared: dict[tuple[object, ...], StageBounds] = {}
-    bounds: list[StageBounds] = []
-    for stage, room_bytes in enumerate(rooms):
-        key = tables.likeness(stage)
-        if key[:2] not in costs:
-            costs[key[:2]] = options.stage(stage)
-        if key not in shared:
-            shared[key] = stage_bounds(costs[key[:2]], tables.layers, room_bytes, tables.received_s(stage))
-        bounds.append(shared[key])
-    fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
-    return PreparedTables(
-        tables=tables,
-        budget_bytes=budget_bytes,
-        rooms=rooms,
-        memories=memories,
-        fitting=[] if tables.pools is None else memory_reaches(tables, memories, budget_bytes),
-        bounds=bounds,
-        fastest_total_s=float(fastest.sum()) + tables.all_received_s,
-    )
+class AnyBudget:
+    """What the search of tables within any budget begins with, made when first asked for."""
+
+    def __init__(self, tables: CostTables) -> None:
+        self.tables = tables
+
+    @cached_property
+    def memories(self) -> list[StageMemory]:
+        """[P] of the stages."""
+        return stage_memories(self.tables)
+
+    @cached_property
+    def _bounds(self) -> list[StageBounds]:
+        """[P] options, dominance and bounds of every stage without room; stages that are alike share theirs."""
+        tables, options = self.tables, option_table(self.tables)
+        costs: dict[tuple[int, int], StageCosts] = {}
+        shared: dict[tuple[object, ...], StageBounds] = {}
+        bounds: list[StageBounds] = []
+        for stage in range(tables.pipeline.num_stages):
+            key = tables.likeness(stage)
+            if key[:2] not in costs:
+                costs[key[:2]] = options.stage(stage)
+            if key not in shared:
+                shared[key] = stage_bounds(costs[key[:2]], tables.layers, 0, tables.received_s(stage))
+            bounds.append(shared[key])
+        return bounds
+
+    def within(self, budget_bytes: int) -> PreparedTables:
+        """The tables prepared for a budget."""
+        tables, rooms = self.tables, self.tables.rooms(budget_bytes)
+        fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
+        shared = {
+            id(bounds): replace(bounds, room_bytes=room_bytes)
+            for bounds, room_bytes in zip(self._bounds, rooms, strict=True)
+        }
+        return PreparedTables(
+            tables=tables,
+            budget_bytes=budget_bytes,
+            rooms=rooms,
+            memories=self.memories,
+            fitting=[] if tables.pools is None else memory_reaches(tables, self.memories, budget_bytes),
+            bounds=[shared[id(bounds)] for bounds in self._bounds],
+            fastest_total_s=float(fastest.sum()) + tables.all_received_s,
+        )
 
 
 def filled_boundaries(setting: PreparedTables, limit_s: float) -> tuple[int, ...] | None:
