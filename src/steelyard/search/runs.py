@@ -29,7 +29,15 @@ import numpy as np
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import StageBounds, stage_bounds
 from steelyard.search.frontier import FloatArray, IntArray
-from steelyard.search.layers import ROUNDING, ChainFrontier, Pruning, StageCosts, chain_frontier, option_table
+from steelyard.search.layers import (
+    ROUNDING,
+    ChainFrontier,
+    Pruning,
+    StageCosts,
+    TooManyStatesError,
+    chain_frontier,
+    option_table,
+)
 from steelyard.search.least_memory import StageMemory, boundaries_within, memory_reaches, stage_memories
 
 FIRST_STEP = 0.001
@@ -79,6 +87,8 @@ class PreparedTables:
     fitting: list[IntArray]
     """[P] of [L] the largest end of a run that fits on a stage from each layer; none where stages lie in one pool."""
     solved: dict[tuple[object, ...], BestRuns] = field(default_factory=dict)
+    too_wide: dict[tuple[object, ...], float] = field(default_factory=dict)
+    """The level of runs within which too many states lay when last tried."""
     run_bounds: dict[int, FloatArray] = field(default_factory=dict)
     """[L, L] of each of the bounds by its identity, first layer and last; as `reaches` asks for them."""
 
@@ -293,8 +303,14 @@ def solve_further(
         is_easy = (span[1] - span[0]) * most_options <= FEW_CHOICES
         step = FIRST_STEP if known is None else STEP_GROWTH * known.step
         goal = limit_s if is_easy or level == 0 else min(level * (1 + step), limit_s)
-        known = best_runs(setting, stage, span, max(goal, level * (1 + ROUNDING)), step, deadline)
-        setting.solved[signature] = known
+        goal = max(goal, level * (1 + ROUNDING))
+        if setting.too_wide.get(signature) == goal:
+            raise TooManyStatesError
+        try:
+            known = setting.solved[signature] = best_runs(setting, stage, span, goal, step, deadline)
+        except TooManyStatesError:
+            setting.too_wide[signature] = goal
+            raise
     runs.found[place] = known
     runs.level_s[place] = known.level_s
     runs.bound_s[place] = max(known.bound_s, runs.bound_s[place])
