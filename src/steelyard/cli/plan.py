@@ -325,10 +325,12 @@ def _completed(
     assert isinstance(result.job, Job), "one pool or several"
     show("searching the plain plans to compare with")
     tables, limit_s = result.problem.settings, options.time_limit_s
-    plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s)
+    plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s, floors=result.floors)
     if num_fallbacks:
         show("searching plans of less memory")
-    plan = with_fallbacks(plan, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
+    plan = with_fallbacks(
+        plan, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem, floors=result.floors
+    )
     if num_spares:
         show("searching plans for what is left after a loss")
     return with_spares(plan, result.job, num_spares=num_spares) if num_spares else plan

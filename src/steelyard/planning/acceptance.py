@@ -140,7 +140,8 @@ def _without_means(contest: "_Contest", deadline: float | None) -> None:
         name, keeps = next(iter(means.items()))
         tried.add(name)
         tables = [restricted(contest.tables[index], keeps) for index in indices]
-        smaller = replace(contest, tables=tables, num_exact=1, known_s=contest.cutoff_s, accepted={})
+        made = Floors(job) if isinstance(contest.made, PooledFloors) else contest.made.of_others()
+        smaller = replace(contest, tables=tables, made=made, num_exact=1, known_s=contest.cutoff_s, accepted={})
         _settle(smaller, 0, deadline)
         for index, each in smaller.accepted.items():
             outcome = replace(each.outcome, index=indices[index])

@@ -11,7 +11,7 @@ from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.acceptance import walked_bytes
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
-from steelyard.planning.plan_from_search import grouped_plan, describe, summarise
+from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.search import sampled_frontier
