@@ -130,7 +130,7 @@ def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
 
 def _layer_settings(plan: Plan, settings: Sequence[Setting]) -> list[Setting]:
     """The setting of each layer: that of its stage."""
-    return [settings[index % plan.num_stages] for index, part in enumerate(plan.stages) for _ in part.layers]
+    return [settings[index % plan.num_stages] for index, part in enumerate(plan.parts) for _ in part.layers]
 
 
 def _mean_utilisation(settings: Sequence[Setting], tokens_per_s_per_device: float) -> float | None:
@@ -218,7 +218,7 @@ def _part_costs(plan: Plan, stage_settings: Sequence[Setting]) -> list[_PartCost
     switches = _switches_s(strategies, settings)
     costs = _layer_costs(plan, settings)
     parts = []
-    for index, part in enumerate(plan.stages):
+    for index, part in enumerate(plan.parts):
         layers = part.layers
         received_s = _received_s(plan, index, settings) if index else 0.0
         parts.append(
@@ -247,7 +247,7 @@ def _slowed(part: _PartCost, factor: float) -> _PartCost:
 
 
 def _received_s(plan: Plan, index: int, settings: Sequence[Setting]) -> float:
-    first = plan.stages[index].first_layer
+    first = plan.parts[index].first_layer
     before, setting = settings[first - 1], settings[first]
     if before is not setting:
         return border_s(before, setting)
@@ -327,7 +327,7 @@ def _memory_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, settin
     ``strategies`` are those of all layers of the plan.
     """
     if not setting.job.execution.keeps_own_buffers:
-        places = range(stage, len(plan.stages), plan.num_stages)
+        places = range(stage, len(plan.parts), plan.num_stages)
         parts = [part_layers(plan, strategies, place, setting) for place in places]
         tensors = stage_terms(parts, stage, setting, tied=tied_bytes(plan, strategies, stage, setting))
     else:
@@ -370,7 +370,7 @@ def _border_terms(
     When those are all made, the activations of their microbatch are freed: the larger of the two counts.
     """
     execution = setting.job.execution
-    strategy = plan.stages[stage].runs[0].strategy
+    strategy = plan.parts[stage].runs[0].strategy
     sent = setting.activation_bytes // (strategy.sample_degree * strategy.sequence_degree)
     kept = execution.kept_transfers * in_flight * sent if setting.pipeline.num_stages > 1 else 0
     made = 0
@@ -383,7 +383,7 @@ def _border_terms(
 
 def _step_excess_bytes(terms: Mapping[str, int], plan: Plan, stage: int, setting: Setting) -> int:
     """What the optimizer's step takes beyond what the passes have freed by then."""
-    data_degree = plan.stages[stage].runs[0].strategy.data_degree
+    data_degree = plan.parts[stage].runs[0].strategy.data_degree
     step = setting.job.execution.step_bytes(terms["parameters"], data_degree)
     return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 

@@ -539,9 +539,9 @@ def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
 
 def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting: Setting) -> PartLayers:
     """What part ``index`` of the pipeline of a plan with these strategies of its layers consists of."""
-    part, chain = plan.stages[index], setting.job.chain
+    part, chain = plan.parts[index], setting.job.chain
     places = part.layers
-    is_last = index == len(plan.stages) - 1
+    is_last = index == len(plan.parts) - 1
     before = strategies[part.first_layer - 1] if index else None
     if before is not None and before.num_devices != strategies[part.first_layer].num_devices:
         before, arrives_in_parts = strategies[part.first_layer], True
