@@ -434,34 +434,14 @@ def _job_maker(
     own: Any,
 ) -> Callable[[int], Any]:
     """The job of a number of tokens, on one pool or several."""
+    asked: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "own": own, "profile": profile}
+    asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance}
 
     def make(seq_len: int) -> AnyJob:
         config = chain_of_own(own.own, name=own.name) if own else model
         if isinstance(cluster, MixedCluster):
-            return make_pooled_job(
-                config,
-                cluster,
-                global_batch=global_batch,
-                seq_len=seq_len,
-                precision=precision,
-                memory=memory,
-                memory_margin=memory_margin,
-                profile=profile,
-                imbalance=imbalance,
-                own=own,
-            )
-        job = make_job(
-            config,
-            cluster,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            precision=precision,
-            memory=memory,
-            memory_margin=memory_margin,
-            profile=profile,
-            imbalance=imbalance,
-            own=own,
-        )
+            return make_pooled_job(config, cluster, seq_len=seq_len, **asked)
+        job = make_job(config, cluster, seq_len=seq_len, **asked)
         return calibrate(job, *runs) if runs else job
 
     return make
