@@ -27,7 +27,7 @@ from tests.runtime.test_launch import assert_gone
 pytestmark = pytest.mark.processes
 
 NUM_STEPS = 40
-LIMIT_S = 150
+LIMIT_S = 300
 SAME_LOSS = 1e-4
 """Sums in another order, as under any other plan."""
 
