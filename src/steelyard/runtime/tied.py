@@ -127,9 +127,7 @@ def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:
 def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of the ranks at the same place in each of the stages, on those ranks; of all where sizes differ."""
     if not _are_alike(plan, stages):
-        ranks = [
-            rank for stage in stages for rank in range(plan.parts[stage].ranks[0], plan.parts[stage].ranks[1] + 1)
-        ]
+        ranks = [rank for stage in stages for rank in range(plan.parts[stage].ranks[0], plan.parts[stage].ranks[1] + 1)]
         group = dist.new_group(ranks)
         return group if dist.get_rank() in ranks else None
     mine = None
