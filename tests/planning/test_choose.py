@@ -1,5 +1,6 @@
 """The plan that is chosen is one that the walk accepts, and its certificate holds for all that the walk accepts."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from steelyard.cost import predict as cost
-from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.pools import AnyJob
+from steelyard.cost.predict import PlanCost, predict, predict_memory
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProfileError
@@ -17,7 +19,7 @@ from steelyard.hardware import Backend
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
-from steelyard.planning import PlanningResult, PlanOptions, choose, make_job, make_problem, plan_job
+from steelyard.planning import PlanningResult, PlanOptions, acceptance, choose, make_job, make_problem, plan_job
 from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.price import peak_bytes
 from steelyard.search.evaluate import evaluate
@@ -139,6 +141,18 @@ def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fi
             for each in other.ranked[:1]:
                 if walked_bytes(each.plan, tight) <= here.search.budget_bytes:
                     assert each.outcome.score_s >= here.search.lower_bound_s * (1 - 1e-9)
+
+
+def test_no_plan_is_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tight, walked = tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)[4], Counter[str]()
+
+    def counted(plan: Plan, of: AnyJob) -> tuple[dict[str, int], ...]:
+        walked[plan.model_dump_json()] += 1
+        return predict_memory(plan, of)
+
+    monkeypatch.setattr(acceptance, "predict_memory", counted)
+    assert accept(tight, make_problem(tight, PlanOptions()).settings).ranked
+    assert set(walked.values()) == {1}
 
 
 def every_plan(of: Job, tables: CostTables) -> Iterator[tuple[float, int]]:

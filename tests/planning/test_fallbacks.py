@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
@@ -36,6 +37,14 @@ def test_each_fallback_takes_less_memory_than_the_one_before(plan: Plan) -> None
     assert len(taken) > 1
     assert sorted(taken, reverse=True) == taken
     assert len(set(taken)) == len(taken)
+
+
+def test_floors_that_were_made_before_change_no_fallback(plan: Plan, job: Job) -> None:
+    problem, floors = make_problem(job, OPTIONS), Floors(job)
+    found = plan_job(job, OPTIONS, problem=problem, floors=floors).plan
+    assert found is not None
+    again = with_fallbacks(found, job, OPTIONS, num_fallbacks=2, problem=problem, floors=floors)
+    assert again.fallbacks == plan.fallbacks
 
 
 def test_a_fallback_costs_what_it_predicts(plan: Plan, job: Job) -> None:

@@ -140,7 +140,7 @@ def test_the_walk_lies_between_the_floors_and_the_tables():
         outcome = search([tables], usable_of(job)).best
         if outcome is None or setting.pipeline.num_chunks > 1:
             continue
-        walked = walked_bytes(bare_plan(job, outcome, is_grouped=False), job)
+        walked = walked_bytes(bare_plan(job, outcome.tables, outcome.solution), job)
         cuts, strategies = outcome.solution.boundaries, outcome.solution.strategies
         for floor in floors.of(tables):
             assert evaluate(floor, cuts, strategies).peak_bytes <= walked
@@ -153,7 +153,7 @@ def test_times_of_the_search_are_those_of_the_prediction():
     settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     for setting in settings:
         outcome = search([space.tables(setting)], usable_of(job)).best
-        plan = bare_plan(job, outcome, is_grouped=False)
+        plan = bare_plan(job, outcome.tables, outcome.solution)
         for stage, predicted in zip(outcome.solution.stages, predict(plan, job).stages, strict=True):
             own_s = predicted.total_time_s - predicted.time_s.get("pipeline", 0.0)
             assert own_s == pytest.approx(stage.layer_s + stage.switch_s)

@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steelyard.search.partition import partition_exact, quick_bound_s
+from steelyard.search import runs
+from steelyard.search.layers import TooManyStatesError
+from steelyard.search.partition import assess, improve, partition_exact, quick_bound_s
+from steelyard.search.runs import AnyBudget
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
@@ -34,6 +37,34 @@ def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
             assert result.solution is not None
             assert result.solution.peak_bytes <= budget
             assert result.solution.step_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+def test_what_is_known_within_any_budget_changes_no_answer() -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng, max_plans=800)
+        plans = list(exhaustive.all_plans(tables))
+        known = AnyBudget(tables)
+        for budget in (random_budget(rng, plans) for _ in range(3)):
+            assert partition_exact(known, budget) == partition_exact(tables, budget), seed
+
+
+def test_a_run_that_held_too_many_states_is_not_solved_within_the_same_time_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = []
+
+    def too_wide(*arguments: object) -> None:
+        tries.append(arguments)
+        raise TooManyStatesError
+
+    monkeypatch.setattr(runs, "best_runs", too_wide)
+    prospect = assess(random_tables(np.random.default_rng(0), max_plans=800, num_stages=1), 10**12)
+    aim = 2 * prospect.lower_bound_s
+    for _ in range(3):
+        with pytest.raises(TooManyStatesError):
+            improve(prospect.setting, prospect.fallback, prospect.lower_bound_s, aim)  # type: ignore[union-attr]
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("block", blocks(1, 4))

@@ -11,7 +11,7 @@ from steelyard.cost.tables import Pools
 from steelyard.errors import InvalidProblemError
 from steelyard.search.least_memory import nearest_miss
 from steelyard.search.partition import best_for_boundaries, partition_exact, quick_bound_s
-from steelyard.search.runs import prepare
+from steelyard.search.runs import AnyBudget
 from tests.oracles.exhaustive import all_boundaries, all_plans, fastest, least_budget, plans_with
 from tests.problems.random_tables import random_budget, random_tables
 
@@ -61,7 +61,7 @@ def test_given_cuts_over_pools_get_their_best_strategies(seed):
     budget = random_budget(rng, list(all_plans(tables)))
     for boundaries in all_boundaries(len(tables.layers), tables.pipeline.num_stages):
         expected = fastest(list(plans_with(tables, boundaries)), budget)
-        found = best_for_boundaries(prepare(tables, budget), boundaries)
+        found = best_for_boundaries(AnyBudget(tables).within(budget), boundaries)
         assert (found and found.step_s) == (expected and pytest.approx(expected))
 
 

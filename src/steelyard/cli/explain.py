@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
+from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.setting import Job
@@ -33,9 +33,7 @@ from steelyard.report.explain_view import explain_view, why_not_view
 
 def explain(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Price it for another cluster than the plan names.")
-    ] = None,
+    cluster: OtherCluster = None,
     network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,

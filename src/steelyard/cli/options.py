@@ -30,6 +30,12 @@ ClusterOption = Annotated[
         autocompletion=complete_cluster,
     ),
 ]
+OtherCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", help="Price it for another cluster than the plan names.", autocompletion=complete_cluster
+    ),
+]
 NetworkOption = Annotated[
     str | None,
     typer.Option(

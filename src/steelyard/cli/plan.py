@@ -325,10 +325,12 @@ def _completed(
     assert isinstance(result.job, Job), "one pool or several"
     show("searching the plain plans to compare with")
     tables, limit_s = result.problem.settings, options.time_limit_s
-    plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s)
+    plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s, floors=result.floors)
     if num_fallbacks:
         show("searching plans of less memory")
-    plan = with_fallbacks(plan, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem)
+    plan = with_fallbacks(
+        plan, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem, floors=result.floors
+    )
     if num_spares:
         show("searching plans for what is left after a loss")
     return with_spares(plan, result.job, num_spares=num_spares) if num_spares else plan
@@ -432,34 +434,14 @@ def _job_maker(
     own: Any,
 ) -> Callable[[int], Any]:
     """The job of a number of tokens, on one pool or several."""
+    asked: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "own": own, "profile": profile}
+    asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance}
 
     def make(seq_len: int) -> AnyJob:
         config = chain_of_own(own.own, name=own.name) if own else model
         if isinstance(cluster, MixedCluster):
-            return make_pooled_job(
-                config,
-                cluster,
-                global_batch=global_batch,
-                seq_len=seq_len,
-                precision=precision,
-                memory=memory,
-                memory_margin=memory_margin,
-                profile=profile,
-                imbalance=imbalance,
-                own=own,
-            )
-        job = make_job(
-            config,
-            cluster,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            precision=precision,
-            memory=memory,
-            memory_margin=memory_margin,
-            profile=profile,
-            imbalance=imbalance,
-            own=own,
-        )
+            return make_pooled_job(config, cluster, seq_len=seq_len, **asked)
+        job = make_job(config, cluster, seq_len=seq_len, **asked)
         return calibrate(job, *runs) if runs else job
 
     return make

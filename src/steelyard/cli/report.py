@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
+from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import predict
@@ -35,9 +35,7 @@ def report(
     run: Annotated[
         Path | None, typer.Option("--run", help="A run record of `steelyard train`: measured beside predicted.")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Price it for another cluster than the plan names.")
-    ] = None,
+    cluster: OtherCluster = None,
     network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,

@@ -660,12 +660,16 @@ def pipeline_buffer_bytes(setting: Setting) -> int:
     if stages == 1 or setting.job.execution.keeps_own_buffers:
         return 0
     if not setting.job.execution.buffers_every_microbatch:
-        most = max(_num_exchanged(pipeline, stage) for stage in range(stages))
-        return most * setting.activation_bytes // ranks
+        return _most_exchanged(pipeline) * setting.activation_bytes // ranks
     if pipeline.schedule.keeps_sends:
         return 4 * pipeline.num_chunks * count * setting.activation_bytes // ranks
     kept = count if stages > 2 else pipeline.in_flight(0)
     return (count + kept) * setting.activation_bytes // ranks
+
+
+@lru_cache(maxsize=4096)
+def _most_exchanged(pipeline: PipelineConfig) -> int:
+    return max(_num_exchanged(pipeline, stage) for stage in range(pipeline.num_stages))
 
 
 def _num_exchanged(pipeline: PipelineConfig, stage: int) -> int:

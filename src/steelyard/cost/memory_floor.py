@@ -50,16 +50,20 @@ KnownLayers = dict[tuple[object, ...], LayerMemory]
 class Floors:
     """The floors of cost tables of a job, made when first asked for; the budget of the job changes none of them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, known: KnownLayers | None = None) -> None:
         self._job = job
         self._made: dict[CostTables, tuple[CostTables, ...]] = {}
-        self._known: KnownLayers = {}
+        self._known: KnownLayers = {} if known is None else known
 
     def of(self, tables: CostTables) -> tuple[CostTables, ...]:
         """As `floor_tables` makes them."""
         if tables not in self._made:
             self._made[tables] = floor_tables(tables, self._job, self._known)
         return self._made[tables]
+
+    def of_others(self) -> "Floors":
+        """Those of tables of the job that are soon done with; what is known of layers serves them too."""
+        return Floors(self._job, self._known)
 
 
 def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None) -> tuple[CostTables, ...]:

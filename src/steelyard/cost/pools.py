@@ -99,7 +99,7 @@ class PooledJob:
                 )
         own = [self.pools[names.index(name)] for name in used]
         ends = list(accumulate(job.cluster.num_devices for job in own))
-        return tuple(own[bisect_right(ends, stage.ranks[0])] for stage in plan.stages[: plan.num_stages])
+        return tuple(own[bisect_right(ends, part.ranks[0])] for part in plan.parts[: plan.num_stages])
 
 
 AnyJob = Job | PooledJob
@@ -108,7 +108,7 @@ AnyJob = Job | PooledJob
 def stage_settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
     """The setting of each stage of a plan; stages that are alike share one."""
     jobs = job.jobs(plan) if isinstance(job, PooledJob) else (job,) * plan.num_stages
-    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    sizes = plan.stage_sizes
     made = {
         (id(own), size): Setting(job=own, pipeline=plan.pipeline, stage_size=size)
         for own, size in zip(jobs, sizes, strict=True)

@@ -66,10 +66,11 @@ def predict(plan: Plan, job: AnyJob, *, slowed: Mapping[int, float] | None = Non
         overlap_sends=job.execution.overlaps_transfers,
         speeds=_stage_speeds(settings),
     )
+    strategies = plan.strategies
     stages = [
         StagePrediction(
             time_s=_time_terms(parts[stage :: plan.num_stages], setting, timeline, stage),
-            memory_bytes=_memory_terms(plan, stage, setting),
+            memory_bytes=_memory_terms(plan, strategies, stage, setting),
         )
         for stage, setting in enumerate(settings)
     ]
@@ -118,7 +119,8 @@ def predict_memory(plan: Plan, job: AnyJob) -> tuple[dict[str, int], ...]:
 
     Raises `InvalidPlanError` if plan and job differ.
     """
-    return tuple(_memory_terms(plan, stage, setting) for stage, setting in enumerate(_settings(plan, job)))
+    settings, strategies = _settings(plan, job), plan.strategies
+    return tuple(_memory_terms(plan, strategies, stage, setting) for stage, setting in enumerate(settings))
 
 
 def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
@@ -128,7 +130,7 @@ def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
 
 def _layer_settings(plan: Plan, settings: Sequence[Setting]) -> list[Setting]:
     """The setting of each layer: that of its stage."""
-    return [settings[index % plan.num_stages] for index, part in enumerate(plan.stages) for _ in part.layers]
+    return [settings[index % plan.num_stages] for index, part in enumerate(plan.parts) for _ in part.layers]
 
 
 def _mean_utilisation(settings: Sequence[Setting], tokens_per_s_per_device: float) -> float | None:
@@ -204,7 +206,7 @@ def _part_costs(plan: Plan, stage_settings: Sequence[Setting]) -> list[_PartCost
     switches = _switches_s(strategies, settings)
     costs = _layer_costs(plan, settings)
     parts = []
-    for index, part in enumerate(plan.stages):
+    for index, part in enumerate(plan.parts):
         layers = part.layers
         received_s = _received_s(plan, index, settings) if index else 0.0
         parts.append(
@@ -233,7 +235,7 @@ def _slowed(part: _PartCost, factor: float) -> _PartCost:
 
 
 def _received_s(plan: Plan, index: int, settings: Sequence[Setting]) -> float:
-    first = plan.stages[index].first_layer
+    first = plan.parts[index].first_layer
     before, setting = settings[first - 1], settings[first]
     if before is not setting:
         return border_s(before, setting)
@@ -307,14 +309,17 @@ def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, s
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 
-def _memory_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
-    """Bytes on one rank by term; they add up to the upper bound that is held against the budget."""
+def _memory_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
+    """Bytes on one rank by term; they add up to the upper bound that is held against the budget.
+
+    ``strategies`` are those of all layers of the plan.
+    """
     if not setting.job.execution.keeps_own_buffers:
-        places = range(stage, len(plan.stages), plan.num_stages)
-        parts, tied = [part_layers(plan, place, setting) for place in places], tied_bytes(plan, stage, setting)
-        tensors = stage_terms(parts, stage, setting, tied=tied)
+        places = range(stage, len(plan.parts), plan.num_stages)
+        parts = [part_layers(plan, strategies, place, setting) for place in places]
+        tensors = stage_terms(parts, stage, setting, tied=tied_bytes(plan, strategies, stage, setting))
     else:
-        tensors = _framework_terms(plan, stage, setting)
+        tensors = _framework_terms(plan, strategies, stage, setting)
     tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
     terms = tensors | {"context": context_bytes(setting)}
     terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
@@ -326,11 +331,11 @@ def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
     return sum(num_bytes for name, num_bytes in terms.items() if name not in job.execution.states.kept_apart)
 
 
-def _framework_terms(plan: Plan, stage: int, setting: Setting) -> dict[str, int]:
+def _framework_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
     """The bound for a framework with states of its own: what all layers hold at most, and the largest working set."""
     pipeline = setting.pipeline
     order = pipeline.passes(stage)
-    chain, strategies = setting.job.chain, plan.strategies
+    chain = setting.job.chain
     chunks = [
         [layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part.layers]
         for part in plan.chunks(stage)
@@ -353,7 +358,7 @@ def _border_terms(
     When those are all made, the activations of their microbatch are freed: the larger of the two counts.
     """
     execution = setting.job.execution
-    strategy = plan.stages[stage].runs[0].strategy
+    strategy = plan.parts[stage].runs[0].strategy
     sent = setting.activation_bytes // (strategy.sample_degree * strategy.sequence_degree)
     kept = execution.kept_transfers * in_flight * sent if setting.pipeline.num_stages > 1 else 0
     made = 0
@@ -366,7 +371,7 @@ def _border_terms(
 
 def _step_excess_bytes(terms: Mapping[str, int], plan: Plan, stage: int, setting: Setting) -> int:
     """What the optimizer's step takes beyond what the passes have freed by then."""
-    data_degree = plan.stages[stage].runs[0].strategy.data_degree
+    data_degree = plan.parts[stage].runs[0].strategy.data_degree
     step = setting.job.execution.step_bytes(terms["parameters"], data_degree)
     return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 

@@ -511,9 +511,12 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
     )
 
 
-def tied_bytes(plan: Plan, stage: int, setting: Setting) -> int:
-    """What a rank of a stage needs to sum the gradients of the vocabulary's matrix: slices of it in fp32."""
-    strategies, chain = plan.strategies, setting.job.chain
+def tied_bytes(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> int:
+    """What a rank of a stage needs to sum the gradients of the vocabulary's matrix: slices of it in fp32.
+
+    ``strategies`` are those of all layers of the plan.
+    """
+    chain = setting.job.chain
     mine = {layer for part in plan.chunks(stage) for layer in part.layers}
     most = 0
     for shared in chain.shared:
@@ -534,11 +537,11 @@ def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
     return whole // strategy.sequence_degree
 
 
-def part_layers(plan: Plan, index: int, setting: Setting) -> PartLayers:
-    """What part ``index`` of a plan's pipeline consists of."""
-    part, strategies, chain = plan.stages[index], plan.strategies, setting.job.chain
+def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting: Setting) -> PartLayers:
+    """What part ``index`` of the pipeline of a plan with these strategies of its layers consists of."""
+    part, chain = plan.parts[index], setting.job.chain
     places = part.layers
-    is_last = index == len(plan.stages) - 1
+    is_last = index == len(plan.parts) - 1
     before = strategies[part.first_layer - 1] if index else None
     if before is not None and before.num_devices != strategies[part.first_layer].num_devices:
         before, arrives_in_parts = strategies[part.first_layer], True

@@ -77,7 +77,7 @@ def _check(plan: Plan, chain: ModelChain) -> None:
         found = f"pytorch for {name} ({family.model_type})"
     elif words - STYLES:
         found = f"pytorch for {name} with tp, whose style {min(words - STYLES)!r} is more than stock calls"
-    sizes = [stage.num_devices for stage in plan.stages]
+    sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         raise UserError(
             field="--to",

@@ -149,7 +149,7 @@ def _parts(plan: Plan, first_block: int, last_block: int) -> tuple[PipelinePart,
             blocks=range(
                 max(part.first_layer, first_block) - first_block, min(part.last_layer, last_block) - first_block + 1
             ),
-            has_head=part.last_layer == plan.stages[-1].last_layer,
+            has_head=part.last_layer == plan.parts[-1].last_layer,
         )
-        for part in plan.stages
+        for part in plan.parts
     )

@@ -108,7 +108,7 @@ def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
             reason for strategy in plan.strategies if (reason := capabilities.refusal(strategy)) is not None
         ),
     ]
-    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         reasons.append(f"stages of unlike numbers of devices ({', '.join(map(str, sizes))})")
     if plan.num_stages > 1 and capabilities.pipeline == "none":
@@ -132,7 +132,7 @@ def recomputed_blocks(plan: Plan) -> tuple[tuple[bool, ...], ...]:
             for layer, strategy in enumerate(part.strategies, start=part.first_layer)
             if layer in blocks
         )
-        for part in plan.stages
+        for part in plan.parts
     )
 
 

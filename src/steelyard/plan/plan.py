@@ -112,27 +112,27 @@ class StagePlan(PlanPart):
 
     @property
     def num_devices(self) -> int:
-        """Ranks of the stage."""
+        """Ranks of its stage."""
         return self.ranks[1] - self.ranks[0] + 1
 
     @property
     def first_layer(self) -> int:
-        """First layer of the stage."""
+        """Its first layer."""
         return self.runs[0].layers[0]
 
     @property
     def last_layer(self) -> int:
-        """Last layer of the stage, included."""
+        """Its last layer, included."""
         return self.runs[-1].layers[1]
 
     @property
     def layers(self) -> range:
-        """All layers of the stage, by their place in the model."""
+        """All its layers, by their place in the model."""
         return range(self.first_layer, self.last_layer + 1)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """The strategy of each layer of the stage in order."""
+        """The strategy of each of its layers in order."""
         counts = [(run.strategy, run.layers[1] + 1 - run.layers[0]) for run in self.runs]
         return tuple(strategy for strategy, count in counts for _ in range(count))
 
@@ -405,7 +405,7 @@ class Plan(PlanPart):
     def stage_pools(self) -> tuple[Cluster, ...]:
         """The pool that each stage lies in."""
         ends = list(accumulate(pool.num_devices for pool in self.pools()))
-        return tuple(self.pools()[bisect_right(ends, stage.ranks[0])] for stage in self.stages[: self.num_stages])
+        return tuple(self.pools()[bisect_right(ends, part.ranks[0])] for part in self.parts[: self.num_stages])
 
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
@@ -435,17 +435,27 @@ class Plan(PlanPart):
     @property
     def num_devices(self) -> int:
         """Ranks of the whole plan."""
-        return sum(stage.num_devices for stage in self.stages[: self.num_stages])
+        return sum(self.stage_sizes)
+
+    @property
+    def parts(self) -> tuple[StagePlan, ...]:
+        """The parts of the pipeline, which are the stages only where each holds one; in the file under ``stages``."""
+        return self.stages
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages, each a group of ranks of its own."""
-        return len({part.ranks for part in self.stages})
+        return len({part.ranks for part in self.parts})
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Ranks of each stage."""
+        return tuple(part.num_devices for part in self.parts[: self.num_stages])
 
     @property
     def num_chunks(self) -> int:
         """Parts of the model that every stage holds: more than one where the schedule takes chunks."""
-        return len(self.stages) // self.num_stages
+        return len(self.parts) // self.num_stages
 
     @property
     def pipeline(self) -> PipelineConfig:
@@ -459,11 +469,11 @@ class Plan(PlanPart):
 
     def stage_of(self, rank: int) -> int:
         """The stage that a rank belongs to."""
-        return next(index for index, stage in enumerate(self.stages) if stage.ranks[0] <= rank <= stage.ranks[1])
+        return next(index for index, part in enumerate(self.parts) if part.ranks[0] <= rank <= part.ranks[1])
 
     def chunks(self, stage: int) -> tuple[StagePlan, ...]:
         """The parts of the model that the ranks of ``stage`` hold, in the order of the layers."""
-        return self.stages[stage :: self.num_stages]
+        return self.parts[stage :: self.num_stages]
 
     @property
     def microbatch_samples(self) -> int:
@@ -478,7 +488,7 @@ class Plan(PlanPart):
     @property
     def strategies(self) -> tuple[Strategy, ...]:
         """The strategy of each layer of the model in order."""
-        return tuple(strategy for stage in self.stages for strategy in stage.strategies)
+        return tuple(strategy for part in self.parts for strategy in part.strategies)
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
@@ -524,14 +534,14 @@ def _check_ranks(plan: Plan) -> None:
     takes_chunks = find_schedule(plan.schedule).takes_chunks
     if takes_chunks:
         _check_chunks(plan)
-    _check_consecutive(plan.stages[: plan.num_stages] if takes_chunks else plan.stages, alike=takes_chunks)
+    _check_consecutive(plan.parts[: plan.num_stages] if takes_chunks else plan.parts, alike=takes_chunks)
     if plan.is_mixed:
         _check_pools(plan)
 
 
 def _check_chunks(plan: Plan) -> None:
     """Whether the parts are P·v, v at least 2, and part k lies on the ranks of part k mod P."""
-    count, num_parts = plan.num_stages, len(plan.stages)
+    count, num_parts = plan.num_stages, len(plan.parts)
     if count < 2 or num_parts % count or num_parts == count:
         raise InvalidPlanError(
             field="stages",
@@ -540,8 +550,8 @@ def _check_chunks(plan: Plan) -> None:
             "ranks",
             hint=f"list the ranks of all stages once for each chunk, or use the {USUAL.name} schedule",
         )
-    for index, part in enumerate(plan.stages):
-        expected = plan.stages[index % count].ranks
+    for index, part in enumerate(plan.parts):
+        expected = plan.parts[index % count].ranks
         if part.ranks != expected:
             raise InvalidPlanError(
                 field=f"stages[{index}].ranks",
@@ -585,12 +595,12 @@ def _check_pools(plan: Plan) -> None:
             expected="a schedule without chunks: those of all stages are cut alike",
             hint=f"use the {USUAL.name} schedule",
         )
-    for index, stage in enumerate(plan.stages):
-        place = bisect_right(ends, stage.ranks[0])
-        if stage.ranks[1] >= ends[place]:
+    for index, part in enumerate(plan.parts):
+        place = bisect_right(ends, part.ranks[0])
+        if part.ranks[1] >= ends[place]:
             raise InvalidPlanError(
                 field=f"stages[{index}].ranks",
-                found=f"[{stage.ranks[0]}, {stage.ranks[1]}]: ranks of {pools[place].name} and {pools[place + 1].name}",
+                found=f"[{part.ranks[0]}, {part.ranks[1]}]: ranks of {pools[place].name} and {pools[place + 1].name}",
                 expected=f"ranks of one pool; those of {pools[place].name} end with {ends[place] - 1}",
                 hint="end a stage where a pool ends",
             )
@@ -598,12 +608,12 @@ def _check_pools(plan: Plan) -> None:
 
 def _check_coverage(plan: Plan, chain: ModelChain) -> None:
     expected_first = 0
-    for stage_index, stage in enumerate(plan.stages):
-        for run_index, run in enumerate(stage.runs):
+    for index, part in enumerate(plan.parts):
+        for run_index, run in enumerate(part.runs):
             first, last = run.layers
             if first != expected_first or last < first or last >= chain.num_layers:
                 raise InvalidPlanError(
-                    field=f"stages[{stage_index}].runs[{run_index}].layers",
+                    field=f"stages[{index}].runs[{run_index}].layers",
                     found=f"[{first}, {last}]",
                     expected=f"layers that go on from layer {expected_first} within 0 to {chain.num_layers - 1} "
                     f"({chain.name} has {chain.num_layers} layers: embedding, "
@@ -621,15 +631,15 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
 
 
 def _check_strategies(plan: Plan, chain: ModelChain) -> None:
-    for stage_index, stage in enumerate(plan.stages):
-        for run_index, run in enumerate(stage.runs):
-            where = f"stages[{stage_index}].runs[{run_index}]"
+    for index, part in enumerate(plan.parts):
+        for run_index, run in enumerate(part.runs):
+            where = f"stages[{index}].runs[{run_index}]"
             strategy = _valid_strategy(run, where)
-            if strategy.num_devices != stage.num_devices:
+            if strategy.num_devices != part.num_devices:
                 raise InvalidPlanError(
                     field=f"{where}.parallel",
                     found=f"{strategy.parallel}, which spans {strategy.num_devices} devices",
-                    expected=f"degrees whose product is the {stage.num_devices} devices of the stage",
+                    expected=f"degrees whose product is the {part.num_devices} devices of the stage",
                     hint="change a degree, or the ranks of the stage",
                 )
             for kind in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:

@@ -45,15 +45,15 @@ def shrunk_plan(plan: Plan) -> Plan:
         )
     degree = _common([each.head_degree for each in plan.strategies])
     expert_degree = _common([each.expert_degree for each in plan.strategies])
-    kept = [list(part.layers) for part in plan.stages] if chain.split else list(_kept_layers(plan, chain))
+    kept = [list(part.layers) for part in plan.parts] if chain.split else list(_kept_layers(plan, chain))
     small = _small_chain(chain, [layer for part in kept for layer in part], degree, expert_degree)
     config = dict(small.config)
     first, stages = 0, []
-    for part, layers in zip(plan.stages, kept, strict=True):
+    for part, layers in zip(plan.parts, kept, strict=True):
         strategies = tuple(plan.strategies[layer] for layer in layers)
         stages.append(StagePlan(ranks=part.ranks, runs=fold_runs(first, strategies)))
         first += len(layers)
-    microbatches = min(plan.num_microbatches, 2 * len(plan.stages))
+    microbatches = min(plan.num_microbatches, 2 * len(plan.parts))
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
     degree = _common(2 * each.token_degree * each.tensor_degree for each in plan.strategies)
@@ -80,7 +80,7 @@ def _small_chain(chain: ModelChain, kept: list[int], degree: int, expert_degree:
 
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
     """For each part of the pipeline the layers that are kept: of equal neighbours the first two."""
-    for part in plan.stages:
+    for part in plan.parts:
         layers = part.layers
         runs = groupby(layers, key=lambda layer: (chain.layers[layer], plan.strategies[layer]))
         yield [layer for _, run in runs for layer in list(run)[:_KEPT_OF_A_RUN]]

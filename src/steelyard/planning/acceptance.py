@@ -23,7 +23,7 @@ from steelyard.cost.predict import predict_memory
 from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan
 from steelyard.planning.plain import PLAIN_N_D, plain_choices
-from steelyard.planning.plan_from_search import bare_plan
+from steelyard.planning.plan_from_search import bare_plan, grouped_plan
 from steelyard.planning.restrictions import means_of, restricted
 from steelyard.search import (
     NearestMiss,
@@ -34,10 +34,12 @@ from steelyard.search import (
     partition_exact,
     search,
 )
-from steelyard.search.evaluate import evaluate
+from steelyard.search.evaluate import Solution, evaluate
+from steelyard.search.group_strategies import group_equal_strategies
 from steelyard.search.layers import NO_LIMIT_BYTES
 from steelyard.search.least_memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
 from steelyard.search.partition import quick_bound_s
+from steelyard.search.runs import AnyBudget
 from steelyard.units import format_seconds
 
 SAME = 1e-9
@@ -138,7 +140,8 @@ def _without_means(contest: "_Contest", deadline: float | None) -> None:
         name, keeps = next(iter(means.items()))
         tried.add(name)
         tables = [restricted(contest.tables[index], keeps) for index in indices]
-        smaller = _Contest(job=job, tables=tables, num_exact=1, made=Floors(job), known_s=contest.cutoff_s)
+        made = Floors(job) if isinstance(contest.made, PooledFloors) else contest.made.of_others()
+        smaller = replace(contest, tables=tables, made=made, num_exact=1, known_s=contest.cutoff_s, accepted={})
         _settle(smaller, 0, deadline)
         for index, each in smaller.accepted.items():
             outcome = replace(each.outcome, index=indices[index])
@@ -161,6 +164,8 @@ class _Contest:
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
     accepted: dict[int, Accepted] = field(default_factory=dict)
+    walks: dict[tuple[object, ...], tuple[Plan, int]] = field(default_factory=dict)
+    """By pipeline setting, pools, cuts and strategies."""
 
     def __post_init__(self) -> None:
         own_slack = self.job.execution.keeps_own_buffers
@@ -199,15 +204,24 @@ class _Contest:
 
         Equal layers in the order that reads best, or where that does not fit as they were found.
         """
-        excess = 0
-        for plan in (bare_plan(self.job, outcome), bare_plan(self.job, outcome, is_grouped=False)):
-            excess = self._excess_bytes(plan)
+        excess, as_found = 0, outcome.solution
+        for solution in (group_equal_strategies(outcome.tables, as_found), as_found):
+            plan, excess = self._walk(outcome.tables, solution)
             if excess == 0:
                 known = self.accepted.get(outcome.index)
                 if known is None or outcome.score_s < known.outcome.score_s:
                     self.accepted[outcome.index] = Accepted(outcome=outcome, plan=plan)
                 break
         return excess
+
+    def _walk(self, tables: CostTables, solution: Solution) -> tuple[Plan, int]:
+        """The plan of a solution and by how much its walk exceeds the room, of any tables of the pipeline setting."""
+        strategies = tuple(tables.strategies[index] for index in solution.strategies)
+        key = (tables.pipeline, tables.pools and tables.pools.order, solution.boundaries, strategies)
+        if key not in self.walks:
+            plan = bare_plan(self.job, tables, solution)
+            self.walks[key] = plan, self._excess_bytes(plan)
+        return self.walks[key]
 
     def _excess_bytes(self, plan: Plan) -> int:
         stages = predict_memory(plan, self.job)
@@ -288,7 +302,8 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
     Begins with the floor that bounds the setting best.
     """
     outcome = known if known.result.status == "optimal" else None
-    for floor in contest.floors(index)[outcome is not None :]:
+    floors = [AnyBudget(each) for each in contest.floors(index)]
+    for floor in floors[outcome is not None :]:
         outcome = _within(contest, index, floor, 0, deadline) or outcome
         if contest.bounds_s[index] >= contest.cutoff_s * (1 - SAME):
             return
@@ -298,7 +313,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
         if outcome is None or excess == 0:
             break
         walked = contest.room_bytes + excess
-        least = {walked - _peak_bytes(each, outcome): each for each in contest.floors(index)}
+        least = {walked - _peak_bytes(each.tables, outcome): each for each in floors}
         floor = least[min(least)]
         refused, spared = spared, max(spared + 1, min(least))
         outcome = _within(contest, index, floor, spared, deadline)
@@ -318,12 +333,12 @@ def _beyond(contest: _Contest, index: int, deadline: float | None) -> None:
     known, tables = contest.accepted.get(index), contest.tables[index]
     if known is None:
         return
-    accepted, refused = 0, NO_LIMIT_BYTES
+    accepted, refused, whole = 0, NO_LIMIT_BYTES, AnyBudget(tables)
     granted = _peak_bytes(tables, known.outcome) - walked_bytes(known.plan, contest.job)
     for _ in range(HALVINGS):
         if not accepted < granted < refused or _left_s(deadline) == 0:
             return
-        outcome = _within(contest, index, tables, -granted, deadline)
+        outcome = _within(contest, index, whole, -granted, deadline)
         if outcome is None or contest.excess_bytes(outcome) == 0:
             accepted = granted
         else:
@@ -337,7 +352,7 @@ def _peak_bytes(tables: CostTables, outcome: SettingOutcome) -> int:
 
 
 def _within(
-    contest: _Contest, index: int, floor: CostTables, spared_bytes: int, deadline: float | None
+    contest: _Contest, index: int, floor: AnyBudget, spared_bytes: int, deadline: float | None
 ) -> SettingOutcome | None:
     """The fastest plan of a floor within so much less than there is; None where it is of no use."""
     cutoff_s = contest.cutoff_s * (1 - SAME)
@@ -346,7 +361,7 @@ def _within(
         contest.bounds_s[index] = max(contest.bounds_s[index], result.lower_bound_s)
     if result.solution is None or result.solution.step_s >= cutoff_s:
         return None
-    return _outcome(index, floor, result)
+    return _outcome(index, floor.tables, result)
 
 
 def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOutcome:
@@ -472,7 +487,7 @@ def _walked(contest: _Contest, least: _Least, tables: CostTables, cuts: Sequence
 
 def _weighed(contest: _Contest, outcome: SettingOutcome, miss: NearestMiss) -> _Least:
     """An outcome with the bytes that the walk of its plan finds, and what they miss."""
-    walked = walked_bytes(bare_plan(contest.job, outcome), contest.job)
+    walked = walked_bytes(grouped_plan(contest.job, outcome), contest.job)
     missing = walked - usable_of(contest.job)
     return _Least(outcome=outcome, walked_bytes=walked, miss=replace(miss, needed_bytes=walked, miss_bytes=missing))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob
 from steelyard.cost.predict import PlanCost, least_step_s, predict
 from steelyard.cost.setting import Job, Setting
@@ -53,6 +54,8 @@ class PlanningResult:
     miss_text: str
     others: tuple[tuple[Plan, PlanCost], ...] = ()
     """The best plans of other pipeline settings that the simulator priced, without their predictions, fastest first."""
+    floors: Floors | None = None
+    """Of the problem, as far as they were asked for; None for several pools."""
     has_margin: bool = True
     """False for a plan that takes of the margin of the job, since none leaves it free."""
 
@@ -131,12 +134,18 @@ def is_module(value: object) -> bool:
 
 
 def plan_job(
-    job: Job, options: PlanOptions, *, top: int = NUM_RESCORED, problem: Problem | None = None
+    job: Job,
+    options: PlanOptions,
+    *,
+    top: int = NUM_RESCORED,
+    problem: Problem | None = None,
+    floors: Floors | None = None,
 ) -> PlanningResult:
     """Searches every pipeline setting of a job and turns the best into a plan.
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``problem`` saves
-    building the cost tables again where `make_problem` has built those of this job and these options.
+    building the cost tables again where `make_problem` has built those of this job and these options, ``floors`` making
+    those of this job.
 
     Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
@@ -148,12 +157,13 @@ def plan_job(
 
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
-    found = _plan_within(job, options, top, problem)
+    floors = floors or Floors(job)
+    found = _plan_within(job, options, top, problem, floors)
     if found.plan is not None or not job.margin_bytes:
         return found
     assert found.problem is not None, "what one pool was searched with"
     whole = without_margin(job)
-    found = _plan_within(whole, options, top, replace(found.problem, budget_bytes=usable_bytes(whole)))
+    found = _plan_within(whole, options, top, replace(found.problem, budget_bytes=usable_bytes(whole)), floors)
     if found.plan is None or found.plan.prediction is None:
         return found
     told = pressure(whole, found.plan.prediction.stages, missed_bytes=job.margin_bytes)
@@ -161,7 +171,7 @@ def plan_job(
     return replace(found, plan=found.plan.model_copy(update={"prediction": prediction}), has_margin=False)
 
 
-def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | None) -> PlanningResult:
+def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | None, floors: Floors) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
     settings, started, limit_s = pipeline_settings(job, options), time.monotonic(), options.time_limit_s
     if problem is None:
@@ -176,6 +186,7 @@ def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | No
         num_alternatives=num_rescored - 1,
         partition=options.partition,
         time_limit_s=None if limit_s is None else max(0.0, started + limit_s - time.monotonic()),
+        floors=floors,
     )
     searched_s = time.monotonic() - started
     result = PlanningResult(
@@ -187,6 +198,7 @@ def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | No
         cost=None,
         miss=found.search.nearest_miss,
         miss_text="",
+        floors=floors,
     )
     if not found.ranked:
         return replace(result, miss_text=_miss_text(job, found, settings) + _not_searched_text(left_out, settings))

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
@@ -21,18 +22,21 @@ ROUNDING_BYTES = 2
 """What is lost where the bytes of a device become those that tensors may fill."""
 
 
-def with_fallbacks(plan: Plan, job: Job, options: PlanOptions, *, num_fallbacks: int, problem: Problem) -> Plan:
+def with_fallbacks(
+    plan: Plan, job: Job, options: PlanOptions, *, num_fallbacks: int, problem: Problem, floors: Floors | None = None
+) -> Plan:
     """The plan with up to ``num_fallbacks`` others in it, each the fastest within a share of the memory of the plan.
 
     Where nothing fits into a share, the last is the plan of least memory. ``problem`` holds the cost tables of this job
-    and these options.
+    and these options; ``floors`` of the job save making them.
     """
+    floors = floors or Floors(job)
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
     found: list[Plan] = []
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        less = _fastest_within(budget, job, options, problem)
+        less = _fastest_within(budget, job, options, problem, floors)
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
         found.append(less)
@@ -52,7 +56,8 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
     for tables in _most_promising(result, result.problem)[: 2 * num_plans]:
         if len(found) >= num_plans:
             break
-        ranked = accept(job, [tables], num_alternatives=0, time_limit_s=SETTING_LIMIT_S).ranked
+        limit_s = SETTING_LIMIT_S
+        ranked = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s, floors=result.floors).ranked
         found += [(each.plan, predict(each.plan, job)) for each in ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
@@ -68,18 +73,18 @@ def _most_promising(result: PlanningResult, problem: Problem) -> list[CostTables
     return [problem.settings[each.index] for each in left]
 
 
-def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem) -> Plan | None:
+def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem, floors: Floors) -> Plan | None:
     """The fastest plan within a budget, or where none fits the one that misses it least."""
     tight = replace(job, budget_bytes=budget_bytes, margin_bytes=0)
-    result = plan_job(tight, options, top=1, problem=problem)
+    result = plan_job(tight, options, top=1, problem=problem, floors=floors)
     if result.plan is not None or result.miss is None:
         return result.plan
     least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return plan_job(replace(tight, budget_bytes=least_bytes), options, top=1, problem=problem).plan
+    return plan_job(replace(tight, budget_bytes=least_bytes), options, top=1, problem=problem, floors=floors).plan
 
 
 def _as_fallback(plan: Plan) -> Fallback:
     prediction = plan.prediction.model_copy(update={"alternatives": ()}) if plan.prediction else None
     return Fallback(
-        num_microbatches=plan.num_microbatches, schedule=plan.schedule, stages=plan.stages, prediction=prediction
+        num_microbatches=plan.num_microbatches, schedule=plan.schedule, stages=plan.parts, prediction=prediction
     )

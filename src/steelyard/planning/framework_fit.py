@@ -287,7 +287,7 @@ def with_first_blocks_recomputed(plan: Plan, job: Job, pins: Sequence[Pin] = ())
     The least that the pins of its layers leave.
     """
     blocks = set(block_layers(plan.chain()))
-    most = max(sum(layer in blocks for layer in part.layers) for part in plan.stages)
+    most = max(sum(layer in blocks for layer in part.layers) for part in plan.parts)
 
     def fits(count: int) -> bool:
         return peak_bytes(with_price(_first_blocks(plan, count, blocks), job)) <= job.budget_bytes
@@ -309,7 +309,7 @@ def _has_pins(plan: Plan, pins: Sequence[Pin]) -> bool:
 
 def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:
     stages = []
-    for part in plan.stages:
+    for part in plan.parts:
         seen = 0
         strategies: list[Strategy] = []
         for layer, strategy in enumerate(part.strategies, start=part.first_layer):

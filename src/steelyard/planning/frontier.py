@@ -11,7 +11,7 @@ from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.acceptance import walked_bytes
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
-from steelyard.planning.plan_from_search import bare_plan, describe, summarise
+from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_problem
 from steelyard.search import sampled_frontier
@@ -83,7 +83,7 @@ def memory_points(
         max_searches=max_searches,
         time_limit_s=options.time_limit_s,
     )
-    plans = [bare_plan(job, step.outcome) for step in frontier.steps]
+    plans = [grouped_plan(job, step.outcome) for step in frontier.steps]
     is_exact = all(walked_bytes(plan, job) == step.peak_bytes for plan, step in zip(plans, frontier.steps, strict=True))
     points = [frontier_point(job, plan) for plan in plans]
     chosen = plan_job(job, options, problem=problem).plan

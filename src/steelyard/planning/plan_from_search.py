@@ -4,19 +4,24 @@ from itertools import accumulate
 
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.pools import AnyJob, PooledJob
+from steelyard.cost.tables import CostTables
 from steelyard.hardware import Cluster, MixedCluster, hardware_file
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
+from steelyard.search.evaluate import Solution
 from steelyard.search.group_strategies import group_equal_strategies
 from steelyard.units import format_plural
 
 
-def bare_plan(job: AnyJob, outcome: SettingOutcome, *, is_grouped: bool = True) -> Plan:
+def grouped_plan(job: AnyJob, outcome: SettingOutcome) -> Plan:
     """The plan of a search outcome, without its prediction; equal layers of equal strategies beside each other."""
-    tables = outcome.tables
+    return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution))
+
+
+def bare_plan(job: AnyJob, tables: CostTables, solution: Solution) -> Plan:
+    """The plan of a solution of these tables, without its prediction."""
     pipeline = tables.pipeline
-    solution = group_equal_strategies(tables, outcome.solution) if is_grouped else outcome.solution
     strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
     parts = list(unfold_parts(solution.boundaries, pipeline.num_chunks))
     ends = list(accumulate(strategies[first].num_devices for _, first, _ in parts[: pipeline.num_stages]))

@@ -53,7 +53,7 @@ class Contest:
         """The best plan of these tables within the budget of the job, or by how much it misses."""
         if not tables:
             return Rival(name=name)
-        floors = self.floors if {*tables} <= {*self.tables} else None
+        floors = self.floors if {*tables} <= {*self.tables} else self.floors.of_others()
         found = accept(self.job, tables, num_alternatives=0, time_limit_s=self.time_limit_s, floors=floors)
         if not found.ranked:
             miss = found.search.nearest_miss
@@ -102,11 +102,16 @@ def _all_restricted(contest: Contest, keeps: Keeps) -> list[CostTables]:
 
 
 def with_baselines(
-    plan: Plan, job: Job, tables: Sequence[CostTables], *, time_limit_s: float | None = TIME_LIMIT_S
+    plan: Plan,
+    job: Job,
+    tables: Sequence[CostTables],
+    *,
+    time_limit_s: float | None = TIME_LIMIT_S,
+    floors: Floors | None = None,
 ) -> Plan:
     """The plan with the best plan of each plain kind in its prediction, searched among all settings of these tables.
 
-    The time limit is of each kind; what is found by then is the best so far.
+    The time limit is of each kind; what is found by then is the best so far. ``floors`` of the job save making them.
     """
     if plan.prediction is None:
         return plan
@@ -114,7 +119,7 @@ def with_baselines(
         job=job,
         tables=tuple(tables),
         step_s=plan.prediction.step_time_s,
-        floors=Floors(job),
+        floors=floors or Floors(job),
         time_limit_s=time_limit_s,
     )
     found = tuple(

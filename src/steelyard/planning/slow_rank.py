@@ -97,7 +97,7 @@ def _cut_for(plan: Plan, job: Job, slow: SlowRank, demands: Sequence[Demand]) ->
     if cluster.num_nodes > 1:
         shapes = (cluster.num_nodes - 1, cluster.devices_per_node), (1, cluster.devices_per_node)
     else:
-        size = min(plan.stages[slow.stage].num_devices, cluster.num_devices // 2)
+        size = min(plan.parts[slow.stage].num_devices, cluster.num_devices // 2)
         shapes = (1, cluster.num_devices - size), (1, size)
     whole, part = (with_shape(cluster, *shape) for shape in shapes)
     part = replace(part, name=f"{part.name} {slow.factor:.1f} × as slow")
@@ -112,7 +112,7 @@ def _cut_for(plan: Plan, job: Job, slow: SlowRank, demands: Sequence[Demand]) ->
     factors = {stage: slow.factor for stage, name in enumerate(names) if name == part.name}
     return Recut(
         step_time_s=predict(found, PooledJob(pools=pools, cluster=joined), slowed=factors).step_time_s,
-        layers=tuple(len(stage.layers) for stage in found.stages),
+        layers=tuple(len(part.layers) for part in found.parts),
         is_slow=tuple(stage in factors for stage in range(found.num_stages)),
         setting=describe(found.pipeline),
         strategies=summarise(found),

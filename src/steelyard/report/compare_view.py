@@ -67,7 +67,7 @@ def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> Renderable
 def _layers(plan: Plan) -> list[str]:
     return [
         f"stage {index % plan.num_stages}: {strategy}"
-        for index, part in enumerate(plan.stages)
+        for index, part in enumerate(plan.parts)
         for strategy in part.strategies
     ]
 

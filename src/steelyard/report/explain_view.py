@@ -33,7 +33,7 @@ SMALL_SHARE = 0.01
 
 def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
     """The decision, where time and memory go, what binds, and the rivals; with ``everything`` all that lost too."""
-    num_rows = sum(len(part.runs) for part in plan.stages)
+    num_rows = sum(len(part.runs) for part in plan.parts)
     layers = stage_table(plan) if everything or num_rows <= SHOWN_ROWS else Text(_usage(plan))
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), *warning_lines(plan.prediction), layers]
     if plan.prediction is not None:
@@ -211,8 +211,9 @@ def _usage(plan: Plan) -> str:
     names = [str(strategy) for strategy in plan.strategies]
     used = sorted(dict.fromkeys(names), key=lambda name: -names.count(name))
     counted = ", ".join(f"{name} ×{names.count(name)}" for name in used)
-    sizes = [part.last_layer - part.first_layer + 1 for part in plan.stages]
-    return f"Strategies: {counted}.\nLayers of the stages: {', '.join(map(str, sizes))} (--all shows which)."
+    sizes = [len(part.layers) for part in plan.parts]
+    parts = "stages" if plan.num_chunks == 1 else "chunks"
+    return f"Strategies: {counted}.\nLayers of the {parts}: {', '.join(map(str, sizes))} (--all shows which)."
 
 
 def _stage(plan: Plan, index: int, what: str) -> str:

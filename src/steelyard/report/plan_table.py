@@ -211,17 +211,17 @@ def stage_table(plan: Plan) -> Table:
     pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else []
     for column in ("stage", *(["pool"] if pools else []), "ranks", "layers", "parallel", "remat"):
         table.add_column(column)
-    for index, stage in enumerate(plan.stages):
-        for run_index, run in enumerate(stage.runs):
+    for index, part in enumerate(plan.parts):
+        for run_index, run in enumerate(part.runs):
             first = run_index == 0
             table.add_row(
                 part_name(plan, index) if first else "",
                 *([pools[index] if first else ""] if pools else []),
-                f"{stage.ranks[0]}–{stage.ranks[1]}" if first else "",
+                f"{part.ranks[0]}–{part.ranks[1]}" if first else "",
                 layers_text(chain, *run.layers),
                 str(run.strategy.without_remat()),
                 str(run.remat),
-                end_section=run_index == len(stage.runs) - 1,
+                end_section=run_index == len(part.runs) - 1,
             )
     return table
 

@@ -62,7 +62,7 @@ def trace_events(
             for each in without_hidden(ordered, hidden):
                 events.append(_complete(each, stage))
                 if layers and each.category in _DIRECTIONS and each.microbatch in (0, plan.num_microbatches - 1):
-                    part = plan.stages[(each.chunk or 0) * plan.num_stages + stage]
+                    part = plan.parts[(each.chunk or 0) * plan.num_stages + stage]
                     inside = _layer_slices(each, [layers[layer] for layer in part.layers])
                     events += (_complete(one, stage) for one in inside)
     return {
@@ -98,7 +98,7 @@ def _layer_slices(whole: Slice, layers: Sequence[LayerTimes]) -> Iterator[Slice]
 
 def default_num_shown(plan: Plan) -> int:
     """Microbatches that a file of reasonable size shows: all of them unless there are very many."""
-    per_microbatch = 6 * len(plan.stages)  # a forward and a backward, each with a bubble and a transfer
+    per_microbatch = 6 * len(plan.parts)  # a forward and a backward, each with a bubble and a transfer
     return max(2, min(plan.num_microbatches, MAX_EVENTS // per_microbatch))
 
 
@@ -186,7 +186,7 @@ def _complete(each: Slice, stage: int) -> TraceEvent:
 
 
 def _metadata(plan: Plan, stage: int, tracks: list[int]) -> Iterator[TraceEvent]:
-    first, last = plan.stages[stage].ranks
+    first, last = plan.parts[stage].ranks
     ranks = f"rank {first}" if first == last else f"ranks {first}–{last}"
     yield _name(stage, 0, "process_name", {"name": f"stage {stage} ({ranks})"})
     yield _name(stage, 0, "process_sort_index", {"sort_index": stage})

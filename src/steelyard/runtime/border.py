@@ -101,7 +101,7 @@ class Layout:
 
 def border(plan: Plan, index: int) -> tuple[Layout, Layout]:
     """How the activation lies as part ``index`` - 1 of a pipeline sends it, and as part ``index`` receives it."""
-    before, after = plan.stages[index - 1], plan.stages[index]
+    before, after = plan.parts[index - 1], plan.parts[index]
     layer = after.first_layer
     sending = _layout(plan, layer - 1, before.ranks[0])
     if before.num_devices == after.num_devices:

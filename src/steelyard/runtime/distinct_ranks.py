@@ -35,10 +35,10 @@ def distinct_ranks(plan: Plan, builder: str | None = None) -> tuple[RankGroup, .
     chain = plan.chain()
     dims = _dims(chain, build_planned(builder, plan).without_values() if builder else build_meta_model(chain))
     groups = []
-    for stage, (first, last) in enumerate(dict.fromkeys(part.ranks for part in plan.stages)):
+    for stage, (first, last) in enumerate(dict.fromkeys(part.ranks for part in plan.parts)):
         layers = [
             (chain.layers[layer], strategy)
-            for part in plan.stages
+            for part in plan.parts
             if part.ranks == (first, last)
             for layer, strategy in enumerate(part.strategies, start=part.first_layer)
         ]

@@ -104,7 +104,7 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
 
     Every run of axes that any layer of any stage uses gets its process group here, and none later.
     """
-    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    sizes = plan.stage_sizes
     own = plan.stage_of(dist.get_rank())
     if len(set(sizes)) == 1:
         axes = mesh_axes(sizes[0])
@@ -113,7 +113,7 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
         )
         return _mesh_of(world, own, axes, plan.strategies)
     found = None
-    for stage, part in enumerate(plan.stages):
+    for stage, part in enumerate(plan.parts):
         axes = mesh_axes(part.num_devices)
         ranks = torch.arange(part.ranks[0], part.ranks[1] + 1).view(1, *axes)
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(_ONE, *_axis_names(axes)))

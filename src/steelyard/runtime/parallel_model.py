@@ -248,7 +248,7 @@ class ParallelModel:
         part = PipelinePart(
             chunk,
             index,
-            len(self.plan.stages),
+            len(self.plan.parts),
             self.device,
             examples=(self._example(index, is_input=True), self._example(index, is_input=False)),
             group=self.mesh.pipeline,
@@ -261,11 +261,11 @@ class ParallelModel:
 
     def _example(self, index: int, *, is_input: bool) -> Tensor | tuple[Tensor, ...]:
         """Tensors of the shape and type that part ``index`` receives or sends for one microbatch."""
-        part = self.plan.stages[index]
+        part = self.plan.parts[index]
         if is_input and index == 0:
             samples = self.plan.microbatch_samples // self.plan.strategies[0].sample_degree
             return blank_samples(self.chain, samples, self.plan.seq_len)[0].to("meta")
-        if not is_input and index == len(self.plan.stages) - 1:
+        if not is_input and index == len(self.plan.parts) - 1:
             return torch.empty((), device="meta", requires_grad=True)
         sender = part.first_layer - 1 if is_input else part.last_layer
         layout = border(self.plan, index)[1] if is_input else border(self.plan, index + 1)[0]
@@ -277,7 +277,7 @@ class ParallelModel:
 
     def _exchange(self, index: int) -> Exchange:
         """What part ``index`` of the pipeline exchanges with the ranks of the parts beside it."""
-        rank, stages, found = dist.get_rank(), self.plan.stages, {}
+        rank, stages, found = dist.get_rank(), self.plan.parts, {}
 
         def pieces(of: Callable[..., list[Piece]], source: Layout, target: Layout, layer: int) -> Pieces:
             return [of(rank, source, target, shape) for shape in flow_shapes(self.plan, self.chain, layer)]

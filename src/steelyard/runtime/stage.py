@@ -211,7 +211,7 @@ def build_chunks(
     prepare_model(model, chain)
     return tuple(
         _build_chunk(model, plan, index, chain, mesh, seed=seed, device=device)
-        for index in range(mesh.stage_index, len(plan.stages), plan.num_stages)
+        for index in range(mesh.stage_index, len(plan.parts), plan.num_stages)
     )
 
 
@@ -225,11 +225,11 @@ def _build_chunk(
     seed: int,
     device: torch.device,
 ) -> StageModule:
-    stage_plan = plan.stages[index]
-    strategies = stage_plan.strategies
+    part = plan.parts[index]
+    strategies = part.strategies
     layers: dict[str, ChainLayer] = {}
     replicas: list[Replica] = []
-    for number, strategy in enumerate(strategies, start=stage_plan.first_layer):
+    for number, strategy in enumerate(strategies, start=part.first_layer):
         materialize_layer(model, chain, number, seed=seed, device=device)
         layer = build_layer(model, chain, number, strategy.remat)
         sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision)
@@ -237,7 +237,7 @@ def _build_chunk(
             replicas.append(sharded)
         layers[str(number)] = layer
     arriving = border(plan, index)[1] if index else None
-    leaving = border(plan, index + 1)[0] if index + 1 < len(plan.stages) else None
+    leaving = border(plan, index + 1)[0] if index + 1 < len(plan.parts) else None
     loop = LayerLoop(
         layers,
         placements=[mesh.hidden_placement(strategy) for strategy in strategies],

@@ -236,13 +236,13 @@ def _write_stage(
     part: Path, state: RunState, plan: Plan, dtype: torch.dtype, file_bytes: int
 ) -> list[tuple[str, dict[str, int]]]:
     """Writes the files of this rank's stage; on its first rank returns them, each with the bytes of its tensors."""
-    stage = next(stage for stage in plan.stages if stage.ranks[0] <= dist.get_rank() <= stage.ranks[1])
-    is_writer = dist.get_rank() == stage.ranks[0]
+    first_rank = plan.parts[plan.stage_of(dist.get_rank())].ranks[0]
+    is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
     apart = frozenset(modules_apart(plan.chain()))
     for tensors in _gathered(state, dtype, file_bytes, apart, keep=is_writer):
         if is_writer:
-            name = f"stage-{stage.ranks[0]:05d}-{len(files):05d}"
+            name = f"stage-{first_rank:05d}-{len(files):05d}"
             save_file(tensors, part / name, metadata={"format": "pt"})
             files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
     return files

@@ -131,6 +131,8 @@ def candidates(
             soonest, smallest = min(soonest, paid), min(smallest, rest_bytes[level])
         for state in range(states.shape[1]):
             taken = states[2, state] + options[2, option]
+            if taken + smallest + options[3, option] > budget:
+                break  # as do all behind it, which come in order of bytes
             peak = states[3, state]
             peak = max(peak, options[3, option])
             spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
@@ -202,12 +204,13 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     for index in order:
         came, left, peak, own = places[0, index], places[1, index], places[3, index], places[6, index]
         beaten = False
-        for other in range(detour.shape[0]):
+        for turn in range(detour.shape[0] + 1):
+            other = left if turn == 0 else turn - 1  # the own class beats most
             longest = seconds[index] - detour[other, left]
-            if own > 0 and fastest[came, other, own - 1] <= longest:
-                beaten = True
-            if same[came, other, own] <= longest and same_peak[came, other, own] <= peak:
-                beaten = True
+            beaten = own > 0 and fastest[came, other, own - 1] <= longest
+            beaten |= same[came, other, own] <= longest and same_peak[came, other, own] <= peak
+            if beaten:
+                break
         if beaten:
             continue
         order[num_kept] = index

@@ -36,16 +36,15 @@ from steelyard.search.least_memory import (
     furthest_boundaries,
     least_memory_strategies,
     nearest_miss,
-    stage_memories,
 )
 from steelyard.search.pipeline_dp import Pipeline, join_runs
 from steelyard.search.pool_bounds import PricedLayers, least_step_s
 from steelyard.search.runs import (
+    AnyBudget,
     PreparedTables,
     StageRuns,
     filled_boundaries,
     possible_runs,
-    prepare,
     runs_between,
     solve_further,
     solve_runs,
@@ -105,11 +104,12 @@ class Prospect:
 
 
 def partition_exact(
-    tables: CostTables, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
+    tables: CostTables | AnyBudget, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
 ) -> SettingResult:
     """The fastest plan of this setting within the budget per device, with its proof.
 
     A setting that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.monotonic` value.
+    `AnyBudget` saves work between budgets.
     """
     prospect = assess(tables, budget_bytes)
     if isinstance(prospect, SettingResult):
@@ -117,19 +117,21 @@ def partition_exact(
     return settle(prospect, cutoff_s=cutoff_s, deadline=deadline)
 
 
-def assess(tables: CostTables, budget_bytes: int) -> Prospect | SettingResult:
+def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | SettingResult:
     """A feasible setting with a lower bound of its step time, or the proof that it is infeasible."""
+    known = of if isinstance(of, AnyBudget) else AnyBudget(of)
+    tables = known.tables
     if tables.side_inputs:
         raise InvalidProblemError(
             field="side_inputs", found=str(len(tables.side_inputs)), expected="none here: `search` resolves them first"
         )
-    memories = stage_memories(tables)
+    memories = known.memories
     fitting = furthest_boundaries(tables, memories, budget_bytes)
     if fitting is None:
         miss = nearest_miss(tables, budget_bytes, memories)
         return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     fallback = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
-    setting = prepare(tables, budget_bytes, memories)
+    setting = known.within(budget_bytes)
     low, high = _least_slowest_s(setting, max(stage.time_s for stage in fallback.stages))
     return Prospect(
         setting=setting,

@@ -21,14 +21,23 @@ takes longer than that otherwise. Equal runs are solved once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import StageBounds, stage_bounds
 from steelyard.search.frontier import FloatArray, IntArray
-from steelyard.search.layers import ROUNDING, ChainFrontier, Pruning, StageCosts, chain_frontier, option_table
+from steelyard.search.layers import (
+    ROUNDING,
+    ChainFrontier,
+    Pruning,
+    StageCosts,
+    TooManyStatesError,
+    chain_frontier,
+    option_table,
+)
 from steelyard.search.least_memory import StageMemory, boundaries_within, memory_reaches, stage_memories
 
 FIRST_STEP = 0.001
@@ -78,6 +87,8 @@ class PreparedTables:
     fitting: list[IntArray]
     """[P] of [L] the largest end of a run that fits on a stage from each layer; none where stages lie in one pool."""
     solved: dict[tuple[object, ...], BestRuns] = field(default_factory=dict)
+    too_wide: dict[tuple[object, ...], float] = field(default_factory=dict)
+    """The level of runs within which too many states lay when last tried."""
     run_bounds: dict[int, FloatArray] = field(default_factory=dict)
     """[L, L] of each of the bounds by its identity, first layer and last; as `reaches` asks for them."""
 
@@ -125,29 +136,50 @@ class StageRuns:
     """by index of first layer and of end"""
 
 
-def prepare(tables: CostTables, budget_bytes: int, memories: list[StageMemory] | None = None) -> PreparedTables:
-    """Options, dominance and bounds of every stage; stages that are alike share theirs."""
-    options, rooms, memories = option_table(tables), tables.rooms(budget_bytes), memories or stage_memories(tables)
-    costs: dict[tuple[int, int], StageCosts] = {}
-    shared: dict[tuple[object, ...], StageBounds] = {}
-    bounds: list[StageBounds] = []
-    for stage, room_bytes in enumerate(rooms):
-        key = tables.likeness(stage)
-        if key[:2] not in costs:
-            costs[key[:2]] = options.stage(stage)
-        if key not in shared:
-            shared[key] = stage_bounds(costs[key[:2]], tables.layers, room_bytes, tables.received_s(stage))
-        bounds.append(shared[key])
-    fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
-    return PreparedTables(
-        tables=tables,
-        budget_bytes=budget_bytes,
-        rooms=rooms,
-        memories=memories,
-        fitting=[] if tables.pools is None else memory_reaches(tables, memories, budget_bytes),
-        bounds=bounds,
-        fastest_total_s=float(fastest.sum()) + tables.all_received_s,
-    )
+class AnyBudget:
+    """What the search of tables within any budget begins with, made when first asked for."""
+
+    def __init__(self, tables: CostTables) -> None:
+        self.tables = tables
+
+    @cached_property
+    def memories(self) -> list[StageMemory]:
+        """[P] of the stages."""
+        return stage_memories(self.tables)
+
+    @cached_property
+    def _bounds(self) -> list[StageBounds]:
+        """[P] options, dominance and bounds of every stage without room; stages that are alike share theirs."""
+        tables, options = self.tables, option_table(self.tables)
+        costs: dict[tuple[int, int], StageCosts] = {}
+        shared: dict[tuple[object, ...], StageBounds] = {}
+        bounds: list[StageBounds] = []
+        for stage in range(tables.pipeline.num_stages):
+            key = tables.likeness(stage)
+            if key[:2] not in costs:
+                costs[key[:2]] = options.stage(stage)
+            if key not in shared:
+                shared[key] = stage_bounds(costs[key[:2]], tables.layers, 0, tables.received_s(stage))
+            bounds.append(shared[key])
+        return bounds
+
+    def within(self, budget_bytes: int) -> PreparedTables:
+        """The tables prepared for a budget."""
+        tables, rooms = self.tables, self.tables.rooms(budget_bytes)
+        fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
+        shared = {
+            id(bounds): replace(bounds, room_bytes=room_bytes)
+            for bounds, room_bytes in zip(self._bounds, rooms, strict=True)
+        }
+        return PreparedTables(
+            tables=tables,
+            budget_bytes=budget_bytes,
+            rooms=rooms,
+            memories=self.memories,
+            fitting=[] if tables.pools is None else memory_reaches(tables, self.memories, budget_bytes),
+            bounds=[shared[id(bounds)] for bounds in self._bounds],
+            fastest_total_s=float(fastest.sum()) + tables.all_received_s,
+        )
 
 
 def filled_boundaries(setting: PreparedTables, limit_s: float) -> tuple[int, ...] | None:
@@ -271,8 +303,14 @@ def solve_further(
         is_easy = (span[1] - span[0]) * most_options <= FEW_CHOICES
         step = FIRST_STEP if known is None else STEP_GROWTH * known.step
         goal = limit_s if is_easy or level == 0 else min(level * (1 + step), limit_s)
-        known = best_runs(setting, stage, span, max(goal, level * (1 + ROUNDING)), step, deadline)
-        setting.solved[signature] = known
+        goal = max(goal, level * (1 + ROUNDING))
+        if setting.too_wide.get(signature) == goal:
+            raise TooManyStatesError
+        try:
+            known = setting.solved[signature] = best_runs(setting, stage, span, goal, step, deadline)
+        except TooManyStatesError:
+            setting.too_wide[signature] = goal
+            raise
     runs.found[place] = known
     runs.level_s[place] = known.level_s
     runs.bound_s[place] = max(known.bound_s, runs.bound_s[place])

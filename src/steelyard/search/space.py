@@ -76,11 +76,12 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
 def enumerate_levels(num_devices: int, kinds: tuple[Kind, ...]) -> tuple[Levels, ...]:
     """The unpruned tree: every ordered product of degrees, each with a kind of its own, that spans the devices."""
     levelled = tuple(kind for kind in kinds if kind.is_level)
+    products = [tuple(_ordered_factorisations(num_devices, depth)) for depth in range(len(levelled) + 1)]
     return tuple(
         tuple(Level(kind=kind, degree=degree) for kind, degree in zip(order, degrees, strict=True))
-        for depth in range(len(levelled) + 1)
+        for depth, found in enumerate(products)
         for order in itertools.permutations(levelled, depth)
-        for degrees in _ordered_factorisations(num_devices, depth)
+        for degrees in found
     )
 
 
@@ -120,8 +121,7 @@ def _reach(levels: Levels, options: SpaceOptions) -> str | None:
         most, node = options.max_degrees.get(level.kind.name), options.devices_per_node
         if most is not None and level.degree > most:
             return f"{level.kind} {level.degree} is above the largest allowed, {most}"
-        span = degree_of(levels[position:])
-        if node is not None and level.kind.stays_in_node and span > node:
+        if node is not None and level.kind.stays_in_node and (span := degree_of(levels[position:])) > node:
             return f"a {level.kind} group would reach across {span} ranks, a node has {node}"
     return None
 

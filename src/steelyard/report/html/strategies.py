@@ -28,9 +28,9 @@ def strategy_section(found: ReportContents) -> Html:
     """Which layer is on which stage under which strategy, with a legend and the same as a table."""
     plan = found.plan
     chain, classes = plan.chain(), strategy_classes(plan.strategies)
-    most = max(part.last_layer - part.first_layer + 1 for part in plan.stages)
+    most = max(part.last_layer - part.first_layer + 1 for part in plan.parts)
     most = -(-most // -(-most // MOST_CELLS))
-    rows = [_row(plan, index, chain, classes) for index in range(len(plan.stages))]
+    rows = [_row(plan, index, chain, classes) for index in range(len(plan.parts))]
     return section(
         "strategies",
         "Which layer, where and how",
@@ -70,7 +70,7 @@ def _lead(plan: Plan, chain: ModelChain) -> str:
 
 
 def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str]) -> Html:
-    part = plan.stages[index]
+    part = plan.parts[index]
     cells = []
     for layer, strategy in enumerate(part.strategies, start=part.first_layer):
         mark = _MARKS.get(chain.kind_of(layer).role, "")
@@ -97,7 +97,7 @@ def _legend(plan: Plan, classes: dict[Strategy, str]) -> Html:
 
 
 def _rows(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, ...]]:
-    for index, part in enumerate(plan.stages):
+    for index, part in enumerate(plan.parts):
         for place, run in enumerate(part.runs):
             yield (
                 f"stage {part_name(plan, index)}" if place == 0 else "",

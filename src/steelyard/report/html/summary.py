@@ -77,7 +77,7 @@ def most_used(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan) -> str:
-    sizes = [stage.num_devices for stage in plan.stages[: plan.num_stages]]
+    sizes = plan.stage_sizes
     devices = format_plural(sizes[0], "device")
     if plan.num_stages == 1:
         return f"without a pipeline on {devices}"

@@ -66,7 +66,7 @@ def timeline_section(found: ReportContents) -> Html | None:
 
 
 def _num_shown(plan: Plan) -> int:
-    return max(2, min(plan.num_microbatches, MOST_PASSES // (2 * len(plan.stages))))
+    return max(2, min(plan.num_microbatches, MOST_PASSES // (2 * len(plan.parts))))
 
 
 def _passes(timeline: Timeline, plan: Plan, stage: int, hidden: range) -> list[Slice]:
