@@ -196,6 +196,15 @@ def test_what_text_does_not_reach_lies_with_the_embedding() -> None:
     assert split.blocks == "git.encoder.layer"
 
 
+def test_a_decoder_behind_a_tower_of_sound_is_causal_and_its_batch_norms_are_not_in_the_way() -> None:
+    config = {"architectures": ["GraniteSpeechForConditionalGeneration"], "encoder_config": {"num_layers": 1}}
+    config |= {"has_lora_adapter": False}
+    config |= {"text_config": {"model_type": "granite", **split_config("granite")}}
+    split = find_split(read_hub_config("granite_speech", config)).split
+    assert (split.task, len(split.layers)) == (Task.CAUSAL_LM, 4)
+    assert "model.encoder" in split.embedding
+
+
 @pytest.mark.slow
 def test_blocks_that_are_left_out_of_the_proof_still_tell_what_they_are() -> None:
     assert [kind.no_tp for kind in split_model("modernbert-decoder", _MODERN).kinds] == [""] * 4
@@ -265,6 +274,12 @@ def test_what_does_not_split_is_refused_by_name(config: dict[str, Any], reason: 
 def test_a_bare_model_is_taken_for_the_first_task_of_its_type() -> None:
     config = read_hub_config("cohere2", {**split_config("cohere2"), "architectures": ["Cohere2Model"]})
     assert task_of(config) is Task.CAUSAL_LM
+
+
+def test_a_class_for_another_task_is_refused_though_its_name_ends_as_bare_models_do() -> None:
+    config = read_hub_config("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]})
+    with pytest.raises(InvalidModelError, match="found GPT2DoubleHeadsModel, of another task"):
+        task_of(config)
 
 
 def test_a_type_that_transformers_does_not_know_is_refused() -> None:

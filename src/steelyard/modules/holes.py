@@ -17,6 +17,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -29,8 +30,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
-from steelyard.model.split import BlockArguments, BlockCall, ModelSplit
-from steelyard.modules.build import build_from_config, fill_buffers
+from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, local_name
+from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -82,12 +83,13 @@ class HeadPiece:
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         last = len(split.layers) - 2
         self._last = _Give(split, last)
+        self._buffers = {path: local_name(path) for path in outside_buffers(model, split, last + 1)}
         self._sees_shape, self._image = split.head_sees_shape, split.image
         self._shell = Shell(
             model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
         )
 
-    def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
+    def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be.
 
         An encoder's output ends here, with a gradient of 0.
@@ -95,8 +97,9 @@ class HeadPiece:
         hidden = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
         self._last.hidden = hidden
         samples, tokens = hidden.shape[:2] if self._sees_shape else (1, 1)
+        buffers = {path: layer.get_buffer(name) for path, name in self._buffers.items()}
         try:
-            outputs = self._shell(blank(self._image, samples, tokens, hidden.device), hidden.dtype)
+            outputs = self._shell(blank(self._image, samples, tokens, hidden.device), hidden.dtype, buffers=buffers)
         finally:
             self._last.hidden = None
         return outputs.logits
@@ -216,12 +219,24 @@ class Shell:
         self._shapes = None
         self._device: torch.device | None = None
 
-    def __call__(self, ids: Tensor, dtype: torch.dtype, decoder_ids: Tensor | None = None) -> Any:
-        """The model's outputs; holes pass on blanks of ``dtype``; a decoder that is given nothing reads ``ids``."""
+    def __call__(
+        self,
+        ids: Tensor,
+        dtype: torch.dtype,
+        decoder_ids: Tensor | None = None,
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Any:
+        """The model's outputs; holes pass on blanks of ``dtype``; a decoder that is given nothing reads ``ids``.
+
+        The model has ``buffers`` in the place of its own, by their paths.
+        """
         if self._device != ids.device:
             for module in self._filled:
                 fill_buffers(self._whole.model, module, ids.device)
             self._device = ids.device
+        for path, buffer in buffers.items():
+            owner, _, name = path.rpartition(".")
+            self._model.get_submodule(owner)._buffers[name] = buffer
         for hole in self._holes:
             hole.dtype, hole.device = dtype, ids.device
         with without_values():

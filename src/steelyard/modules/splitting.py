@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import BlockCall, ModelSplit, SplitEncoder, SplitKind, length_of, width_of
-from steelyard.modules.build import build_from_config
+from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
 from steelyard.modules.structure import signature
@@ -85,8 +85,6 @@ def find_split(config: PreTrainedConfig) -> Found:
     task = task_of(config)
     fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
-    if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
-        raise _refused(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     seen = _record(model, config, task, image)
     split = _split_of(model, seen, config, task, image, fused_attention=fused_attention)
@@ -182,7 +180,8 @@ def task_of(config: PreTrainedConfig) -> Task:
     of_transformers = sorted(
         (task for task in Task if task is not Task.OWN), key=lambda task: task is not Task.SEQ2SEQ_LM
     )  # some classes with an encoder are listed for masked models, too
-    tasks = sorted((task for task in of_transformers if type(config) in _mapping(task)), key=_SPLIT_TASKS.__contains__)
+    of_transformers = [task for task in of_transformers if task is not Task.SEQ2SEQ_LM or config.is_encoder_decoder]
+    tasks = sorted((task for task in of_transformers if _classes(config, task)), key=_SPLIT_TASKS.__contains__)
     for task in tasks:
         if named in {each.__name__ for each in _classes(config, task)}:
             if task in _SPLIT_TASKS:
@@ -193,7 +192,8 @@ def task_of(config: PreTrainedConfig) -> Task:
         raise _refused(
             config, "no class of transformers for text (causal, masked, encoder and decoder) or the classes of images"
         )
-    if named and not named.endswith("Model"):  # the bare model says nothing of the task
+    bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # which say nothing of the task
+    if named and named not in bare:
         classes = [each.__name__ for task in tasks for each in _classes(config, task)]
         raise InvalidModelError(
             field="architectures",
@@ -212,12 +212,12 @@ def _has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
     """The classes of transformers for a config and a task."""
-    classes = _mapping(task)[type(config)]
+    return _listed(config, auto_class_of(config, task))
+
+
+def _listed(config: PreTrainedConfig, auto_class: Any) -> tuple[type[PreTrainedModel], ...]:
+    classes = auto_class._model_mapping.get(type(config), ()) if auto_class else ()
     return classes if isinstance(classes, tuple) else (classes,)
-
-
-def _mapping(task: Task) -> Any:
-    return getattr(transformers, task.auto_class)._model_mapping
 
 
 def _record(
@@ -258,6 +258,8 @@ def _record(
     finally:
         for handle in handles:
             handle.remove()
+    if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
+        raise _refused(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
     chains = {
         path: [call for _, call in calls[path]]
         for path, blocks in lists.items()
