@@ -166,6 +166,22 @@ def test_a_class_with_an_encoder_that_is_listed_for_masked_models_too_has_its_en
     assert split_of("bart").task is Task.SEQ2SEQ_LM
 
 
+def test_a_bias_that_the_first_block_of_a_stack_makes_for_all_is_made_by_each_of_them() -> None:
+    split = split_of("mt5")
+    tables = [f"decoder.block.{place}.layer.0.SelfAttention.relative_attention_bias.weight" for place in range(2)]
+    assert ((4, tables[0]), (5, tables[1])) in split.shared
+    assert split.layers == (0, 1, 1, 2, 3, 3, 4)
+
+
+def test_a_model_whose_parts_ask_for_its_type_and_device_splits() -> None:
+    config = {**_TEXT, "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}}
+    config["audio_config"] |= {"encoder_ffn_dim": 32}
+    assert len(split_model("qwen2_audio", {"model_type": "qwen2_audio", **config}).layers) == 4
+
+
+_TEXT = {"text_config": {**split_config("phi3"), "model_type": "qwen2"}}
+
+
 @pytest.mark.slow
 def test_positions_that_are_made_of_sizes_alone_have_holes_in_their_place() -> None:
     assert len(split_of("blenderbot-small").layers) == 7
@@ -254,7 +270,6 @@ def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ..
     [
         ({"model_type": "mllama"}, "list of modules"),
         ({"model_type": "cpmant"}, "blocks that are given 2, which depends on parameters"),
-        ({"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}, "which depends on parameters"),
         (
             {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
             "no class of transformers for text",

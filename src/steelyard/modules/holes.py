@@ -211,6 +211,7 @@ class Shell:
         }
         self._holes: list[_Hole] = []
         self._filled: list[nn.Module] = []
+        self._typed: list[nn.Module] = []
         self._options, self._reads, self._has_encoder = forward_options(model), reads(split.image), bool(split.encoder)
         with _disable_current_modes():
             options = {"fused_attention": split.fused_attention}
@@ -238,7 +239,10 @@ class Shell:
             owner, _, name = path.rpartition(".")
             self._model.get_submodule(owner)._buffers[name] = buffer
         for hole in self._holes:
-            hole.dtype, hole.device = dtype, ids.device
+            hole.become(dtype, ids.device)
+        like = nn.Parameter(torch.empty((0,), dtype=dtype, device=ids.device), requires_grad=False)
+        for module in self._typed:
+            module._parameters = {"_like": like}
         with without_values():
             samples = {self._reads: ids}
             if self._has_encoder:
@@ -271,6 +275,10 @@ class Shell:
             found._buffers = dict(module._buffers)
             if found._buffers:
                 self._filled.append(found)
+            if (
+                isinstance(module, PreTrainedModel) and not found._parameters
+            ):  # which is of the type and on the device of its first parameter
+                self._typed.append(found)
             for name, value in vars(found).items():
                 if value is config:
                     found.__dict__[name] = self._config
@@ -345,7 +353,7 @@ class _Hole(nn.Module):
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._module = _Whole(module)
         for name, parameter in module._parameters.items():
-            self.__dict__[name] = None if parameter is None else torch.empty((0,), dtype=parameter.dtype)
+            self.__dict__[name] = None if parameter is None else self._blank(parameter)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
@@ -360,13 +368,28 @@ class _Hole(nn.Module):
             return torch.zeros((), dtype=self.dtype, device=given.device).expand(shape)
         return torch.zeros(shape, dtype=self.dtype, device=given.device)  # models write into some
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a table is asked to do, it does as it does its work."""
+        whole = self.__dict__.get("_module")
+        if whole is not None and callable(getattr(type(whole.model), name, None)):
+            return self.forward
+        return super().__getattr__(name)
+
+    def become(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes blanks of a type and on a device from here on."""
+        if (dtype, device) != (self.dtype, self.device):
+            self.dtype, self.device = dtype, device
+            own = self._module.model._parameters
+            self.__dict__.update({name: self._blank(each) for name, each in own.items() if each is not None})
+
+    def _blank(self, parameter: Tensor) -> Tensor:
+        """In the place of a parameter, without its memory."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(parameter.shape)
+
     def _of_sizes(self, *arguments: Any, **named: Any) -> Any:
         """What the module makes of sizes alone, as tables of positions do: blanks are its parameters."""
         module = copy.copy(self._module.model)
-        blank = torch.zeros((), dtype=self.dtype, device=self.device)
-        module._parameters = {
-            name: None if each is None else blank.expand(each.shape) for name, each in module._parameters.items()
-        }
+        module._parameters = {n: None if each is None else self._blank(each) for n, each in module._parameters.items()}
         return module(*arguments, **named)
 
 

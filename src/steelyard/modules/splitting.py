@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.family import LayerRole, Task
-from steelyard.model.split import BlockCall, ModelSplit, SplitEncoder, SplitKind, length_of, width_of
+from steelyard.model.family import LayerRole, Task, leave_as_it_is
+from steelyard.model.split import PREPARES, BlockCall, ModelSplit, SplitEncoder, SplitKind, length_of, width_of
 from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
@@ -85,6 +85,7 @@ def find_split(config: PreTrainedConfig) -> Found:
     task = task_of(config)
     fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
+    PREPARES.get(config.model_type, leave_as_it_is)(model)
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     seen = _record(model, config, task, image)
     split = _split_of(model, seen, config, task, image, fused_attention=fused_attention)
@@ -126,7 +127,8 @@ def _split_of(
         words = ("encoder " if path != blocks else "decoder ") if encoder else ""
         given = {each.argument, encoder.encoded} if encoder and path == blocks else {each.argument}
         modules = list(model.get_submodule(path).children())
-        keys = [_key(modules[place], one, given, place, config) for place, one in enumerate(seen.chains[path])]
+        passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
+        keys = [_key(modules[place], one, given, passed, place, config) for place, one in enumerate(seen.chains[path])]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
         attention = [_attention(config, place) for place in first_of]
         names = _names([modules[place] for place in first_of], attention)
@@ -146,7 +148,12 @@ def _split_of(
     layers.append(len(kinds))
     kinds.append(SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]))
     starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
-    ends = dict(zip([*starts, len(layers) - 1], [embedding, *between, head], strict=True))
+    holders = dict(zip([*starts, len(layers) - 1], [embedding, *between, head], strict=True))
+    holders |= {
+        (starts[-1] if path == blocks else 0) + 1 + place: (f"{path}.{place}",)
+        for path, each in seen.chains.items()
+        for place in range(len(each))
+    }
     positions = (
         length_of(shapes[0])
         if image
@@ -170,7 +177,7 @@ def _split_of(
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
-        shared=tuple(_shared(model, ends, tuple(seen.chains), config)),
+        shared=tuple(_shared(model, holders, config)),
     )
 
 
@@ -391,14 +398,27 @@ def _below(path: str, outer: str) -> bool:
     return path.startswith(f"{outer}.") or path == outer
 
 
-def _key(module: nn.Module, call: _Call, hidden: Collection[object], block: int, config: PreTrainedConfig) -> Hashable:
-    """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain."""
+def _key(
+    module: nn.Module,
+    call: _Call,
+    hidden: Collection[object],
+    passed: Sequence[object],
+    block: int,
+    config: PreTrainedConfig,
+) -> Hashable:
+    """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain.
+
+    What else of that which blocks return is ``passed`` on they are not given: a proof shows whether they make it anew.
+    """
     given: list[Hashable] = []
     for name, value in (*enumerate(call.places), *sorted(call.names.items())):
         if name in hidden:
             continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor):
+                if any(leaf is each for each in passed):
+                    given.append((name, repr(None)))
+                    continue
                 if leaf.requires_grad:
                     raise _refused(config, f"blocks that are given {name}, which depends on parameters")
                 given.append((name, id(leaf)))
@@ -458,16 +478,16 @@ def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int)
 
 
 def _shared(
-    model: PreTrainedModel, ends: Mapping[int, Sequence[str]], blocks: Sequence[str], config: PreTrainedConfig
+    model: PreTrainedModel, holders: Mapping[int, Sequence[str]], config: PreTrainedConfig
 ) -> Iterator[tuple[tuple[int, str], ...]]:
-    """The parameters that embeddings and the head share, whose modules ``ends`` has by their layers."""
+    """The parameters that layers share; ``holders`` has the paths of a layer's modules by its number."""
     where: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if holds_parameters(model.get_submodule(path.rpartition(".")[0])):
             where.setdefault(parameter, []).append(path)
     for paths in (paths for paths in where.values() if len(paths) > 1):
-        copies = [(layer, path) for layer, each in ends.items() for path in paths if _in(path, each)]
-        if len(copies) == len({layer for layer, _ in copies}) and not any(_in(path, blocks) for path in paths):
+        copies = sorted((layer, path) for layer, each in holders.items() for path in paths if _in(path, each))
+        if len(copies) == len({layer for layer, _ in copies}):
             yield from [tuple(copies)] if len(copies) > 1 else []
         elif not _one_module(model, paths):
             raise _refused(config, f"a parameter that {', '.join(paths[:3])} share")
