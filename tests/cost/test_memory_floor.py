@@ -3,8 +3,9 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from steelyard.cost.build import build_tables
@@ -24,6 +25,7 @@ from tests.schedules.examples import pipeline
 
 SETTINGS: list[tuple[int, int, str, int]] = [
     (1, 1, "1f1b", 1),
+    (1, 2, "1f1b", 1),
     (1, 4, "1f1b", 1),
     (2, 2, "1f1b", 1),
     (2, 8, "1f1b", 1),
@@ -100,6 +102,20 @@ def walked_bytes(drawn: Drawn, of: Job) -> list[int]:
         sum(bytes_ for name, bytes_ in terms.items() if name != "allocator slack")
         for terms in predict_memory(drawn.plan, of)
     ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_walk_is_below_a_floor_whatever_the_blocks_and_the_ends_are(count: int) -> None:
+    of = job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=4)
+    where = Setting(job=of, pipeline=pipeline(1, count, "1f1b", 1))
+    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, PlanOptions()))
+    floors, cuts = floor_tables(tables, of), (0, len(tables.layers))
+    for block, end in product(*(np.flatnonzero(tables.legal[kind]).tolist() for kind in tables.layers[1:6:4])):
+        chosen = (end, block, block, block, block, end)
+        if tables.legal[tables.layers[0], end]:
+            drawn = Drawn(tables=tables, boundaries=cuts, strategies=chosen, plan=plan_of(of, tables, cuts, chosen))
+            most = max(evaluate(floor, cuts, chosen).peak_bytes for floor in floors)
+            assert most <= walked_bytes(drawn, of)[0], f"{tables.strategies[block]}, ends {tables.strategies[end]}"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -3,8 +3,10 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.pools import PooledFloors, stage_settings, usable_of
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
@@ -16,15 +18,14 @@ from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import bare_plan
+from steelyard.planning.pool_search import search_pools
+from steelyard.planning.pool_space import LEVELS, PooledSetting, PooledSpace
 from steelyard.planning.pools import (
-    PooledSetting,
-    PooledSpace,
     even_plan,
     explain_pools,
     make_pooled_job,
     plan_pools,
     pooled_job_of,
-    search_pools,
     with_pool_baselines,
 )
 from steelyard.planning.problem import PlanOptions
@@ -37,11 +38,13 @@ GIB = 2**30
 OPTIONS = PlanOptions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
 
 
-def pooled(cluster, *, batch=8, memory=None, **more):
+GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_positions": 1024, "vocab_size": 5_000}
+"""With tied matrices, whose exchange depends on the number of stages."""
+
+
+def pooled(cluster, *, batch=8, memory=None, model="tinyllama-1.1b", **more):
     pools = parse_pools(cluster) if isinstance(cluster, str) else cluster
-    return make_pooled_job(
-        "tinyllama-1.1b", pools, global_batch=batch, seq_len=1024, precision="bf16", memory=memory, **more
-    )
+    return make_pooled_job(model, pools, global_batch=batch, seq_len=1024, precision="bf16", memory=memory, **more)
 
 
 def alone(cluster, *, batch=8, memory=None):
@@ -79,15 +82,33 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
     assert found.lower_bound_s <= found.accepted[0].outcome.score_s
 
 
-def test_no_plan_of_a_setting_is_faster_than_its_bounds():
-    job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory="8GiB")
+@pytest.mark.parametrize("memory", ["4GiB", "8GiB", None])
+@pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
+def test_no_plan_of_a_setting_is_faster_than_its_bounds(model, memory):
+    job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory=memory, model=model)
     space = PooledSpace(job, replace(OPTIONS, num_microbatches=8))
     settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     assert settings
     for setting in settings:
         found = accept(job, [space.tables(setting)], num_alternatives=0).ranked
-        bounds = [setting.bound_s, *(space.next_bound_s(setting, level) for level in (0, 1))]
-        assert max(bounds) <= (found[0].outcome.score_s if found else math.inf)
+        step_s = found[0].outcome.score_s if found else math.inf
+        bounds = [setting.bound_s, *(space.next_bound_s(setting, level) for level in range(LEVELS))]
+        assert max(bounds) <= step_s
+        assert space.next_bound_s(setting, LEVELS - 1, step_s) <= step_s
+
+
+@pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
+def test_floors_shared_between_pipelines_are_those_of_each(model):
+    job = pooled("1x4xh100-80gb+1x4xa100-40gb", model=model)
+    space = PooledSpace(job, OPTIONS)
+    for setting in space.settings():
+        pools = space.tables(setting).pools
+        for place, part in zip(pools.order, pools.parts, strict=True):
+            for shared, own in zip(
+                space.floors.of_part(place, part), floor_tables(part, job.pools[place]), strict=True
+            ):
+                for field in ("time_s", "static_bytes", "activation_bytes", "transient_bytes", "switch_s", "layers"):
+                    assert np.array_equal(getattr(shared, field), getattr(own, field)), (setting, field)
 
 
 def test_the_bound_by_times_is_the_same_for_every_order():
@@ -179,15 +200,15 @@ def test_where_nothing_fits_the_nearest_miss_is_said():
     assert "more per device" in result.miss_text
 
 
-def test_the_nearest_miss_is_that_of_the_setting_that_misses_least():
-    job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory="3GiB", batch=32)
+@pytest.mark.parametrize("memory", ["1GiB", "3GiB"])
+def test_the_nearest_miss_is_that_of_the_setting_that_misses_least(memory):
+    job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory=memory, batch=32)
     space = PooledSpace(job, OPTIONS)
     every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
     missed = plan_pools(job, OPTIONS).miss
     assert missed.miss_bytes == every.search.nearest_miss.miss_bytes
-    assert plan_pools(
-        pooled("1x2xh100-80gb+1x2xa100-80gb", memory=3 * GIB + missed.miss_bytes * 11 // 10), OPTIONS
-    ).plan
+    more = job.pools[0].budget_bytes + missed.miss_bytes * 11 // 10
+    assert plan_pools(pooled("1x2xh100-80gb+1x2xa100-80gb", memory=more, batch=32), OPTIONS).plan
 
 
 def test_a_slower_link_between_pools_never_makes_the_plan_faster():

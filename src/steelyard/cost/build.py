@@ -1,14 +1,24 @@
 """Builds the tables that a search works on, from a job, for one pipeline setting."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.communication import crossing_s, send_recv_s
+from steelyard.cost.compute import compute_time
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
-from steelyard.cost.layer import LayerCost, held_params, layer_cost, pipeline_buffer_bytes, refusal
+from steelyard.cost.layer import (
+    held_params,
+    layer_cost,
+    pipeline_buffer_bytes,
+    rank_samples,
+    refusal,
+    tied_s,
+    unmeasured_reason,
+)
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
@@ -31,7 +41,9 @@ class Costs:
 
     strategies: tuple[Strategy, ...]
     legal: NDArray[np.bool_]
-    time_s: NDArray[np.float64]
+    microbatch_s: NDArray[np.float64]
+    once_s: NDArray[np.float64]
+    """Once a step, without what tied matrices take."""
     static_bytes: NDArray[np.int64]
     activation_bytes: NDArray[np.int64]
     transient_bytes: NDArray[np.int64]
@@ -39,8 +51,8 @@ class Costs:
     """[K, S, S]"""
 
 
-KnownCosts = dict[tuple[int, int, int], Costs]
-"""Of a job, by ranks of a stage, numbers of microbatches and, as far as it matters, of stages."""
+KnownCosts = dict[tuple[int, int, bool], Costs]
+"""Of a job, by ranks of a stage, number of microbatches and whether there are several stages."""
 
 
 def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts | None = None) -> CostTables:
@@ -50,12 +62,12 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
     ``known`` saves work between settings of one job.
     """
     job, pipeline, known = setting.job, setting.pipeline, {} if known is None else known
-    stages = pipeline.num_stages if job.chain.tied_embeddings else min(pipeline.num_stages, 2)
-    place = setting.devices_per_stage, pipeline.num_microbatches, stages
+    place = setting.devices_per_stage, pipeline.num_microbatches, pipeline.num_stages > 1
     if place not in known or known[place].strategies != strategies:
         known[place] = _costs(setting, strategies)
     costs = known[place]
-    buffers = np.array([_buffer_bytes(strategy, setting) for strategy in strategies])
+    buffer_bytes = pipeline_buffer_bytes(setting)
+    buffers = np.array([_buffer_bytes(strategy, setting, buffer_bytes) for strategy in strategies])
     has_chunks = pipeline.num_chunks > 1
     tables = CostTables(
         pipeline=replace(pipeline, num_chunks=1, schedule=USUAL) if has_chunks else pipeline,
@@ -63,7 +75,7 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
         layers=job.chain.layers,
         strategies=strategies,
         legal=costs.legal,
-        time_s=costs.time_s,
+        time_s=costs.microbatch_s + (costs.once_s + _tied_s(costs, setting)) / pipeline.num_microbatches,
         static_bytes=costs.static_bytes,
         activation_bytes=costs.activation_bytes,
         transient_bytes=np.where(costs.legal, np.minimum(costs.transient_bytes + buffers, MOST_BYTES), 0),
@@ -85,7 +97,7 @@ def _costs(setting: Setting, strategies: tuple[Strategy, ...]) -> Costs:
     job = setting.job
     shape = (len(job.chain.kinds), len(strategies))
     legal = np.zeros(shape, dtype=bool)
-    time_s = np.zeros(shape)
+    microbatch_s, once_s = np.zeros(shape), np.zeros(shape)
     static, activation, transient = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for k, kind in enumerate(job.chain.kinds):
         for s, strategy in enumerate(strategies):
@@ -93,14 +105,16 @@ def _costs(setting: Setting, strategies: tuple[Strategy, ...]) -> Costs:
                 continue
             cost = layer_cost(kind, strategy, setting)
             legal[k, s] = True
-            time_s[k, s] = step_share_s(cost, setting)
+            microbatch_s[k, s] = cost.microbatch_s
+            once_s[k, s] = sum(seconds for name, seconds in cost.once_s.items() if name != "tied")
             static[k, s] = min(sum(cost.static_bytes.values()), MOST_BYTES)
             activation[k, s] = min(cost.activation_bytes, MOST_BYTES)
             transient[k, s] = min(cost.transient_bytes, MOST_BYTES)
     return Costs(
         strategies=strategies,
         legal=legal,
-        time_s=time_s,
+        microbatch_s=microbatch_s,
+        once_s=once_s,
         static_bytes=static,
         activation_bytes=activation,
         transient_bytes=transient,
@@ -108,14 +122,47 @@ def _costs(setting: Setting, strategies: tuple[Strategy, ...]) -> Costs:
     )
 
 
-def _buffer_bytes(strategy: Strategy, setting: Setting) -> int:
+def _tied_s(costs: Costs, setting: Setting) -> NDArray[np.float64] | float:
+    """[K, S] seconds once a step that tied matrices take, which alone depend on how far apart the stages are."""
+    job = setting.job
+    if not job.chain.tied_embeddings:
+        return 0.0
+    seconds = np.zeros(costs.legal.shape)
+    for k, s in np.argwhere(costs.legal).tolist():
+        seconds[k, s] = job.time_factor * tied_s(job.chain.kinds[k], costs.strategies[s], setting)
+    return seconds
+
+
+def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[float]:
+    """[K] seconds of a microbatch in a layer of each kind, at least: what computing it alone takes at its fastest.
+
+    Infinite where no strategy can be.
+    """
+    ways: dict[tuple[object, ...], Strategy] = {}
+    for strategy in strategies:
+        if setting.microbatch_samples % strategy.sample_degree == 0:
+            shape = frozenset(strategy.shape.items()), strategy.expert_degree
+            ways.setdefault((*shape, rank_samples(strategy, setting)), strategy)
+    least = []
+    job = setting.job
+    for kind in job.chain.kinds:
+        found = [np.inf]
+        for way in ways.values():
+            layer = job.layer(kind.name, way.shape, expert_degree=way.expert_degree, imbalance=1.0)
+            if layer is not None and unmeasured_reason(kind, way, setting) is None:
+                time = compute_time(layer, rank_samples(way, setting), job)
+                found.append(time.forward_s + time.backward_s)
+        least.append(job.time_factor * min(found))
+    return least
+
+
+def _buffer_bytes(strategy: Strategy, setting: Setting, buffer_bytes: int) -> int:
     """What a schedule adds to the working set of any layer.
 
     Counted there, a stage has it once, whichever of its layers lie at a cut: what the pipeline's buffers take beyond
-    `pipeline_buffer_bytes` where all ranks of tp without sp have a copy.
+    `pipeline_buffer_bytes`, given as ``buffer_bytes``, where all ranks of tp without sp have a copy.
     """
-    more_copies = (strategy.hidden.copies - 1) * pipeline_buffer_bytes(setting)
-    return more_copies + _waiting_bytes(strategy, setting)
+    return (strategy.hidden.copies - 1) * buffer_bytes + _waiting_bytes(strategy, setting)
 
 
 def _waiting_bytes(strategy: Strategy, setting: Setting) -> int:
@@ -130,11 +177,6 @@ def _waiting_bytes(strategy: Strategy, setting: Setting) -> int:
     profiles = [setting.job.profile.layer(kind.name, strategy.shape) for kind in blocks]
     largest = max((held_params(layer, strategy) for layer in profiles if layer is not None), default=0)
     return ((setting.pipeline.num_chunks - 1) * MASTER_BYTES + 2 * setting.job.compute_bytes) * largest
-
-
-def step_share_s(cost: LayerCost, setting: Setting) -> float:
-    """Seconds of one microbatch, with what is done once a step spread over the microbatches."""
-    return cost.microbatch_s + sum(cost.once_s.values()) / setting.pipeline.num_microbatches
 
 
 def transfer_s(setting: Setting, stages_apart: int = 1) -> float:

@@ -34,6 +34,7 @@ from steelyard.cost.setting import Job, Setting
 from steelyard.cost.stage_memory import LayerMemory, backward_sending, hidden_bytes, layer_memory, reduction_bytes
 from steelyard.cost.tables import CostTables
 from steelyard.plan.strategy import Strategy
+from steelyard.schedules import PipelineConfig
 from steelyard.schedules.passes import Phase
 
 IntTable = NDArray[np.int64]
@@ -84,6 +85,12 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
     if tables.pipeline.num_stages == 1 and len(tables.layers) >= _LEAST_LAYERS:
         floors.append(_before_the_head(tables, setting, parts))
     return tuple(floors)
+
+
+def floor_likeness(pipeline: PipelineConfig) -> tuple[int, ...]:
+    """The same for pipelines without chunks whose stages of one size have the same floors, times left aside."""
+    count, flights = pipeline.num_microbatches, list(map(pipeline.in_flight, range(pipeline.num_stages)))
+    return count, min(pipeline.num_stages, 2), min((each for each in flights if count <= each), default=0), flights[-1]
 
 
 def held_floors(
@@ -225,7 +232,10 @@ def _with_all_gradients(tables: CostTables, setting: Setting, parts: _Parts, *, 
 
 
 def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> CostTables:
-    """As the layer before the head works backwards on the only stage, while the head still reduces."""
+    """As the layer before the head works backwards on the only stage, while the head still reduces.
+
+    With several microbatches in the second backward pass.
+    """
     before, head = tables.layers[-2:]
     static = parts.states + parts.replicated_copy + parts.gathered_copy
     saved = parts.saved.copy()
@@ -235,7 +245,7 @@ def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> Cos
     saved[head] = 0
     if setting.pipeline.num_microbatches > 1:
         static += np.where(np.arange(len(static))[:, None] == head, 0, parts.gradients)
-    else:
+    if setting.pipeline.num_microbatches <= 2:  # the pass is the last one of the step
         static[head] -= parts.replicated_copy[head]
     return _floor_of(tables, setting, static, saved)
 

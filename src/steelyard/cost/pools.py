@@ -22,7 +22,7 @@ Not modelled: the exchange of a tied matrix goes over the links of each stage's 
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import KnownCosts, border_s, build_tables, usable_bytes
 from steelyard.cost.execution import Execution
-from steelyard.cost.memory_floor import KnownLayers, floor_tables
+from steelyard.cost.memory_floor import KnownLayers, floor_likeness, floor_tables
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import border_table
 from steelyard.cost.tables import CostTables, Pools
@@ -166,7 +166,7 @@ def pooled_tables(
         order=placement.pools,
         parts=parts,
     )
-    return _joined(parts, pools, np.block(blocks))
+    return _joined(pipeline, parts, pools, np.block(blocks))
 
 
 def _switches(parts: Sequence[CostTables], settings: Sequence[Setting], row: int, column: int) -> NDArray[np.float64]:
@@ -179,11 +179,13 @@ def _switches(parts: Sequence[CostTables], settings: Sequence[Setting], row: int
     return np.zeros((len(parts[row].kinds), len(before), len(after)))
 
 
-def _joined(parts: Sequence[CostTables], pools: Pools, switch_s: NDArray[np.float64]) -> CostTables:
+def _joined(
+    pipeline: PipelineConfig, parts: Sequence[CostTables], pools: Pools, switch_s: NDArray[np.float64]
+) -> CostTables:
     """The tables of the pools side by side, with these seconds [K, S, S] between strategies."""
     first = parts[0]
     return CostTables(
-        pipeline=first.pipeline,
+        pipeline=pipeline,
         kinds=first.kinds,
         layers=first.layers,
         strategies=tuple(strategy for part in parts for strategy in part.strategies),
@@ -206,6 +208,7 @@ class PooledFloors:
     def __init__(self, job: PooledJob) -> None:
         self._job = job
         self._made: dict[CostTables, tuple[CostTables, ...]] = {}
+        self._parts: dict[tuple[int, ...], tuple[CostTables, ...]] = {}
         self._known: list[KnownLayers] = [{} for _ in job.pools]
 
     def of(self, tables: CostTables) -> tuple[CostTables, ...]:
@@ -213,12 +216,20 @@ class PooledFloors:
         if tables not in self._made:
             pools = tables.pools
             assert pools is not None, "tables of a job of several pools are joined"
-            floors = [
-                floor_tables(part, self._job.pools[place], self._known[place])
-                for place, part in zip(pools.order, pools.parts, strict=True)
-            ]
+            floors = [self.of_part(place, part) for place, part in zip(pools.order, pools.parts, strict=True)]
             self._made[tables] = tuple(_floor(tables, pools, each) for each in zip(*floors, strict=True))
         return self._made[tables]
+
+    def of_part(self, place: int, tables: CostTables) -> tuple[CostTables, ...]:
+        """As `floor_tables` makes them of one pool, for one of all pipelines in which they are the same."""
+        pipeline, job = tables.pipeline, self._job.pools[place]
+        if pipeline.num_chunks > 1 or not tables.strategies:
+            return floor_tables(tables, job, self._known[place])
+        apart = pipeline.num_stages if job.chain.tied_embeddings else 0
+        key = (place, tables.strategies[0].num_devices, apart, *floor_likeness(pipeline))
+        if key not in self._parts:
+            self._parts[key] = floor_tables(tables, job, self._known[place])
+        return self._parts[key]
 
 
 def _floor(tables: CostTables, pools: Pools, parts: tuple[CostTables, ...]) -> CostTables:
@@ -226,18 +237,10 @@ def _floor(tables: CostTables, pools: Pools, parts: tuple[CostTables, ...]) -> C
         num_bytes - pools.parts[pool].overhead_bytes + parts[pool].overhead_bytes
         for num_bytes, pool in zip(pools.overhead_bytes, pools.of_stages, strict=True)
     )
-    own = Pools(
-        of_strategies=pools.of_strategies,
-        of_stages=pools.of_stages,
-        transfer_s=pools.transfer_s,
-        overhead_bytes=overheads,
-        order=pools.order,
-        parts=parts,
-    )
-    first = parts[0]
+    first, own = parts[0], replace(pools, overhead_bytes=overheads, parts=parts)
     source = np.zeros(len(first.kinds), dtype=np.int64)
     source[list(first.layers)] = tables.layers
     if first.last_kinds:
         used = list(dict.fromkeys(first.layers))
         source[[first.last_kinds[kind] for kind in used]] = source[used]
-    return _joined(parts, own, tables.switch_s[source])
+    return _joined(tables.pipeline, parts, own, tables.switch_s[source])

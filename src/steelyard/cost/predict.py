@@ -164,18 +164,6 @@ def least_step_s(job: Job) -> float:
     return job.time_factor * job.global_batch * (flop or 0.0) / devices_flop_per_s
 
 
-def least_sample_s(job: Job) -> list[float]:
-    """Seconds that a sample takes in a layer of each kind on one device, at least: its products at the peak.
-
-    0 where the peak is not known.
-    """
-    layers = [job.profile.layer(kind.name, {}) for kind in job.chain.kinds]
-    if job.cluster.device.needs_profile:
-        return [0.0] * len(layers)
-    flop = [0.0 if each is None else _flop(each.forward) + _flop(each.backward) for each in layers]
-    return [job.time_factor * each / job.peak_flop_per_s for each in flop]
-
-
 def _flop(work: Work) -> float:
     return work.matmul_flop.per_sample + work.attention_flop.per_sample
 

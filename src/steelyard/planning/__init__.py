@@ -46,11 +46,11 @@ from steelyard.planning.length import longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.offers import find_offers
 from steelyard.planning.pins import parse_pin
+from steelyard.planning.pool_space import not_with_pools
 from steelyard.planning.pools import (
     any_job_of,
     explain_pools,
     make_pooled_job,
-    not_with_pools,
     plan_pools,
     pooled_job_of,
     price_pools,

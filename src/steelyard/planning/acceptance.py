@@ -481,7 +481,7 @@ def _nothing_accepted(contest: _Contest, found: SearchResult, least: _Least | No
     nothing = tuple(_reported(contest, each) for each in found.settings)
     return Acceptance(
         ranked=(),
-        floor_bytes=min((miss.needed_bytes for _, miss in _misses(contest)), default=0),
+        floor_bytes=min((miss.needed_bytes for _, miss in _misses(contest)), default=0) if least else 0,
         search=replace(
             found,
             status="infeasible",

@@ -1,61 +1,41 @@
 """Chooses a plan over unlike pools of devices: their order along the pipeline, the stages of each, and all the rest.
 
-Every order of every choice of pools, every number of stages that divides each pool, every number of microbatches and
-schedule is a pipeline setting of its own, with the tables of its pools side by side (`steelyard.cost.pools`). There
-are thousands, so a setting gets its tables only when it may still be the best: settings are taken in the order of what
-their times alone let them be at best (`steelyard.search.pool_bounds`), until no other can be faster than the best plan
-that was accepted. So what is optimal is so among all of them. A pool alone is searched as its own cluster would be.
+The best plan of the search (`steelyard.planning.pool_search`), its price, what each pool that it leaves out would have
+cost, and its rivals: the best plan on each pool alone and the best one of even cuts.
 
 Not searched: a part of a pool, stages of unlike sizes within one, and chunks over several.
 """
 
-import heapq
 import itertools
 import math
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from steelyard.cost.build import KnownCosts, build_tables, context_bytes, usable_bytes
-from steelyard.cost.memory_floor import IntTable, KnownLayers, held_floors
-from steelyard.cost.pools import AnyJob, Placement, PooledFloors, PooledJob, pooled_tables
-from steelyard.cost.predict import PlanCost, least_sample_s, predict
-from steelyard.cost.setting import Setting
-from steelyard.cost.tables import CostTables
+from steelyard.cost.pools import AnyJob, PooledJob
+from steelyard.cost.predict import PlanCost, predict
 from steelyard.errors import UserError
 from steelyard.hardware import MixedCluster, parse_pools, with_network
-from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.choices import Explanation, Rival
 from steelyard.plan.plan import Alternative, Baseline, Plan, PoolUse, Precision, Prediction
-from steelyard.plan.strategy import Strategy, divisors
-from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.plan.strategy import divisors
+from steelyard.planning.acceptance import Accepted, accept
 from steelyard.planning.choose import NUM_RESCORED, PlanningResult, plan_job
 from steelyard.planning.demands import asked_in
 from steelyard.planning.job import make_job
 from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.pool_search import PooledSearch, search_pools
+from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
 from steelyard.planning.price import job_of
-from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.planning.problem import PlanOptions
 from steelyard.planning.profile_file import GivenProfiles, pool_profiles, recorded_profile
-from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
 from steelyard.search import NearestMiss
 from steelyard.search.balance import even_boundaries
-from steelyard.search.pool_bounds import PricedLayers, least_step_s, priced_layers
 from steelyard.units import format_bytes, format_plural, format_seconds
-
-FIRST_ROUND = 8
-"""Settings that are searched before the bound of the best plan among them decides on the others."""
-ROUND = 24
-"""Settings that are searched together after that."""
-LEVELS = 2
-"""Bounds of a setting beyond that by its products: by its times, and by its memory."""
-SAME = 1e-9
-"""Times that differ by no more than this fraction are equal."""
 
 
 def make_pooled_job(
@@ -87,290 +67,6 @@ def make_pooled_job(
         )
         pools.append(replace(job, outer_link=link))
     return PooledJob(pools=tuple(pools), cluster=cluster)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PooledSetting:
-    """A pipeline over some of the pools, and what no plan of it is faster than by its products alone."""
-
-    placement: Placement
-    pipeline: PipelineConfig
-    bound_s: float
-
-
-class PooledSpace:
-    """All settings of a job on several pools, and their tables, made when they are asked for."""
-
-    def __init__(self, job: PooledJob, options: PlanOptions) -> None:
-        _check_options(options)
-        self._job, self._options = job, options
-        self._known: list[KnownCosts] = [{} for _ in job.pools]
-        self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
-        self._stage_layers: dict[tuple[int, int, int, int], _StageLayers] = {}
-        self._known_layers: list[KnownLayers] = [{} for _ in job.pools]
-        self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
-        self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
-        self._sample_s = [PricedLayers.unpriced(least_sample_s(pool), self._counts) for pool in job.pools]
-
-    @property
-    def asked_stages(self) -> str:
-        """What a pipeline must have to be searched: `` of 2 stages``; empty where any number will do."""
-        count = self._options.num_stages
-        return "" if count is None else f" of {format_plural(count, 'stage')}"
-
-    def settings(self) -> list[PooledSetting]:
-        """Every setting that can run, of each order of its pools the first, with a bound by its products alone."""
-        return [*self._alone(), *self._joined()]
-
-    def orders(self, setting: PooledSetting) -> Iterator[PooledSetting]:
-        """A setting with its pools in every order along the pipeline, which the times alone do not tell apart."""
-        pairs = zip(setting.placement.pools, setting.placement.stages, strict=True)
-        for order in itertools.permutations(pairs):
-            pools, stages = zip(*order, strict=True)
-            yield replace(setting, placement=Placement(pools=pools, stages=stages))
-
-    def next_bound_s(self, setting: PooledSetting, level: int) -> float:
-        """What no plan of a setting is faster than: by its times, or after them those and its memory."""
-        return self._bound_by_times_s(setting) if level == 0 else self._bound_within_s(setting)
-
-    def tables(self, setting: PooledSetting) -> CostTables:
-        """The cost tables of a setting."""
-        key = setting.placement, setting.pipeline
-        if key not in self._made:
-            sizes = setting.placement.sizes(self._job)
-            offered = [self._strategies(*each) for each in zip(setting.placement.pools, sizes, strict=True)]
-            known = [self._known[pool] for pool in setting.placement.pools]
-            self._made[key] = pooled_tables(self._job, *key, offered, known)
-        return self._made[key]
-
-    def _bound_by_times_s(self, setting: PooledSetting) -> float:
-        stages = self._stages(setting)
-        return self._least_s(setting, [each.fastest for each in stages], [each.transfer_s for each in stages], None)
-
-    def _bound_within_s(self, setting: PooledSetting) -> float:
-        pipeline, stages = setting.pipeline, self._stages(setting)
-        in_flight = [pipeline.in_flight(stage) if pipeline.num_chunks == 1 else 1 for stage in range(len(stages))]
-        has_gradients = pipeline.num_chunks == 1 and max(in_flight) < pipeline.num_microbatches
-        priced = [
-            each.within(count, self._counts, has_gradients=has_gradients)
-            for each, count in zip(stages, in_flight, strict=True)
-        ]
-        transfers = [each.transfer_s for each in stages]
-        return self._least_s(setting, priced, transfers, [each.room_bytes for each in stages])
-
-    def _stages(self, setting: PooledSetting) -> list["_StageLayers"]:
-        placement, pipeline = setting.placement, _without_chunks(setting.pipeline)
-        pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
-        return [each for pool, size, count in pools for each in [self._layers(pool, size, pipeline)] * count]
-
-    def _alone(self) -> Iterator[PooledSetting]:
-        for pool, job in enumerate(self._job.pools):
-            if job.cluster.num_devices % (self._options.num_stages or 1):
-                continue
-            for setting in pipeline_settings(job, self._options):
-                placement = Placement(pools=(pool,), stages=(setting.pipeline.num_stages,))
-                yield self._with_bound(placement, setting.pipeline)
-
-    def _joined(self) -> Iterator[PooledSetting]:
-        for pools in _choices(len(self._job.pools)):
-            counts = [divisors(self._job.pools[pool].cluster.num_devices) for pool in pools]
-            for stages in itertools.product(*counts):
-                if sum(stages) <= self._job.chain.num_layers:
-                    for pipeline in self._pipelines(sum(stages)):
-                        yield self._with_bound(Placement(pools=pools, stages=stages), pipeline)
-
-    def _pipelines(self, num_stages: int) -> Iterator[PipelineConfig]:
-        options = self._options
-        if options.num_stages not in (None, num_stages):
-            return
-        for count in divisors(self._job.global_batch):
-            if count > MOST_MICROBATCHES or options.num_microbatches not in (None, count):
-                continue
-            for schedule in SCHEDULES.values():
-                if schedule.takes_chunks or schedule.name not in options.schedules:
-                    continue
-                pipeline = PipelineConfig(num_stages=num_stages, num_microbatches=count, schedule=schedule)
-                if schedule.refusal(pipeline) is None and schedule.is_tried(pipeline):
-                    yield pipeline
-
-    def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PooledSetting:
-        setting = PooledSetting(placement=placement, pipeline=pipeline, bound_s=0.0)
-        samples = self._job.global_batch // pipeline.num_microbatches
-        pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
-        priced = [each for pool, size, count in pools for each in [self._sample_s[pool].scaled(samples / size)] * count]
-        return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced), None))
-
-    def _least_s(
-        self,
-        setting: PooledSetting,
-        stages: Sequence[PricedLayers],
-        transfers: Sequence[float],
-        rooms: Sequence[float] | None,
-    ) -> float:
-        """The bound of priced layers; what is handed over between pools, and between chunks, counts for nothing."""
-        chunks, borders = setting.pipeline.num_chunks, {0, *itertools.accumulate(setting.placement.stages)}
-        handed = [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
-        return least_step_s(stages, self._counts, handed, setting.pipeline.num_passes, rooms) / chunks * (1 - SAME)
-
-    def _layers(self, pool: int, size: int, pipeline: PipelineConfig) -> "_StageLayers":
-        key = pool, size, pipeline.num_microbatches, min(pipeline.num_stages, 2)
-        if key not in self._stage_layers:
-            setting = Setting(job=self._job.pools[pool], pipeline=pipeline, stage_size=size)
-            tables = build_tables(setting, self._strategies(pool, size), self._known[pool])
-            self._stage_layers[key] = _StageLayers(
-                setting=setting, tables=tables, known=self._known_layers[pool], counts=self._counts
-            )
-        return self._stage_layers[key]
-
-    def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
-        if (pool, size) not in self._offered:
-            self._offered[pool, size] = stage_strategies(self._job.pools[pool], size, self._options)
-        return self._offered[pool, size]
-
-
-def _without_chunks(pipeline: PipelineConfig) -> PipelineConfig:
-    return replace(pipeline, num_chunks=1, schedule=USUAL)
-
-
-class _StageLayers:
-    """What the layers take on stages of one size of one pool, with one number of microbatches."""
-
-    def __init__(self, *, setting: Setting, tables: CostTables, known: KnownLayers, counts: Sequence[int]) -> None:
-        self._setting, self._tables, self._known_layers = setting, tables, known
-        self._held: IntTable | None = None
-        self._within: dict[tuple[int, bool], PricedLayers] = {}
-        self.transfer_s = tables.transfer_s
-        self.fastest = priced_layers(tables.legal, tables.time_s, np.zeros_like(tables.static_bytes), counts)
-        """By their times alone."""
-        self.room_bytes = usable_bytes(setting.job) + 1 - context_bytes(setting)
-
-    def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
-        """With the bytes that they hold with so many microbatches in flight, at least."""
-        key = in_flight, has_gradients
-        if key not in self._within:
-            tables = self._tables
-            if self._held is None:
-                self._held = held_floors(tables.strategies, tables.legal, self._setting, self._known_layers)
-            static, saved, gradients = self._held
-            num_bytes = static + in_flight * saved + has_gradients * gradients
-            self._within[key] = priced_layers(tables.legal, tables.time_s, num_bytes, counts)
-        return self._within[key]
-
-
-def _choices(count: int) -> Iterator[tuple[int, ...]]:
-    """Every choice of two pools or more."""
-    for size in range(2, count + 1):
-        yield from itertools.combinations(range(count), size)
-
-
-def _check_options(options: PlanOptions) -> None:
-    if options.pins or options.partition != "exact":
-        raise not_with_pools("--pin" if options.pins else "--partition")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PooledSearch:
-    """What a search over several pools found: accepted plans, fastest first, and what is proven."""
-
-    accepted: tuple[Accepted, ...]
-    acceptance: Acceptance
-    settings: tuple[PooledSetting, ...]
-    lower_bound_s: float
-    is_optimal: bool
-    was_cut: bool = False
-    """Whether the time limit ended it."""
-
-
-def search_pools(
-    job: PooledJob, space: PooledSpace, *, num_alternatives: int = 0, time_limit_s: float | None = None
-) -> PooledSearch:
-    """The fastest accepted plans of all settings of a space."""
-    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-    settings, floors = space.settings(), PooledFloors(job)
-    waiting = [(setting.bound_s, index, 0) for index, setting in enumerate(settings)]
-    heapq.heapify(waiting)
-    best: dict[int, Accepted] = {}
-    bounds: list[float] = []
-    found, nearest, fastest_s = None, None, math.inf
-    while waiting and waiting[0][0] < fastest_s * (1 - SAME):
-        if found is not None and time.monotonic() > deadline:
-            break
-        most, limit = (FIRST_ROUND, math.inf) if found is None else (ROUND, deadline)
-        taken = _most_promising(waiting, space, settings, fastest_s, most, limit)
-        if not taken:
-            continue  # none is left, or no time
-        found = accept(
-            job,
-            [space.tables(settings[index]) for index in taken],
-            num_alternatives=num_alternatives,
-            time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
-            floors=floors,
-            cutoff_s=fastest_s,
-        )
-        bounds.append(found.search.lower_bound_s)
-        nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
-        best.update({taken[each.outcome.index]: each for each in found.ranked})
-        fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
-    if found is None or nearest is None:
-        raise UserError(
-            field="global_batch",
-            found=f"{job.global_batch} samples over {job.cluster.name}",
-            expected=f"a batch that some pipeline{space.asked_stages} over these pools can divide among its ranks",
-            hint="a larger batch, fewer devices" + (", or no --stages" if space.asked_stages else ""),
-        )
-    ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
-    if not ranked:
-        return PooledSearch(
-            accepted=(), acceptance=nearest, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
-        )
-    fastest_s = ranked[0].outcome.score_s
-    left = [bound_s for bound_s, _, _ in waiting]
-    lower = min(*bounds, fastest_s, *left)
-    proven = lower >= fastest_s * (1 - SAME)
-    return PooledSearch(
-        accepted=ranked,
-        acceptance=found,
-        settings=tuple(settings),
-        lower_bound_s=fastest_s if proven else lower,
-        is_optimal=proven,
-        was_cut=time.monotonic() > deadline,
-    )
-
-
-def _missing_bytes(found: Acceptance) -> float:
-    miss = found.search.nearest_miss
-    return math.inf if miss is None else miss.miss_bytes
-
-
-def _most_promising(
-    waiting: list[tuple[float, int, int]],
-    space: PooledSpace,
-    settings: list[PooledSetting],
-    fastest_s: float,
-    most: int,
-    deadline: float,
-) -> list[int]:
-    """Takes the settings of the least bounds from those that wait, each bound as sharp as it gets without a search.
-
-    A setting whose times promise enough becomes one for every order of its pools, which are added to ``settings``.
-    """
-    taken: list[int] = []
-    while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME) and time.monotonic() < deadline:
-        bound_s, index, level = heapq.heappop(waiting)
-        if level == LEVELS:
-            taken.append(index)
-            continue
-        sharper_s = max(bound_s, space.next_bound_s(settings[index], level))
-        if not math.isfinite(sharper_s):
-            continue
-        indices = [index]
-        if level == 0:
-            _, *others = space.orders(settings[index])
-            indices += range(len(settings), len(settings) + len(others))
-            settings += others
-        for each in indices:
-            heapq.heappush(waiting, (sharper_s, each, level + 1))
-    return taken
 
 
 def plan_pools(job: PooledJob, options: PlanOptions, *, top: int = NUM_RESCORED) -> PlanningResult:
@@ -558,16 +254,6 @@ def any_job_of(plan: Plan, *, profile: str | None = None, folder: Path | None = 
     if not plan.is_mixed:
         return job_of(plan, profile=profile, folder=folder, **given)
     return pooled_job_of(plan, profile=profile, folder=folder, **given)
-
-
-def not_with_pools(option: str) -> UserError:
-    """The mistake of an option that does not go with several pools of devices."""
-    return UserError(
-        field=option.partition(" ")[0],
-        found=f"{option} with several pools of devices",
-        expected="a cluster or a plan of one kind of device",
-        hint="leave it out, or plan for one of the pools",
-    )
 
 
 def price_pools(plan: Plan, job: PooledJob) -> Plan:

@@ -162,19 +162,25 @@ class OptionTable:
 
     tables: CostTables
     switches: Switches
-    may_beat: NDArray[np.bool_]
-    """[K, S, S] the first is no worse than the second in all but the additive bytes, and both are legal"""
+    columns: tuple[IntArray, ...]
+    """The strategies that a stage may use, by its pool."""
+    may_beat: tuple[NDArray[np.bool_], ...]
+    """[K, S', S'] of these the first is no worse than the second in all but the additive bytes, and both are legal"""
 
     def stage(self, stage: int) -> StageCosts:
         """The costs of a stage with the microbatches that it has in flight, beaten strategies left out."""
-        tables = self.tables
-        num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
-        legal = tables.legal_on(stage)
-        beats = self.may_beat & (num_bytes[:, :, None] <= num_bytes[:, None, :]) & legal[:, :, None]
+        return self.costs(self.tables.pipeline.in_flight(stage), self.tables.pool_of(stage))
+
+    def costs(self, in_flight: int, pool: int = 0) -> StageCosts:
+        """The same of stages of a pool with so many microbatches in flight."""
+        tables, columns = self.tables, self.columns[pool]
+        num_bytes = tables.held_bytes(in_flight)
+        held, legal = num_bytes[:, columns], tables.legal[:, columns]
+        beats = self.may_beat[pool] & (held[:, :, None] <= held[:, None, :])
         equal = beats & beats.transpose(0, 2, 1)
         kept = legal & ~(beats & ~np.tril(equal)).any(axis=1)
         count = kept.sum(axis=1)
-        strategy = np.argsort(~kept, axis=1, kind="stable")[:, : max(int(count.max()), 1)]
+        strategy = columns[np.argsort(~kept, axis=1, kind="stable")[:, : max(int(count.max()), 1)]]
         kinds = np.arange(len(strategy))[:, None]
         fields = (strategy, self.switches.group[strategy], num_bytes[kinds, strategy])
         return StageCosts(
@@ -202,12 +208,29 @@ def option_table(tables: CostTables) -> OptionTable:
         seconds=seconds,
         detour=np.stack([_detours(*each) for each in zip(legal, seconds, strict=True)]),
     )
+    columns = _columns(tables)
+    may_beat = tuple(_may_beat(tables, each, group[each], received[:, :, each], table) for each in columns)
+    return OptionTable(tables=tables, switches=switches, columns=columns, may_beat=may_beat)
+
+
+def _columns(tables: CostTables) -> tuple[IntArray, ...]:
+    """The strategies of each pool; all of them where there are none."""
+    if tables.pools is None:
+        return (np.arange(len(tables.strategies)),)
+    return tuple(np.flatnonzero(tables.pools.of_strategies == pool) for pool in range(max(tables.pools.of_stages) + 1))
+
+
+def _may_beat(
+    tables: CostTables, columns: IntArray, group: IntArray, received: FloatArray, table: IntArray
+) -> NDArray[np.bool_]:
+    """[K, S', S'] as in `OptionTable`, of strategies of these classes that receive these seconds [T, C, S']."""
     receives_less = np.stack([columns_no_larger(each) for each in received])
     may_beat = (group[:, None] == group[None, :]) & ~np.eye(len(group), dtype=bool) & receives_less[table]
-    may_beat &= tables.legal[:, :, None] & tables.legal[:, None, :]
-    for table_of in (tables.time_s, tables.transient_bytes):
+    legal = tables.legal[:, columns]
+    may_beat &= legal[:, :, None] & legal[:, None, :]
+    for table_of in (tables.time_s[:, columns], tables.transient_bytes[:, columns]):
         may_beat &= table_of[:, :, None] <= table_of[:, None, :]
-    return OptionTable(tables=tables, switches=switches, may_beat=may_beat)
+    return np.asarray(may_beat)
 
 
 def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:

@@ -94,14 +94,20 @@ def stage_memories(tables: CostTables) -> list[StageMemory]:
     for pool in dict.fromkeys(pool for _, pool in alike):
         flights = sorted({in_flight for in_flight, own in alike if own == pool})
         legal = tables.legal_on(next(stage for stage, (_, own) in enumerate(alike) if own == pool))
-        threshold, per_kind = _least_by_threshold(tables, legal, flights)
-        for in_flight, least in zip(flights, per_kind, strict=True):
-            prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
-            np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
-            ended = _ended(tables, prefix, least)
-            rows = list(zip(prefix.tolist(), ended.tolist(), threshold.tolist(), strict=True))
-            shared[in_flight, pool] = StageMemory(threshold=threshold, prefix=prefix, ended=ended, rows=rows)
+        for in_flight, memory in zip(flights, memories_of(tables, legal, flights), strict=True):
+            shared[in_flight, pool] = memory
     return [shared[each] for each in alike]
+
+
+def memories_of(tables: CostTables, legal: NDArray[np.bool_], in_flight: Sequence[int]) -> Iterator[StageMemory]:
+    """Those of stages with each of these numbers of microbatches in flight, of the ``legal`` strategies [K, S]."""
+    threshold, per_kind = _least_by_threshold(tables, legal, in_flight)
+    for least in per_kind:
+        prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
+        np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
+        ended = _ended(tables, prefix, least)
+        rows = list(zip(prefix.tolist(), ended.tolist(), threshold.tolist(), strict=True))
+        yield StageMemory(threshold=threshold, prefix=prefix, ended=ended, rows=rows)
 
 
 def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:

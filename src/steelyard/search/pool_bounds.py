@@ -15,19 +15,26 @@ any of them has $\mu_i = 0$.
 
 Layers are whole. Of the $n$ layers of the commonest kind a stage holds, within $\theta$ seconds and its room, at most
 $\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. The slowest stage takes at least the least $\theta$
-in which all stages together hold $n$, and a step $(m-1)\,\theta$ more than all layers at their fastest.
+in which all stages together hold $n$, and at least the least in which the stages, one behind the other, can hold all
+layers (`PoolRuns`). So a step takes $(m-1-\mu)\,\theta$ more than what bounds one of $\mu + 1$ microbatches, whatever
+$\mu$.
 
 Source: weak Lagrangian duality.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.search.frontier import FloatArray, reduce
+from steelyard.cost.tables import CostTables
+from steelyard.search.bounds import stage_bounds
+from steelyard.search.frontier import FloatArray, IntArray, reduce
+from steelyard.search.layers import option_table
+from steelyard.search.least_memory import StageMemory, memories_of
+from steelyard.units import MIB
 
 BISECTIONS = 24
 """Of the least time in which the stages could hold all layers."""
@@ -35,6 +42,8 @@ TIES = 1e-9
 """By which a number of layers is taken to be larger, so that rounding loses none."""
 NUM_PRICES = 24
 """Prices of memory that are tried for a stage."""
+PRECISION = 0.001
+"""To which the least time of the slowest stage is found, relatively."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,10 +63,6 @@ class PricedLayers:
         priced = np.repeat(np.array(seconds)[:, None], NUM_PRICES, axis=1)
         layers = np.asarray(counts)
         return cls(prices=np.zeros(NUM_PRICES), priced_s=priced, whole_s=layers[layers > 0] @ priced[layers > 0])
-
-    def scaled(self, factor: float) -> "PricedLayers":
-        """The same with all times, and so all prices, so many times as large."""
-        return PricedLayers(prices=factor * self.prices, priced_s=factor * self.priced_s, whole_s=factor * self.whole_s)
 
 
 def priced_layers(
@@ -85,31 +90,37 @@ def least_step_s(
     handed_s: Sequence[float],
     num_passes: int,
     rooms: Sequence[float] | None = None,
+    slowest_s: float = 0.0,
 ) -> float:
     """Seconds of a step, at least; without ``rooms``, the bytes of each stage, by the times alone.
 
-    ``counts`` [K] layers of each kind; ``handed_s`` what each stage takes for handing over.
+    ``counts`` [K] layers of each kind; ``handed_s`` what each stage takes for handing over; ``slowest_s`` what the
+    slowest stage takes at least, as far as that is known.
     """
     more, used = num_passes - 1, np.asarray(counts) > 0
     handed = np.asarray(handed_s, dtype=np.float64)
     whole = np.stack([stage.whole_s for stage in stages])
-    if rooms is None:
-        places = np.zeros(len(stages), dtype=np.int64)
-    else:
+    places = np.zeros(len(stages), dtype=np.int64)
+    paid = np.zeros_like(whole)
+    if rooms is not None:
         paid = np.stack([stage.prices for stage in stages]) * np.asarray(rooms)[:, None]
         places = _best_prices(whole, paid)
-        handed = handed - paid[np.arange(len(stages)), places]
-    weights = 1 + more * _shares(whole[np.arange(len(stages)), places], more)
+    own = np.arange(len(stages)), places
     priced = np.stack([stage.priced_s[used, place] for stage, place in zip(stages, places, strict=True)])
-    bound_s = float(weights @ handed + (weights[:, None] * priced).min(axis=0) @ np.asarray(counts)[used])
+
+    def dual_s(passes: int) -> float:
+        weights = 1 + passes * _shares(whole[own], passes)
+        layers_s = (weights[:, None] * priced).min(axis=0) @ np.asarray(counts)[used]
+        return float(weights @ (handed - paid[own]) + layers_s)
+
+    bound_s = dual_s(more)
     if rooms is None or not math.isfinite(bound_s):
         return bound_s
-    fastest = np.stack([stage.priced_s[used, 0] for stage in stages]).min(axis=0)
     commonest = int(np.argmax(counts))
     block = np.stack([stage.priced_s[commonest] for stage in stages])
-    room_s = paid - np.asarray(handed_s)[:, None]
-    least_s = sum(handed_s) + float(fastest @ np.asarray(counts)[used])
-    return max(bound_s, least_s + more * _whole_layers_s(block, room_s, counts[commonest]))
+    slowest_s = max(slowest_s, _whole_layers_s(block, paid - handed[:, None], counts[commonest]))
+    parts = {0, len(stages) // 2, len(stages), 2 * len(stages)}
+    return max(bound_s, *(dual_s(each) + (more - each) * slowest_s for each in parts if each <= more))
 
 
 def _whole_layers_s(block_s: FloatArray, room_s: FloatArray, count: int) -> float:
@@ -162,3 +173,95 @@ def _shares(whole_s: FloatArray, more: int) -> FloatArray:
             return np.asarray(shares / shares.sum())
         taking &= ~slow
     return np.full(len(whole_s), 1 / len(whole_s))
+
+
+class PoolRuns:
+    """Which runs of layers the stages of one size of a pool can hold, and in what time at least.
+
+    Of the floors of that pool alone, whatever the stages before and behind; made when first asked for.
+    """
+
+    def __init__(self, floor: CostTables, room_bytes: int) -> None:
+        self._floor, self._room_bytes = floor, room_bytes - floor.overhead_bytes
+        self._options = option_table(floor)
+        self._made: dict[int, tuple[FloatArray, IntArray, StageMemory]] = {}
+
+    def farthest(self, in_flight: int, limit_s: float) -> list[int]:
+        """[L] the largest end of a run within so many seconds, from any layer up to each; that layer if none is."""
+        seconds, fits, _ = self._runs(in_flight)
+        ends = np.arange(len(fits)) + (seconds <= limit_s).sum(axis=1)
+        found: list[int] = np.maximum.accumulate(np.minimum(fits, ends)).tolist()
+        return found
+
+    def fitting(self, in_flight: int, more_bytes: int) -> list[int]:
+        """[L] the same of runs that take any time, with so much more memory."""
+        memory = self._runs(in_flight)[2]
+        found: list[int] = np.maximum.accumulate(memory.all_farthest(self._room_bytes + more_bytes)).tolist()
+        return found
+
+    def _runs(self, in_flight: int) -> tuple[FloatArray, IntArray, StageMemory]:
+        """[L, L] least seconds from a first to a last layer, [L] the largest end within memory, and that memory."""
+        if in_flight not in self._made:
+            floor, room_bytes = self._floor, self._room_bytes
+            bounds = stage_bounds(self._options.costs(in_flight), floor.layers, room_bytes, 0.0)
+            (memory,) = memories_of(floor, floor.legal, [in_flight])
+            count = len(floor.layers)
+            fits = memory.all_farthest(room_bytes)
+            self._made[in_flight] = bounds.matrix((0, count), (1, count)), fits, memory
+        return self._made[in_flight]
+
+
+def are_held(num_layers: int, reaches: Iterable[Sequence[int]]) -> bool:
+    """Whether stages of these reaches, of `PoolRuns`, can hold all layers, at most: or with fewer on those before."""
+    place = 0
+    for reach in reaches:
+        place = reach[place]
+        if place == num_layers:
+            return True
+    return False
+
+
+def least_slowest_s(
+    stages: Sequence[tuple[PoolRuns, int]], handed_s: Sequence[float], num_layers: int, least_s: float, enough_s: float
+) -> float:
+    """What the slowest of these stages takes at least: the least in which they can hold all layers.
+
+    ``stages`` are runs and microbatches in flight; ``least_s``, above 0, is known to be taken, and more than
+    ``enough_s`` need not be told apart. Infinite where no time is enough.
+    """
+
+    def is_enough(limit_s: float) -> bool:
+        pairs = list(zip(stages, handed_s, strict=True))
+        known = {pair: pair[0][0].farthest(pair[0][1], limit_s - pair[1]) for pair in dict.fromkeys(pairs)}
+        return are_held(num_layers, (known[pair] for pair in pairs))
+
+    if not is_enough(math.inf):
+        return math.inf
+    low, high = least_s, 2 * least_s
+    while not is_enough(high):
+        if high >= enough_s:
+            return high
+        low, high = high, 2 * high
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low
+
+
+def missing_bytes(stages: Sequence[tuple[PoolRuns, int]], num_layers: int, most: int) -> int:
+    """How much more memory these stages need on every device to hold all layers, at least, to a MiB.
+
+    ``most`` if not less.
+    """
+
+    def is_enough(more_bytes: int) -> bool:
+        known = {stage: stage[0].fitting(stage[1], more_bytes) for stage in dict.fromkeys(stages)}
+        return are_held(num_layers, (known[stage] for stage in stages))
+
+    low, high = 0, most
+    if not is_enough(most - 1):
+        return most
+    while high - low > MIB:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low

@@ -1,0 +1,149 @@
+"""The search over pipelines on unlike pools: settings in the order of what each can be at best.
+
+Each setting that waits has its bound made sharper step by step (`steelyard.planning.pool_space`), and only those that
+promise enough after the last are searched, some at a time, until no other can be faster than the best plan that was
+accepted. So what is optimal is so among all of them. A pool alone is searched as its own cluster would be.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steelyard.cost.pools import PooledJob
+from steelyard.errors import UserError
+from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
+from steelyard.search.least_memory import IMPOSSIBLE
+
+FIRST_ROUND = 8
+"""Settings that are searched before the bound of the best plan among them decides on the others."""
+ROUND = 24
+"""Settings that are searched together after that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledSearch:
+    """What a search over several pools found: accepted plans, fastest first, and what is proven."""
+
+    accepted: tuple[Accepted, ...]
+    acceptance: Acceptance
+    settings: tuple[PooledSetting, ...]
+    lower_bound_s: float
+    is_optimal: bool
+    was_cut: bool = False
+    """Whether the time limit ended it."""
+
+
+def search_pools(
+    job: PooledJob, space: PooledSpace, *, num_alternatives: int = 0, time_limit_s: float | None = None
+) -> PooledSearch:
+    """The fastest accepted plans of all settings of a space."""
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    settings = space.settings()
+    waiting = [(setting.bound_s, index, 0) for index, setting in enumerate(settings)]
+    heapq.heapify(waiting)
+    best: dict[int, Accepted] = {}
+    bounds: list[float] = []
+    refused: list[int] = []
+    found, nearest, fastest_s = None, None, math.inf
+    while waiting and waiting[0][0] < fastest_s * (1 - SAME):
+        if found is not None and time.monotonic() > deadline:
+            break
+        most, limit = (FIRST_ROUND, math.inf) if found is None else (ROUND, deadline)
+        taken = _most_promising(waiting, space, settings, refused, fastest_s, most, limit)
+        if not taken:
+            continue  # none is left, or no time
+        found = accept(
+            job,
+            [space.tables(settings[index]) for index in taken],
+            num_alternatives=num_alternatives,
+            time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
+            floors=space.floors,
+            cutoff_s=fastest_s,
+        )
+        bounds.append(found.search.lower_bound_s)
+        nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
+        best.update({taken[each.outcome.index]: each for each in found.ranked})
+        fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
+    if not best:
+        nearest = _nearest(job, space, [settings[index] for index in refused], nearest)
+    if nearest is None:
+        raise UserError(
+            field="global_batch",
+            found=f"{job.global_batch} samples over {job.cluster.name}",
+            expected=f"a batch that some pipeline{space.asked_stages} over these pools can divide among its ranks",
+            hint="a larger batch, fewer devices" + (", or no --stages" if space.asked_stages else ""),
+        )
+    ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
+    if not ranked:
+        return PooledSearch(
+            accepted=(), acceptance=nearest, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
+        )
+    fastest_s = ranked[0].outcome.score_s
+    left = [bound_s for bound_s, _, _ in waiting]
+    lower = min(*bounds, fastest_s, *left)
+    proven = lower >= fastest_s * (1 - SAME)
+    return PooledSearch(
+        accepted=ranked,
+        acceptance=nearest if found is None else found,
+        settings=tuple(settings),
+        lower_bound_s=fastest_s if proven else lower,
+        is_optimal=proven,
+        was_cut=time.monotonic() > deadline,
+    )
+
+
+def _nearest(
+    job: PooledJob, space: PooledSpace, settings: Sequence[PooledSetting], known: Acceptance | None
+) -> Acceptance | None:
+    """What is ``known`` of the nearest miss, or that of one of these settings, whose layers memory does not hold."""
+    nearest, least = known, IMPOSSIBLE if known is None else int(min(_missing_bytes(known), IMPOSSIBLE))
+    promising = sorted(((space.missing_bytes(each, least), place) for place, each in enumerate(settings)))
+    for bound, place in promising:
+        if bound >= least:
+            break
+        found = accept(job, [space.tables(settings[place])], floors=space.floors)
+        if _missing_bytes(found) < least:
+            nearest, least = found, int(_missing_bytes(found))
+    return nearest
+
+
+def _missing_bytes(found: Acceptance) -> float:
+    miss = found.search.nearest_miss
+    return math.inf if miss is None else miss.miss_bytes
+
+
+def _most_promising(
+    waiting: list[tuple[float, int, int]],
+    space: PooledSpace,
+    settings: list[PooledSetting],
+    refused: list[int],
+    fastest_s: float,
+    most: int,
+    deadline: float,
+) -> list[int]:
+    """Takes the settings of the least bounds from those that wait, each bound as sharp as it gets without a search.
+
+    A setting whose times promise enough becomes one for every order of its pools, which are added to ``settings``;
+    those whose layers memory does not hold, however cut, are ``refused``.
+    """
+    taken: list[int] = []
+    while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME) and time.monotonic() < deadline:
+        bound_s, index, level = heapq.heappop(waiting)
+        if level == LEVELS:
+            taken.append(index)
+            continue
+        sharper_s = max(bound_s, space.next_bound_s(settings[index], level, fastest_s))
+        if not math.isfinite(sharper_s):
+            refused += [index] if level == LEVELS - 1 else []
+            continue
+        indices = [index]
+        if level == 0:
+            _, *others = space.orders(settings[index])
+            indices += range(len(settings), len(settings) + len(others))
+            settings += others
+        for each in indices:
+            heapq.heappush(waiting, (sharper_s, each, level + 1))
+    return taken
