@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
@@ -13,7 +14,7 @@ from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
 from steelyard.modules import split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
-from steelyard.modules.build import read_hub_config
+from steelyard.modules.build import build_from_config, materialize_module, read_hub_config
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
@@ -177,6 +178,13 @@ def test_a_model_whose_parts_ask_for_its_type_and_device_splits() -> None:
     config = {**_TEXT, "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}}
     config["audio_config"] |= {"encoder_ffn_dim": 32}
     assert len(split_model("qwen2_audio", {"model_type": "qwen2_audio", **config}).layers) == 4
+
+
+def test_a_part_of_a_model_whose_class_says_how_it_is_filled_is_filled_so() -> None:
+    config = read_hub_config("modernvbert", small_config(read_hub_config("modernvbert", {}).to_dict()))
+    model = build_from_config(config, Task.MASKED_LM, fused_attention=False)
+    materialize_module(model, model, seed=0, device=torch.device("cpu"))
+    assert [name for name, each in model.named_buffers() if each.isnan().any()] == []
 
 
 _TEXT = {"text_config": {**split_config("phi3"), "model_type": "qwen2"}}

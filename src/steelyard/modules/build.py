@@ -261,10 +261,18 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
         for buffer in module.buffers():
             if buffer.is_floating_point():  # one that the model does not fill must not pass for numbers
                 buffer.fill_(torch.nan)
+        parts = _parts_of_their_own(model)
         for submodule in reversed(list(module.modules())):
-            model._init_weights(submodule)
+            parts.get(submodule, model)._init_weights(submodule)
             if type(submodule).__module__ == activations.__name__ and any(True for _ in submodule.buffers()):
                 submodule.load_state_dict(type(submodule)().state_dict())  # which the model makes in its constructor
+
+
+def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
+    """The part of a model whose class says how a module is filled, where that is not the model's own: as of a tower."""
+    own = type(model)._init_weights
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    return {each: part for part in models if type(part)._init_weights is not own for each in part.modules()}
 
 
 def _initialize_shared(
@@ -285,7 +293,7 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
     if chain.split:
         for module in model.modules():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-                fill_buffers(model, module, torch.device(device))
+                fill_buffers(_parts_of_their_own(model).get(module, model), module, torch.device(device))
     rotary = build_rotary(model, chain, torch.device(device))
     if rotary is not None:
         parent, _, name = str(chain.family.rotary).rpartition(".")

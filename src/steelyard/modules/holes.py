@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
@@ -210,13 +210,13 @@ class Shell:
             for path in split.lists
         }
         self._holes: list[_Hole] = []
-        self._filled: list[nn.Module] = []
+        self._filled: list[tuple[PreTrainedModel, nn.Module]] = []
         self._typed: list[nn.Module] = []
         self._options, self._reads, self._has_encoder = forward_options(model), reads(split.image), bool(split.encoder)
         with _disable_current_modes():
             options = {"fused_attention": split.fused_attention}
             self._shapes = build_from_config(model.config, split.task, **options) if split.image else None
-        self._model = self._copy(model, "", model.config)
+        self._model = self._copy(model, "", model)
         self._shapes = None
         self._device: torch.device | None = None
 
@@ -232,8 +232,10 @@ class Shell:
         The model has ``buffers`` in the place of its own, by their paths.
         """
         if self._device != ids.device:
-            for module in self._filled:
-                fill_buffers(self._whole.model, module, ids.device)
+            for hole in self._holes:
+                hole.empty()
+            for part, module in self._filled:
+                fill_buffers(part, module, ids.device)
             self._device = ids.device
         for path, buffer in buffers.items():
             owner, _, name = path.rpartition(".")
@@ -249,7 +251,8 @@ class Shell:
                 samples["decoder_input_ids"] = ids if decoder_ids is None else decoder_ids
             return self._model(**samples, **self._options)
 
-    def _copy(self, module: nn.Module, path: str, config: PreTrainedConfig) -> nn.Module:
+    def _copy(self, module: nn.Module, path: str, part: PreTrainedModel) -> nn.Module:
+        part = module if isinstance(module, PreTrainedModel) else part
         if path in self._keep:
             return module
         if path in self._stubs:
@@ -260,7 +263,7 @@ class Shell:
             return stubs
         found = copy.copy(module)
         found._modules = {
-            name: child and self._copy(child, f"{path}.{name}" if path else name, config)
+            name: child and self._copy(child, f"{path}.{name}" if path else name, part)
             for name, child in module._modules.items()
         }
         holds_kept = any(each.startswith(f"{path}.") for each in self._keep)  # what it holds itself is tied to them
@@ -274,13 +277,13 @@ class Shell:
         else:
             found._buffers = dict(module._buffers)
             if found._buffers:
-                self._filled.append(found)
+                self._filled.append((part, found))
             if (
                 isinstance(module, PreTrainedModel) and not found._parameters
             ):  # which is of the type and on the device of its first parameter
                 self._typed.append(found)
             for name, value in vars(found).items():
-                if value is config:
+                if value is self._whole.model.config:
                     found.__dict__[name] = self._config
         return found
 
@@ -352,8 +355,8 @@ class _Hole(nn.Module):
         self._width = _width(module)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._module = _Whole(module)
-        for name, parameter in module._parameters.items():
-            self.__dict__[name] = None if parameter is None else self._blank(parameter)
+        self.__dict__.update(dict.fromkeys(module._parameters))
+        self.empty()
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
@@ -375,10 +378,16 @@ class _Hole(nn.Module):
             return self.forward
         return super().__getattr__(name)
 
+    def empty(self) -> None:
+        """Has tensors without entries in the place of parameters: models write first values into some."""
+        own = self._module.model._parameters.items()
+        self.__dict__.update({name: torch.empty((0,), dtype=each.dtype) for name, each in own if each is not None})
+        self._is_empty = True
+
     def become(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes blanks of a type and on a device from here on."""
-        if (dtype, device) != (self.dtype, self.device):
-            self.dtype, self.device = dtype, device
+        if self._is_empty or (dtype, device) != (self.dtype, self.device):
+            self.dtype, self.device, self._is_empty = dtype, device, False
             own = self._module.model._parameters
             self.__dict__.update({name: self._blank(each) for name, each in own.items() if each is not None})
 
