@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from published_runs.evidence import RegretEvidence, regret_evidence
 from published_runs.forecast import Outcome, Unpredicted
 from published_runs.score import ErrorSummary, LeftOut, RegretSummary, SourceScore
 from published_runs.targets import TargetLine
@@ -23,7 +24,10 @@ def comparison_view(
 ) -> Group:
     """Everything that was found: time, memory, what was skipped, and the targets."""
     beside = (left_out_table(left_out),) if left_out else ()
-    return Group(time_table(timed), *beside, memory_table(held), skipped_table(outcomes), target_table(targets))
+    regret = regret_tables(regret_evidence(outcomes, left_out))
+    return Group(
+        time_table(timed), *beside, *regret, memory_table(held), skipped_table(outcomes), target_table(targets)
+    )
 
 
 def time_table(scores: Sequence[SourceScore]) -> Table:
@@ -71,6 +75,29 @@ def left_out_table(left_out: Sequence[LeftOut]) -> Table:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
+
+
+def regret_tables(found: RegretEvidence) -> tuple[Table, ...]:
+    """Regret with and without what is set apart, and where there is any, what that is and why."""
+    table = Table(title="regret, every source weighing the same")
+    table.add_column("jobs that count")
+    for name in ("jobs", "sources", "mean", "90 %", "left out: mean"):
+        table.add_column(name, justify="right")
+    for line in found.lines:
+        figures = (line.mean, line.p90, line.left_out)
+        table.add_row(line.name, str(line.jobs), str(line.sources), *map(_percent, figures))
+    if not found.contradictions and not found.computed:
+        return (table,)
+    apart = Table(title="set apart")
+    for name in ("what", "because"):
+        apart.add_column(name)
+    for pair in found.contradictions:
+        reason = f"{pair.run} took {pair.longer:.0%} longer than {pair.twin}, of smaller microbatches, lets it"
+        apart.add_row(f"job {pair.job}", reason)
+    for (source, file), count in found.computed.items():
+        reason = "times on straight lines in the number of microbatches to more digits than clocks repeat"
+        apart.add_row(f"{format_plural(count, 'run')} of {source}: {file}", reason)
+    return table, apart
 
 
 def memory_table(scores: Sequence[SourceScore]) -> Table:
@@ -143,9 +170,19 @@ def comparison_json(
         "num_predicted": sum(not isinstance(outcome, Unpredicted) for outcome in outcomes),
         "time": [asdict(score) for score in timed],
         "left_out": [asdict(each) for each in left_out],
+        "regret": _regret_json(regret_evidence(outcomes, left_out)),
         "memory": [asdict(score) for score in held],
         "skipped": dict(count_reasons(outcomes)),
         "targets": [asdict(line) | {"is_met": line.is_met} for line in targets],
+    }
+
+
+def _regret_json(found: RegretEvidence) -> dict[str, Any]:
+    computed = [{"source": source, "file": file, "runs": count} for (source, file), count in found.computed.items()]
+    return {
+        "lines": [asdict(line) for line in found.lines],
+        "contradictions": [asdict(pair) for pair in found.contradictions],
+        "computed": computed,
     }
 
 
