@@ -61,6 +61,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
+    "qwen3_asr": {"pad_token_id": 0},
+    "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     **{name: {"is_decoder": True} for name in ("reformer", "bert-generation")},
 }
 """What some types need, where their own defaults do not make a model."""

@@ -59,6 +59,10 @@ _STACKS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_st
 ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
     "bart": {**_STACKS, "architectures": ["BartForConditionalGeneration"]},
     "blenderbot-small": {**_STACKS, "architectures": ["BlenderbotSmallForConditionalGeneration"]},
+    "mt5": {
+        **{"d_model": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 96, "vocab_size": 128},
+        **{"dropout_rate": 0.0, "pad_token_id": 0, "architectures": ["MT5ForConditionalGeneration"]},
+    },
 }
 """Of an encoder and a decoder."""
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
@@ -13,7 +14,7 @@ from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
 from steelyard.modules import split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
-from steelyard.modules.build import read_hub_config
+from steelyard.modules.build import build_from_config, materialize_module, read_hub_config
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
@@ -166,6 +167,29 @@ def test_a_class_with_an_encoder_that_is_listed_for_masked_models_too_has_its_en
     assert split_of("bart").task is Task.SEQ2SEQ_LM
 
 
+def test_a_bias_that_the_first_block_of_a_stack_makes_for_all_is_made_by_each_of_them() -> None:
+    split = split_of("mt5")
+    tables = [f"decoder.block.{place}.layer.0.SelfAttention.relative_attention_bias.weight" for place in range(2)]
+    assert ((4, tables[0]), (5, tables[1])) in split.shared
+    assert split.layers == (0, 1, 1, 2, 3, 3, 4)
+
+
+def test_a_model_whose_parts_ask_for_its_type_and_device_splits() -> None:
+    config = {**_TEXT, "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}}
+    config["audio_config"] |= {"encoder_ffn_dim": 32}
+    assert len(split_model("qwen2_audio", {"model_type": "qwen2_audio", **config}).layers) == 4
+
+
+def test_a_part_of_a_model_whose_class_says_how_it_is_filled_is_filled_so() -> None:
+    config = read_hub_config("modernvbert", small_config(read_hub_config("modernvbert", {}).to_dict()))
+    model = build_from_config(config, Task.MASKED_LM, fused_attention=False)
+    materialize_module(model, model, seed=0, device=torch.device("cpu"))
+    assert [name for name, each in model.named_buffers() if each.isnan().any()] == []
+
+
+_TEXT = {"text_config": {**split_config("phi3"), "model_type": "qwen2"}}
+
+
 @pytest.mark.slow
 def test_positions_that_are_made_of_sizes_alone_have_holes_in_their_place() -> None:
     assert len(split_of("blenderbot-small").layers) == 7
@@ -194,6 +218,15 @@ def test_what_text_does_not_reach_lies_with_the_embedding() -> None:
     split = find_split(read_hub_config("git", config)).split
     assert split.embedding[-2:] == ("git.image_encoder", "git.visual_projection")
     assert split.blocks == "git.encoder.layer"
+
+
+def test_a_decoder_behind_a_tower_of_sound_is_causal_and_its_batch_norms_are_not_in_the_way() -> None:
+    config = {"architectures": ["GraniteSpeechForConditionalGeneration"], "encoder_config": {"num_layers": 1}}
+    config |= {"has_lora_adapter": False}
+    config |= {"text_config": {"model_type": "granite", **split_config("granite")}}
+    split = find_split(read_hub_config("granite_speech", config)).split
+    assert (split.task, len(split.layers)) == (Task.CAUSAL_LM, 4)
+    assert "model.encoder" in split.embedding
 
 
 @pytest.mark.slow
@@ -245,7 +278,6 @@ def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ..
     [
         ({"model_type": "mllama"}, "list of modules"),
         ({"model_type": "cpmant"}, "blocks that are given 2, which depends on parameters"),
-        ({"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}, "which depends on parameters"),
         (
             {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
             "no class of transformers for text",
@@ -265,6 +297,12 @@ def test_what_does_not_split_is_refused_by_name(config: dict[str, Any], reason: 
 def test_a_bare_model_is_taken_for_the_first_task_of_its_type() -> None:
     config = read_hub_config("cohere2", {**split_config("cohere2"), "architectures": ["Cohere2Model"]})
     assert task_of(config) is Task.CAUSAL_LM
+
+
+def test_a_class_for_another_task_is_refused_though_its_name_ends_as_bare_models_do() -> None:
+    config = read_hub_config("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]})
+    with pytest.raises(InvalidModelError, match="found GPT2DoubleHeadsModel, of another task"):
+        task_of(config)
 
 
 def test_a_type_that_transformers_does_not_know_is_refused() -> None:

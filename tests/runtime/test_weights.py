@@ -16,13 +16,24 @@ from torch import Tensor
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, build_model, hub_config, modules_apart
+from steelyard.modules.build import (
+    build_meta_model,
+    build_model,
+    hub_config,
+    materialize_layer,
+    modules_apart,
+    prepare_model,
+)
+from steelyard.modules.layers import build_layer
+from steelyard.plan.strategy import Remat
 from steelyard.runtime import weights
 from steelyard.runtime.exported_tokenizer import tokenizer_files
 from steelyard.runtime.outputs import check_export
 from steelyard.runtime.state import ParameterNames, parameter_names, saved_tensors
 from steelyard.runtime.stored_weights import stored_parameters
 from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, export_weights, load_weights
+from tests.modules.split_configs import split_config
+from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process
 
@@ -38,6 +49,22 @@ class WholeState:
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
         return dict(saved_tensors(self.model)) if copy == 0 else {}
+
+
+class HeadState:
+    """The head of a model, as a rank has it that holds no other layer."""
+
+    def __init__(self, chain: ModelChain) -> None:
+        model, last = build_meta_model(chain), chain.num_layers - 1
+        prepare_model(model, chain)
+        materialize_layer(model, chain, last, seed=5, device=torch.device("cpu"))
+        self.names: ParameterNames = parameter_names(chain)
+        self.head = build_layer(model, chain, last, Remat.NONE)
+        self._last = last
+
+    def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
+        saved = [(f"{self._last}.{path}", tensor) for path, tensor in saved_tensors(self.head)]
+        return {self.names.by_path[path]: t for path, t in saved if self.names.copy_of_path[path] == copy}
 
 
 def chain_of(name: str) -> ModelChain:
@@ -91,6 +118,21 @@ def test_a_buffer_that_decides_which_experts_are_chosen_is_read(tmp_path: Path) 
     state = WholeState(chain)
     load_weights(tmp_path, state, chain)  # type: ignore[arg-type]
     assert torch.equal(state.model.get_buffer(name), torch.arange(8.0))
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_bias_of_the_logits_that_the_model_itself_holds_is_read(tmp_path: Path, is_stored: bool) -> None:
+    chain = chain_from_config(split_config("bart"), name="bart", split=SPLITS["bart"])
+    given = build_model(chain, seed=1)
+    given.final_logits_bias.copy_(torch.arange(128.0))
+    saved = given.state_dict()
+    kept = {name: value for name, value in saved.items() if is_stored or name != "final_logits_bias"}
+    given.save_pretrained(tmp_path, state_dict=kept)
+    state = HeadState(chain)
+    load_weights(tmp_path, state, chain)  # type: ignore[arg-type]
+    bias = torch.arange(128.0) if is_stored else torch.zeros(128)
+    logits = state.head.run_by_family(state.head, torch.zeros((2, 4, 64)), None)
+    assert torch.equal(logits, bias.expand(2, 4, 128))
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)

@@ -199,7 +199,7 @@ def _wrong_size(key: str, value: object) -> InvalidModelError:
     )
 
 
-def _nothing(_model: Any) -> None:
+def leave_as_it_is(_model: Any) -> None:
     """Leaves the model as it is."""
 
 
@@ -228,7 +228,7 @@ class Family:
     apart: Mapping[str, int] = field(default_factory=dict)
     """Matrices of Conv1D that are several side by side: their path in a block, and how many. They are stored [inputs,
     parts, outputs of a part], so that a tensor-parallel rank's part of each is a slice of the last dim."""
-    prepare: Callable[[Any], None] = _nothing
+    prepare: Callable[[Any], None] = leave_as_it_is
     """Lets layers that read what another layer of the model makes of its own weights hold those weights themselves;
     called on every model before it is taken apart, and twice does no harm."""
 

@@ -5,6 +5,8 @@ from typing import Any
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size")
+_TOWER_KEYS = ("audio_hidden_size",)
+"""Widths of a tower that another part's config repeats."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
 """Widths of embeddings that are projected to the hidden state where they differ from it."""
 _HEAD_KEYS = (
@@ -54,7 +56,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     heads = _HEADS * degree
     width = heads * _HEAD_DIM
     sizes = {
-        **dict.fromkeys(WIDTH_KEYS, width),
+        **dict.fromkeys(WIDTH_KEYS + _TOWER_KEYS, width),
         **dict.fromkeys(_HEAD_KEYS, heads),
         **dict.fromkeys(_HEAD_DIM_KEYS, _HEAD_DIM),
         **dict.fromkeys(_FFN_KEYS, 2 * width),

@@ -6,17 +6,20 @@ makes the `Family` of this one model. How its layers run is not said here: the e
 own forward pass with holes, and blocks are called as the model calls them (`steelyard.modules.holes`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
+from steelyard.model.families.t5 import share_bias
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
 from steelyard.model.small import WIDTH_KEYS
 
 SPLIT_VERSION = 2
 """Raised whenever models are split differently."""
+PREPARES: Mapping[str, Callable[[Any], None]] = dict.fromkeys(("longt5", "mt5", "switch_transformers"), share_bias)
+"""Of types whose blocks are given what the first makes of its weights, what lets each hold those: `Family.prepare`."""
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 
@@ -273,4 +276,5 @@ def family_of_split(split: ModelSplit) -> Family:
         rotary=None,
         rotary_by_attention=split.rotary_by_attention,
         fused_attention=split.fused_attention,
+        prepare=PREPARES.get(split.model_type, leave_as_it_is),
     )

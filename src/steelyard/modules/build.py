@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
+from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
 
@@ -74,7 +75,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
 
 def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: bool) -> PreTrainedModel:
     """The model of a config for a task, to be trained, on the meta device."""
-    auto_class = getattr(transformers, task.auto_class)
+    auto_class = auto_class_of(config, task)
     options = {"attn_implementation": ATTENTION if fused_attention else "eager"}
     if _has_experts(config):
         options["experts_implementation"] = IMPLEMENTATION
@@ -83,6 +84,16 @@ def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: 
         model = auto_class.from_config(config, dtype=torch.float32, **options)
     model.train()
     return model
+
+
+def auto_class_of(config: PreTrainedConfig, task: Task) -> Any:
+    """The class of transformers that makes the model of a config for a task; None where the type has none.
+
+    A decoder alone that transformers lists with those that have an encoder, as behind a tower of sound, is causal.
+    """
+    with_sound = [Task.SEQ2SEQ_LM] if task is Task.CAUSAL_LM and not config.is_encoder_decoder else []
+    listed = [getattr(transformers, each.auto_class) for each in (task, *with_sound)]
+    return next((each for each in listed if type(config) in each._model_mapping), None)
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
@@ -176,6 +187,24 @@ def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict
     return {path: model.get_submodule(path) for path in chain.family.modules(chain.layout, layer).values()}
 
 
+def outside_buffers(model: PreTrainedModel, split: ModelSplit, layer: int) -> dict[str, Tensor]:
+    """By its path, what a model saves beside parameters in no module of a layer, as a bias of logits: of the head.
+
+    Whole numbers, as those of places, follow from the config.
+    """
+    if layer < len(split.layers) - 1:
+        return {}
+    inside = tuple(f"{path}." for path in split.paths)
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, owner in model.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+        and name not in owner._non_persistent_buffers_set
+        and not f"{path}.".startswith(inside)
+    }
+
+
 def materialize_layer(
     model: PreTrainedModel, chain: ModelChain, layer: int, *, seed: int, device: torch.device
 ) -> None:
@@ -194,6 +223,13 @@ def materialize_layer(
             fresh.update(module.modules())
         else:
             module.to(device)
+    outside = outside_buffers(model, chain.split, layer) if chain.split else {}
+    for path, buffer in outside.items():
+        owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        if buffer.is_meta:
+            fill_buffers(model, owner, device)
+        else:
+            owner._buffers[name] = buffer.to(device)
     for shared in chain.shared:
         first_layer, first_path = shared.copies[0]
         for path in (path for place, path in shared.copies if place == layer):
@@ -225,10 +261,18 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
         for buffer in module.buffers():
             if buffer.is_floating_point():  # one that the model does not fill must not pass for numbers
                 buffer.fill_(torch.nan)
+        parts = _parts_of_their_own(model)
         for submodule in reversed(list(module.modules())):
-            model._init_weights(submodule)
+            parts.get(submodule, model)._init_weights(submodule)
             if type(submodule).__module__ == activations.__name__ and any(True for _ in submodule.buffers()):
                 submodule.load_state_dict(type(submodule)().state_dict())  # which the model makes in its constructor
+
+
+def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
+    """The part of a model whose class says how a module is filled, where that is not the model's own: as of a tower."""
+    own = type(model)._init_weights
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    return {each: part for part in models if type(part)._init_weights is not own for each in part.modules()}
 
 
 def _initialize_shared(
@@ -249,7 +293,7 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
     if chain.split:
         for module in model.modules():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-                fill_buffers(model, module, torch.device(device))
+                fill_buffers(_parts_of_their_own(model).get(module, model), module, torch.device(device))
     rotary = build_rotary(model, chain, torch.device(device))
     if rotary is not None:
         parent, _, name = str(chain.family.rotary).rpartition(".")

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -25,12 +26,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
-from steelyard.model.split import BlockArguments, BlockCall, ModelSplit
-from steelyard.modules.build import build_from_config, fill_buffers
+from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, local_name
+from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -82,12 +83,13 @@ class HeadPiece:
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         last = len(split.layers) - 2
         self._last = _Give(split, last)
+        self._buffers = {path: local_name(path) for path in outside_buffers(model, split, last + 1)}
         self._sees_shape, self._image = split.head_sees_shape, split.image
         self._shell = Shell(
             model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
         )
 
-    def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
+    def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be.
 
         An encoder's output ends here, with a gradient of 0.
@@ -95,8 +97,9 @@ class HeadPiece:
         hidden = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
         self._last.hidden = hidden
         samples, tokens = hidden.shape[:2] if self._sees_shape else (1, 1)
+        buffers = {path: layer.get_buffer(name) for path, name in self._buffers.items()}
         try:
-            outputs = self._shell(blank(self._image, samples, tokens, hidden.device), hidden.dtype)
+            outputs = self._shell(blank(self._image, samples, tokens, hidden.device), hidden.dtype, buffers=buffers)
         finally:
             self._last.hidden = None
         return outputs.logits
@@ -207,30 +210,49 @@ class Shell:
             for path in split.lists
         }
         self._holes: list[_Hole] = []
-        self._filled: list[nn.Module] = []
+        self._filled: list[tuple[PreTrainedModel, nn.Module]] = []
+        self._typed: list[nn.Module] = []
         self._options, self._reads, self._has_encoder = forward_options(model), reads(split.image), bool(split.encoder)
         with _disable_current_modes():
             options = {"fused_attention": split.fused_attention}
             self._shapes = build_from_config(model.config, split.task, **options) if split.image else None
-        self._model = self._copy(model, "", model.config)
+        self._model = self._copy(model, "", model)
         self._shapes = None
         self._device: torch.device | None = None
 
-    def __call__(self, ids: Tensor, dtype: torch.dtype, decoder_ids: Tensor | None = None) -> Any:
-        """The model's outputs; holes pass on blanks of ``dtype``; a decoder that is given nothing reads ``ids``."""
+    def __call__(
+        self,
+        ids: Tensor,
+        dtype: torch.dtype,
+        decoder_ids: Tensor | None = None,
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Any:
+        """The model's outputs; holes pass on blanks of ``dtype``; a decoder that is given nothing reads ``ids``.
+
+        The model has ``buffers`` in the place of its own, by their paths.
+        """
         if self._device != ids.device:
-            for module in self._filled:
-                fill_buffers(self._whole.model, module, ids.device)
+            for hole in self._holes:
+                hole.empty()
+            for part, module in self._filled:
+                fill_buffers(part, module, ids.device)
             self._device = ids.device
+        for path, buffer in buffers.items():
+            owner, _, name = path.rpartition(".")
+            self._model.get_submodule(owner)._buffers[name] = buffer
         for hole in self._holes:
-            hole.dtype, hole.device = dtype, ids.device
+            hole.become(dtype, ids.device)
+        like = nn.Parameter(torch.empty((0,), dtype=dtype, device=ids.device), requires_grad=False)
+        for module in self._typed:
+            module._parameters = {"_like": like}
         with without_values():
             samples = {self._reads: ids}
             if self._has_encoder:
                 samples["decoder_input_ids"] = ids if decoder_ids is None else decoder_ids
             return self._model(**samples, **self._options)
 
-    def _copy(self, module: nn.Module, path: str, config: PreTrainedConfig) -> nn.Module:
+    def _copy(self, module: nn.Module, path: str, part: PreTrainedModel) -> nn.Module:
+        part = module if isinstance(module, PreTrainedModel) else part
         if path in self._keep:
             return module
         if path in self._stubs:
@@ -241,7 +263,7 @@ class Shell:
             return stubs
         found = copy.copy(module)
         found._modules = {
-            name: child and self._copy(child, f"{path}.{name}" if path else name, config)
+            name: child and self._copy(child, f"{path}.{name}" if path else name, part)
             for name, child in module._modules.items()
         }
         holds_kept = any(each.startswith(f"{path}.") for each in self._keep)  # what it holds itself is tied to them
@@ -255,9 +277,13 @@ class Shell:
         else:
             found._buffers = dict(module._buffers)
             if found._buffers:
-                self._filled.append(found)
+                self._filled.append((part, found))
+            if (
+                isinstance(module, PreTrainedModel) and not found._parameters
+            ):  # which is of the type and on the device of its first parameter
+                self._typed.append(found)
             for name, value in vars(found).items():
-                if value is config:
+                if value is self._whole.model.config:
                     found.__dict__[name] = self._config
         return found
 
@@ -329,8 +355,8 @@ class _Hole(nn.Module):
         self._width = _width(module)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._module = _Whole(module)
-        for name, parameter in module._parameters.items():
-            self.__dict__[name] = None if parameter is None else torch.empty((0,), dtype=parameter.dtype)
+        self.__dict__.update(dict.fromkeys(module._parameters))
+        self.empty()
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
@@ -345,13 +371,34 @@ class _Hole(nn.Module):
             return torch.zeros((), dtype=self.dtype, device=given.device).expand(shape)
         return torch.zeros(shape, dtype=self.dtype, device=given.device)  # models write into some
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a table is asked to do, it does as it does its work."""
+        whole = self.__dict__.get("_module")
+        if whole is not None and callable(getattr(type(whole.model), name, None)):
+            return self.forward
+        return super().__getattr__(name)
+
+    def empty(self) -> None:
+        """Has tensors without entries in the place of parameters: models write first values into some."""
+        own = self._module.model._parameters.items()
+        self.__dict__.update({name: torch.empty((0,), dtype=each.dtype) for name, each in own if each is not None})
+        self._is_empty = True
+
+    def become(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes blanks of a type and on a device from here on."""
+        if self._is_empty or (dtype, device) != (self.dtype, self.device):
+            self.dtype, self.device, self._is_empty = dtype, device, False
+            own = self._module.model._parameters
+            self.__dict__.update({name: self._blank(each) for name, each in own.items() if each is not None})
+
+    def _blank(self, parameter: Tensor) -> Tensor:
+        """In the place of a parameter, without its memory."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(parameter.shape)
+
     def _of_sizes(self, *arguments: Any, **named: Any) -> Any:
         """What the module makes of sizes alone, as tables of positions do: blanks are its parameters."""
         module = copy.copy(self._module.model)
-        blank = torch.zeros((), dtype=self.dtype, device=self.device)
-        module._parameters = {
-            name: None if each is None else blank.expand(each.shape) for name, each in module._parameters.items()
-        }
+        module._parameters = {n: None if each is None else self._blank(each) for n, each in module._parameters.items()}
         return module(*arguments, **named)
 
 

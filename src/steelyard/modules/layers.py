@@ -22,8 +22,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.family import Family, Run
-from steelyard.model.split import BlockArguments
-from steelyard.modules.build import build_rotary, named_layer_modules
+from steelyard.model.split import BlockArguments, local_name
+from steelyard.modules.build import build_rotary, named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.holes import BlockInputs, blank, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
@@ -179,7 +179,11 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
     kind = chain.kind_of(layer)
     run = split_run(model, chain.split, layer) if chain.split else model.run(layer) if chain.own else None
     layer_type = OwnHeadLayer if chain.own and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
-    return layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
+    found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
+    outside = outside_buffers(model, chain.split, layer) if chain.split else {}
+    for path, buffer in outside.items():
+        found.register_buffer(local_name(path), buffer)
+    return found
 
 
 def tensors_of(flow: Flow) -> tuple[Tensor, ...]:

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.family import LayerRole, Task
-from steelyard.model.split import BlockCall, ModelSplit, SplitEncoder, SplitKind, length_of, width_of
-from steelyard.modules.build import build_from_config
+from steelyard.model.family import LayerRole, Task, leave_as_it_is
+from steelyard.model.split import PREPARES, BlockCall, ModelSplit, SplitEncoder, SplitKind, length_of, width_of
+from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
 from steelyard.modules.structure import signature
@@ -85,8 +85,7 @@ def find_split(config: PreTrainedConfig) -> Found:
     task = task_of(config)
     fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
-    if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
-        raise _refused(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
+    PREPARES.get(config.model_type, leave_as_it_is)(model)
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     seen = _record(model, config, task, image)
     split = _split_of(model, seen, config, task, image, fused_attention=fused_attention)
@@ -128,7 +127,8 @@ def _split_of(
         words = ("encoder " if path != blocks else "decoder ") if encoder else ""
         given = {each.argument, encoder.encoded} if encoder and path == blocks else {each.argument}
         modules = list(model.get_submodule(path).children())
-        keys = [_key(modules[place], one, given, place, config) for place, one in enumerate(seen.chains[path])]
+        passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
+        keys = [_key(modules[place], one, given, passed, place, config) for place, one in enumerate(seen.chains[path])]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
         attention = [_attention(config, place) for place in first_of]
         names = _names([modules[place] for place in first_of], attention)
@@ -148,7 +148,12 @@ def _split_of(
     layers.append(len(kinds))
     kinds.append(SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]))
     starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
-    ends = dict(zip([*starts, len(layers) - 1], [embedding, *between, head], strict=True))
+    holders = dict(zip([*starts, len(layers) - 1], [embedding, *between, head], strict=True))
+    holders |= {
+        (starts[-1] if path == blocks else 0) + 1 + place: (f"{path}.{place}",)
+        for path, each in seen.chains.items()
+        for place in range(len(each))
+    }
     positions = (
         length_of(shapes[0])
         if image
@@ -172,7 +177,7 @@ def _split_of(
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
-        shared=tuple(_shared(model, ends, tuple(seen.chains), config)),
+        shared=tuple(_shared(model, holders, config)),
     )
 
 
@@ -182,7 +187,8 @@ def task_of(config: PreTrainedConfig) -> Task:
     of_transformers = sorted(
         (task for task in Task if task is not Task.OWN), key=lambda task: task is not Task.SEQ2SEQ_LM
     )  # some classes with an encoder are listed for masked models, too
-    tasks = sorted((task for task in of_transformers if type(config) in _mapping(task)), key=_SPLIT_TASKS.__contains__)
+    of_transformers = [task for task in of_transformers if task is not Task.SEQ2SEQ_LM or config.is_encoder_decoder]
+    tasks = sorted((task for task in of_transformers if _classes(config, task)), key=_SPLIT_TASKS.__contains__)
     for task in tasks:
         if named in {each.__name__ for each in _classes(config, task)}:
             if task in _SPLIT_TASKS:
@@ -193,7 +199,8 @@ def task_of(config: PreTrainedConfig) -> Task:
         raise _refused(
             config, "no class of transformers for text (causal, masked, encoder and decoder) or the classes of images"
         )
-    if named and not named.endswith("Model"):  # the bare model says nothing of the task
+    bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # which say nothing of the task
+    if named and named not in bare:
         classes = [each.__name__ for task in tasks for each in _classes(config, task)]
         raise InvalidModelError(
             field="architectures",
@@ -212,12 +219,12 @@ def _has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
     """The classes of transformers for a config and a task."""
-    classes = _mapping(task)[type(config)]
+    return _listed(config, auto_class_of(config, task))
+
+
+def _listed(config: PreTrainedConfig, auto_class: Any) -> tuple[type[PreTrainedModel], ...]:
+    classes = auto_class._model_mapping.get(type(config), ()) if auto_class else ()
     return classes if isinstance(classes, tuple) else (classes,)
-
-
-def _mapping(task: Task) -> Any:
-    return getattr(transformers, task.auto_class)._model_mapping
 
 
 def _record(
@@ -258,6 +265,8 @@ def _record(
     finally:
         for handle in handles:
             handle.remove()
+    if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
+        raise _refused(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
     chains = {
         path: [call for _, call in calls[path]]
         for path, blocks in lists.items()
@@ -389,14 +398,27 @@ def _below(path: str, outer: str) -> bool:
     return path.startswith(f"{outer}.") or path == outer
 
 
-def _key(module: nn.Module, call: _Call, hidden: Collection[object], block: int, config: PreTrainedConfig) -> Hashable:
-    """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain."""
+def _key(
+    module: nn.Module,
+    call: _Call,
+    hidden: Collection[object],
+    passed: Sequence[object],
+    block: int,
+    config: PreTrainedConfig,
+) -> Hashable:
+    """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain.
+
+    What else of that which blocks return is ``passed`` on they are not given: a proof shows whether they make it anew.
+    """
     given: list[Hashable] = []
     for name, value in (*enumerate(call.places), *sorted(call.names.items())):
         if name in hidden:
             continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor):
+                if any(leaf is each for each in passed):
+                    given.append((name, repr(None)))
+                    continue
                 if leaf.requires_grad:
                     raise _refused(config, f"blocks that are given {name}, which depends on parameters")
                 given.append((name, id(leaf)))
@@ -456,16 +478,16 @@ def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int)
 
 
 def _shared(
-    model: PreTrainedModel, ends: Mapping[int, Sequence[str]], blocks: Sequence[str], config: PreTrainedConfig
+    model: PreTrainedModel, holders: Mapping[int, Sequence[str]], config: PreTrainedConfig
 ) -> Iterator[tuple[tuple[int, str], ...]]:
-    """The parameters that embeddings and the head share, whose modules ``ends`` has by their layers."""
+    """The parameters that layers share; ``holders`` has the paths of a layer's modules by its number."""
     where: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if holds_parameters(model.get_submodule(path.rpartition(".")[0])):
             where.setdefault(parameter, []).append(path)
     for paths in (paths for paths in where.values() if len(paths) > 1):
-        copies = [(layer, path) for layer, each in ends.items() for path in paths if _in(path, each)]
-        if len(copies) == len({layer for layer, _ in copies}) and not any(_in(path, blocks) for path in paths):
+        copies = sorted((layer, path) for layer, each in holders.items() for path in paths if _in(path, each))
+        if len(copies) == len({layer for layer, _ in copies}):
             yield from [tuple(copies)] if len(copies) > 1 else []
         elif not _one_module(model, paths):
             raise _refused(config, f"a parameter that {', '.join(paths[:3])} share")

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedConfig
 
 from steelyard.errors import InvalidCheckpointError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
-from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, hub_config, modules_apart
+from steelyard.modules.build import build_meta_model, hub_config, modules_apart, read_hub_config
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
@@ -62,9 +62,11 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
     check_weights(path, chain)
     with ExitStack() as stack:
         folder = WeightFolder(path, stack)
-        stored = stored_parameters(build_meta_model(chain), folder.names)
+        model = build_meta_model(chain)
+        stored = stored_parameters(model, folder.names)
+        may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         for copy in range(state.names.num_copies):
-            weights = state.weights(copy=copy)
+            weights = {name: each for name, each in state.weights(copy=copy).items() if name not in may_lack}
             _check_present(path, weights, stored)
             for name, parameter in weights.items():
                 _fill(parameter, name, stored[name], folder)
@@ -101,7 +103,7 @@ class WeightFolder:
 
 def check_weights(path: Path, chain: ModelChain) -> None:
     """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
-    found, expected = hub_config(_chain_at(path)).to_dict(), hub_config(chain).to_dict()
+    found, expected = _config_at(path).to_dict(), hub_config(chain).to_dict()
     for key in ("model_type", *expected):
         if key not in _NOT_COMPARED and "dropout" not in key and found.get(key) != expected.get(key):
             raise _bad_init(
@@ -152,8 +154,8 @@ def export_weights(
         ) from error
 
 
-def _chain_at(path: Path) -> ModelChain:
-    """The model that the folder's config describes."""
+def _config_at(path: Path) -> PreTrainedConfig:
+    """The config of the folder."""
     try:
         content = read_json(path / "config.json")
     except (OSError, ValueError) as error:
@@ -162,7 +164,7 @@ def _chain_at(path: Path) -> ModelChain:
             "a Hugging Face folder: config.json and safetensors",
             "check the path",
         ) from error
-    return chain_from_config(content, name=str(path))
+    return read_hub_config(str(content.get("model_type", "")), content)
 
 
 def _fill(parameter: Tensor, name: str, stored: StoredParameter, folder: WeightFolder) -> None:

@@ -13,6 +13,7 @@ keeps less. Source: ``models/t5`` of transformers 5, ``T5ForConditionalGeneratio
 """
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from steelyard.model.family import (
@@ -111,15 +112,17 @@ def _project(layer: Layer, state: tuple[Tensor, Tensor], context: Context) -> Te
     return layer.output(hidden)
 
 
-def _share_bias(model: Any) -> None:
+def share_bias(model: Any) -> None:
     """Gives every block the table of the first block of its stack."""
     for stack in (model.encoder, model.decoder):
-        first = stack.block[0].layer[0].SelfAttention
-        for block in stack.block[1:]:
-            attention = block.layer[0].SelfAttention
+        first = {
+            path: each for path, each in stack.block[0].named_modules() if hasattr(each, "relative_attention_bias")
+        }
+        for (path, module), block in product(first.items(), stack.block[1:]):
+            attention = block.get_submodule(path)
             if not attention.has_relative_attention_bias:
                 attention.has_relative_attention_bias = True
-                attention.relative_attention_bias = first.relative_attention_bias
+                attention.relative_attention_bias = module.relative_attention_bias
 
 
 def _attention(path: str) -> dict[str, str]:
@@ -163,5 +166,5 @@ FAMILY = Family(
         | _feed_forward("block.layer.2.DenseReluDense"),
         "head": {"output": "logits"},
     },
-    prepare=_share_bias,
+    prepare=share_bias,
 )
