@@ -5,4 +5,5 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getsid(0)} {os.getpgid(0)} {os.getpid()}")
+    numbers = os.getsid(0), os.getpgid(0), os.getpid(), os.environ["MASTER_PORT"]
+    Path(sys.argv[1], os.environ["RANK"]).write_text(" ".join(map(str, numbers)))

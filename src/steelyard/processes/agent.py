@@ -20,11 +20,13 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import api as rendezvous
 from torch.distributed.launcher import api as launcher
 from torch.distributed.run import parse_args, run
 
 from steelyard.processes.failure import End, failures_folder, write_ends
 from steelyard.processes.parent import PARENT_VARIABLE, end_process, watch_parent
+from steelyard.processes.port import free_port
 from steelyard.processes.start import END_S, RESTARTS_VARIABLE
 
 _MOST_WORDS_BYTES = 4096
@@ -50,6 +52,7 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
         "1"  # else processes meet the addresses of those before a restart
     )
+    rendezvous.get_free_port = free_port
     SubprocessHandler._popen = start_process  # type: ignore[method-assign]
     if RESTARTS_VARIABLE in os.environ:
         from steelyard.processes.elastic import ElasticAgent
