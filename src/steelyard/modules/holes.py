@@ -355,8 +355,8 @@ class _Hole(nn.Module):
         self._width = _width(module)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._module = _Whole(module)
-        self.__dict__.update(dict.fromkeys(module._parameters))
-        self.empty()
+        self.__dict__.update({name: None for name, each in module._parameters.items() if each is None})
+        self._is_empty = True
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
@@ -372,27 +372,26 @@ class _Hole(nn.Module):
         return torch.zeros(shape, dtype=self.dtype, device=given.device)  # models write into some
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else a table is asked to do, it does as it does its work."""
+        """A blank for a parameter; whatever else a table is asked to do, it does as it does its work."""
         whole = self.__dict__.get("_module")
+        if whole is not None and name in whole.model._parameters:
+            return self._blank(whole.model._parameters[name])
         if whole is not None and callable(getattr(type(whole.model), name, None)):
             return self.forward
         return super().__getattr__(name)
 
     def empty(self) -> None:
         """Has tensors without entries in the place of parameters: models write first values into some."""
-        own = self._module.model._parameters.items()
-        self.__dict__.update({name: torch.empty((0,), dtype=each.dtype) for name, each in own if each is not None})
         self._is_empty = True
 
     def become(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes blanks of a type and on a device from here on."""
-        if self._is_empty or (dtype, device) != (self.dtype, self.device):
-            self.dtype, self.device, self._is_empty = dtype, device, False
-            own = self._module.model._parameters
-            self.__dict__.update({name: self._blank(each) for name, each in own.items() if each is not None})
+        self.dtype, self.device, self._is_empty = dtype, device, False
 
     def _blank(self, parameter: Tensor) -> Tensor:
         """In the place of a parameter, without its memory."""
+        if self._is_empty:
+            return torch.empty((0,), dtype=parameter.dtype)
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(parameter.shape)
 
     def _of_sizes(self, *arguments: Any, **named: Any) -> Any:
