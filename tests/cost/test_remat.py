@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.compute import launch_s, work_s
-from steelyard.cost.layer import LayerCost, layer_cost
+from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost, refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import InvalidProfileError
-from steelyard.plan.strategy import parse_strategy
+from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
 from steelyard.profiles.profile import LayerProfile, MeasuredTime
 from tests.cost.examples import SEQ_LEN, job, setting
 from tests.shapes import tp_shape
@@ -44,6 +46,20 @@ def test_less_is_kept_the_more_is_computed_again(text: str) -> None:
     assert none.activation_bytes > selective.activation_bytes > full.activation_bytes
     assert none.microbatch_s < selective.microbatch_s < full.microbatch_s
     assert none.static_bytes == selective.static_bytes == full.static_bytes
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
+def test_costs_of_choices_made_together_are_those_of_each_alone(model: str) -> None:
+    of = make_job(model, "2x8xh100-80gb", global_batch=16, seq_len=4096, precision="bf16", memory=None, profile=None)
+    where = next(iter(pipeline_settings(of, PlanOptions())))
+    offered = stage_strategies(of, where.devices_per_stage, PlanOptions())
+    for kind in of.chain.kinds:
+        known: KnownPasses = {}
+        legal = [strategy for strategy in offered if refusal(kind, strategy, where) is None]
+        assert {strategy.remat for strategy in legal} >= {Remat.NONE, Remat.FULL}
+        for strategy in legal:
+            assert layer_cost(kind, strategy, where, known) == layer_cost(kind, strategy, where)
+        assert known
 
 
 @given(strategies)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from steelyard.hardware import find_network, parse_cluster, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
 from steelyard.plan.file import dump_json, read_plan, write_plan
+from steelyard.planning import pool_search
 from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
@@ -130,6 +132,22 @@ def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
     assert not found.is_optimal
     assert not best.was_cut
     assert found.lower_bound_s <= best.accepted[0].outcome.score_s <= found.accepted[0].outcome.score_s
+
+
+def _simulated(factor, plan, job):
+    found = predict(plan, job)
+    return replace(found, step_time_s=factor * found.step_time_s)
+
+
+def test_a_plan_that_takes_longer_in_simulation_meets_more_rivals(monkeypatch):
+    job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=16)
+    found = []
+    for factor in (0.5, 2.0):
+        monkeypatch.setattr(pool_search, "predict", partial(_simulated, factor))
+        found.append(search_pools(job, PooledSpace(job, OPTIONS)))
+    few, more = found
+    assert few.accepted[0].plan == more.accepted[0].plan
+    assert len(few.accepted) < len(more.accepted) <= pool_search.RIVALS
 
 
 def test_the_walk_lies_between_the_floors_and_the_tables():

@@ -11,6 +11,7 @@ from steelyard.cost.compute import compute_time
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import (
+    KnownPasses,
     held_params,
     layer_cost,
     pipeline_buffer_bytes,
@@ -100,10 +101,11 @@ def _costs(setting: Setting, strategies: tuple[Strategy, ...]) -> Costs:
     microbatch_s, once_s = np.zeros(shape), np.zeros(shape)
     static, activation, transient = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for k, kind in enumerate(job.chain.kinds):
+        passes: KnownPasses = {}
         for s, strategy in enumerate(strategies):
             if refusal(kind, strategy, setting) is not None:
                 continue
-            cost = layer_cost(kind, strategy, setting)
+            cost = layer_cost(kind, strategy, setting, passes)
             legal[k, s] = True
             microbatch_s[k, s] = cost.microbatch_s
             once_s[k, s] = sum(seconds for name, seconds in cost.once_s.items() if name != "tied")

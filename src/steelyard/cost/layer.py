@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
+from typing import NamedTuple
 
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
@@ -81,15 +82,17 @@ class LayerCost(LayerBytes):
         return sum(self.forward_s.values()) + sum(self.backward_s.values())
 
 
-def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCost:
+def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting, known: "KnownPasses | None" = None) -> LayerCost:
     """The cost of a layer of this kind under a legal strategy.
 
-    Raises `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
+    ``known`` saves work between strategies of one kind and setting that differ in remat alone. Raises
+    `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
     layer = layer_profile(kind, strategy, setting, imbalance=1.0)
     samples = rank_samples(strategy, setting)
-    sent = _Sent(layer, strategy, setting)
-    forward, backward = _microbatch_time(layer, layer_profile(kind, strategy, setting), sent, setting, samples)
+    passes = _passes(layer, strategy, setting, samples, {} if known is None else known)
+    forward, backward = _microbatch_time(layer, layer_profile(kind, strategy, setting), passes, setting, samples)
+    sent = passes.sent
     once = _once_time(layer, sent, setting, forward, backward)
     if setting.job.chain.tied_embeddings and kind.role is not LayerRole.BLOCK:
         once["tied"] = tied_s(kind, strategy, setting)
@@ -253,11 +256,33 @@ def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
     )
 
 
+class Passes(NamedTuple):
+    """Of a layer under a strategy, what its forward and backward pass compute and all that is sent."""
+
+    compute: ComputeTime
+    sent: "_Sent"
+
+
+KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
+"""Of a kind of layer in a setting, by levels and variants of strategies without remat."""
+
+
+def _passes(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: float, known: KnownPasses) -> Passes:
+    plain = known.get((strategy.levels, strategy.variants))
+    if plain is not None:
+        return Passes(plain.compute, _Sent(layer, strategy, setting, beyond=plain.sent))
+    found = Passes(compute_time(layer, samples, setting.job), _Sent(layer, strategy, setting))
+    if strategy.remat is Remat.NONE:
+        known[strategy.levels, strategy.variants] = found
+    return found
+
+
 def _microbatch_time(
-    layer: LayerProfile, busiest: LayerProfile, sent: "_Sent", setting: Setting, samples: float
+    layer: LayerProfile, busiest: LayerProfile, passes: Passes, setting: Setting, samples: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Terms of forward and backward; ``busiest`` is the layer on the rank that computes most, whom the others await."""
-    strategy, compute = sent.strategy, compute_time(layer, samples, setting.job)
+    compute, sent = passes
+    strategy = sent.strategy
     forward = {"compute": compute.forward_s}
     backward = {"compute": compute.backward_s}
     lost_s = held_up_s(strategy, setting)
@@ -302,9 +327,14 @@ def _more_flop(most: Work, mean: Work, samples: float) -> float:
 
 
 class _Sent:
-    """Seconds of the collectives that the kinds of a strategy ask for in one layer."""
+    """Seconds of the collectives that the kinds of a strategy ask for in one layer.
 
-    def __init__(self, layer: LayerProfile, strategy: Strategy, setting: Setting) -> None:
+    ``beyond`` are those of the strategy without remat, which repeats some and changes no other.
+    """
+
+    def __init__(
+        self, layer: LayerProfile, strategy: Strategy, setting: Setting, *, beyond: "_Sent | None" = None
+    ) -> None:
         self.strategy, self._job = strategy, setting.job
         load = layer_load(layer, strategy, setting)
         self._once: dict[Kind, list[Traffic]] = {kind: [] for kind in strategy.kinds}
@@ -314,9 +344,14 @@ class _Sent:
         self._calls: Counter[tuple[Kind, Phase]] = Counter()
         self._last: defaultdict[Kind, float] = defaultdict(float)
         """Of a kind beside the last backward pass of a step alone."""
+        if beyond is not None:
+            self._once, self._last, self._waits = beyond._once, beyond._last, set(beyond._waits)
+            self._seconds, self._calls = beyond._seconds.copy(), beyond._calls.copy()
         waits_for_last = self._job.execution.keeps_whole_gradients(strategy)
         for kind in strategy.kinds:
             for each in kind.traffic(load):
+                if beyond is not None and each.phase != "recomputation":
+                    continue
                 if not each.beside_compute:
                     self._waits.add(kind)
                 if each.phase == "step":

@@ -8,19 +8,20 @@ accepted. So what is optimal is so among all of them. A pool alone is searched a
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from steelyard.cost.pools import PooledJob
+from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
 from steelyard.search.least_memory import IMPOSSIBLE
 
-FIRST_ROUND = 8
-"""Settings that are searched before the bound of the best plan among them decides on the others."""
+RIVALS = 8
+"""Settings that are searched at most, with the first, though only the simulator may find them the faster."""
 ROUND = 24
-"""Settings that are searched together after that."""
+"""Settings that are searched together after those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,12 @@ def search_pools(
     best: dict[int, Accepted] = {}
     bounds: list[float] = []
     refused: list[int] = []
-    found, nearest, fastest_s = None, None, math.inf
-    while waiting and waiting[0][0] < fastest_s * (1 - SAME):
+    found, nearest, num_searched, goal_s = None, None, 0, math.inf
+    while waiting and waiting[0][0] < goal_s * (1 - SAME):
         if found is not None and time.monotonic() > deadline:
             break
-        most, limit = (FIRST_ROUND, math.inf) if found is None else (ROUND, deadline)
-        taken = _most_promising(waiting, space, settings, refused, fastest_s, most, limit)
+        most, limit = (1, math.inf) if found is None else (max(RIVALS - num_searched, 0) or ROUND, deadline)
+        taken = _most_promising(waiting, space, settings, refused, goal_s, most, limit)
         if not taken:
             continue  # none is left, or no time
         found = accept(
@@ -61,12 +62,13 @@ def search_pools(
             num_alternatives=num_alternatives,
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
             floors=space.floors,
-            cutoff_s=fastest_s,
+            cutoff_s=goal_s,
         )
+        num_searched += len(taken)
         bounds.append(found.search.lower_bound_s)
         nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
         best.update({taken[each.outcome.index]: each for each in found.ranked})
-        fastest_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
+        goal_s = _goal_s(job, best.values(), has_rivals=num_searched < RIVALS)
     if not best:
         nearest = _nearest(job, space, [settings[index] for index in refused], nearest)
     if nearest is None:
@@ -95,6 +97,15 @@ def search_pools(
     )
 
 
+def _goal_s(job: PooledJob, best: Collection[Accepted], *, has_rivals: bool) -> float:
+    """What a setting has to promise to be searched: to be faster than the best plan, with rivals as it is simulated."""
+    fastest = min(best, key=lambda each: each.outcome.score_s, default=None)
+    if fastest is None:
+        return math.inf
+    simulated_s = predict(fastest.plan, job).step_time_s if has_rivals else 0.0
+    return max(fastest.outcome.score_s, simulated_s)
+
+
 def _nearest(
     job: PooledJob, space: PooledSpace, settings: Sequence[PooledSetting], known: Acceptance | None
 ) -> Acceptance | None:
@@ -120,7 +131,7 @@ def _most_promising(
     space: PooledSpace,
     settings: list[PooledSetting],
     refused: list[int],
-    fastest_s: float,
+    goal_s: float,
     most: int,
     deadline: float,
 ) -> list[int]:
@@ -130,12 +141,12 @@ def _most_promising(
     those whose layers memory does not hold, however cut, are ``refused``.
     """
     taken: list[int] = []
-    while waiting and len(taken) < most and waiting[0][0] < fastest_s * (1 - SAME) and time.monotonic() < deadline:
+    while waiting and len(taken) < most and waiting[0][0] < goal_s * (1 - SAME) and time.monotonic() < deadline:
         bound_s, index, level = heapq.heappop(waiting)
         if level == LEVELS:
             taken.append(index)
             continue
-        sharper_s = max(bound_s, space.next_bound_s(settings[index], level, fastest_s))
+        sharper_s = max(bound_s, space.next_bound_s(settings[index], level, goal_s))
         if not math.isfinite(sharper_s):
             refused += [index] if level == LEVELS - 1 else []
             continue
