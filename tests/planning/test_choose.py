@@ -1,10 +1,12 @@
 """The plan that is chosen is one that the walk accepts, and its certificate holds for all that the walk accepts."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +96,20 @@ def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_th
     assert (certificate.status, certificate.num_simulated) == ("simulated", choose.NUM_RESCORED)
     assert certificate.gap is not None
     assert 0 < certificate.gap < 1
+
+
+def test_a_plan_that_was_found_and_not_simulated_says_how_much_slower_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_several(of: Job, tables: list[CostTables], **asked: Any) -> acceptance.Acceptance:
+        return accept(of, tables, **(asked | {"num_exact": 3, "num_alternatives": 2}))
+
+    monkeypatch.setattr(choose, "accept", of_several)
+    monkeypatch.setattr(choose, "NUM_RESCORED", 1)
+    found = plan_job(job(), PlanOptions(), top=1).plan
+    assert found is not None
+    assert found.prediction is not None
+    reasons = [each.reason for each in found.prediction.alternatives if "not simulated" in each.reason]
+    assert reasons
+    assert all(re.match(r"\d+\.\d% slower in the search, not simulated: \S", reason) for reason in reasons)
 
 
 def test_a_plan_says_where_its_costs_come_from_and_what_carries_its_collectives() -> None:

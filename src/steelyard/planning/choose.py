@@ -249,9 +249,16 @@ def _prediction(
         for index in sorted(range(len(candidates)), key=lambda index: (steps_s[index], index))
         if index != best
     ]
-    unsolved = (each for each in found.settings if each.result.solution is None)
-    for outcome in (*found.ranked[len(candidates) :], *unsolved):
-        alternatives.append(Alternative(description=describe(outcome.tables.pipeline), reason=_why_lost(job, outcome)))
+    chosen_s = found.ranked[best].score_s
+    reasons = [
+        (
+            each.outcome,
+            f"{each.outcome.score_s / chosen_s - 1:.1%} slower in the search, not simulated: {summarise(each.plan)}",
+        )
+        for each in acceptance.ranked[len(candidates) :]
+    ]
+    reasons += [(each, _why_lost(job, each)) for each in found.settings if each.result.solution is None]
+    alternatives += [Alternative(description=describe(each.tables.pipeline), reason=why) for each, why in reasons]
     certificate = _certificate(found, best, len(candidates), time_limit_s)
     return prediction_of(
         job,
