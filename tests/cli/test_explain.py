@@ -1,6 +1,7 @@
 """``steelyard explain`` and ``steelyard schema`` as a user meets them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,9 @@ def test_diff_lists_the_layers_that_differ(run: Run, plan_path: Path, tmp_path: 
         pairs = zip(before.strategies, after.strategies, strict=True)
         assert changed == {layer for layer, (one, other) in enumerate(pairs) if one != other}
     assert sum(content["first"]["time_s"].values()) == pytest.approx(content["first"]["step_time_s"])
-    assert "difference" in run("diff", plan_path, tmp_path / "roomy.json").stdout
+    shown = run("diff", plan_path, tmp_path / "roomy.json").stdout
+    assert "difference" in shown
+    assert re.search(r"^ blocks? \d", shown, re.MULTILINE), "by the names that the plan shows"
 
 
 def test_diff_writes_a_page_of_both_plans(run: Run, plan_path: Path, tmp_path: Path) -> None:

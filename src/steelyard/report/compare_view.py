@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.plan import Plan, Prediction
-from steelyard.report.plan_table import headline
+from steelyard.report.plan_table import headline, layers_text
 from steelyard.report.tables import plain_table
 from steelyard.units import format_bytes, format_seconds
 
@@ -53,14 +53,14 @@ def changed_layers(first: Plan, second: Plan) -> Iterator[tuple[int, int, str, s
 
 def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> RenderableType:
     """A row for every run of layers that differs."""
-    rows = list(changed_layers(first, second))
+    chain, rows = first.chain(), list(changed_layers(first, second))
     if not rows:
         return Text("All layers have the same stage and strategy in both.")
     table = plain_table("Layers that differ")
     for column in ("layers", *names):
         table.add_column(column)
     for start, end, before, after in rows:
-        table.add_row(str(start) if start == end else f"{start}–{end}", before, after)
+        table.add_row(layers_text(chain, start, end), before, after)
     return table
 
 
