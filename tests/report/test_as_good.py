@@ -84,4 +84,5 @@ def test_a_plan_that_was_written_without_an_interval_reads_and_shows_none() -> N
     assert plan.prediction.interval is None
     assert "9 in 10" not in shown(plan_view(plan))
     assert "as good" not in shown(plan_view(plan))
+    assert "predicted; no such runs to compare" in shown(plan_view(plan))
     assert "predicted; no such runs to compare" in report_page(replace(contents(), plan=plan))

@@ -279,6 +279,11 @@ class Prediction(PlanPart):
         return margin_text(self.budget_bytes, self.margin_bytes)
 
     @property
+    def accuracy(self) -> str:
+        """How far a step typically turns out from its prediction."""
+        return "predicted; no such runs to compare" if self.interval is None else str(self.interval)
+
+    @property
     def time_factor(self) -> float:
         """What all times were multiplied by after a measured run; 1 where there was none."""
         return self.profile.time_factor

@@ -63,7 +63,7 @@ def headline(plan: Plan) -> str:
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
         f"{_fullest(prediction)} per device"
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
-        + (f"\n{prediction.interval}" if prediction.interval else "")
+        + f"\n{prediction.accuracy}"
         + (f"\n{compared}" if compared else "")
         + (f"\n{plan.training}" if plan.training else "")
     )

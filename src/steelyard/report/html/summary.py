@@ -1,7 +1,7 @@
 """The decision in one sentence, and its figures."""
 
 from steelyard.plan.margin import shortfall
-from steelyard.plan.plan import Plan, Prediction
+from steelyard.plan.plan import Plan
 from steelyard.report.html.assumptions import link_text
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.glossary import term
@@ -60,11 +60,6 @@ def network_text(found: ReportContents) -> str:
     return f"Inside {inside}" if between is None else f"Between nodes {link_text(between)}; inside {inside}"
 
 
-def accuracy_text(prediction: Prediction) -> str:
-    """How far a step typically turns out from its prediction."""
-    return "predicted; no such runs to compare" if prediction.interval is None else str(prediction.interval)
-
-
 def _unbroken(seconds: float) -> str:
     """A duration whose unit stays on the same line."""
     return format_seconds(seconds).replace(" ", "\u00a0")
@@ -105,7 +100,7 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
         (
             "step time",
             format_seconds(prediction.step_time_s),
-            f"{measured_s or f'{plan.global_batch:,} samples a step'}; {accuracy_text(prediction)}",
+            f"{measured_s or f'{plan.global_batch:,} samples a step'}; {prediction.accuracy}",
         ),
         (
             "tokens/s/device",
