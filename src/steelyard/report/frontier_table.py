@@ -86,7 +86,7 @@ def offer_table(found: TradeOffs) -> Table:
     """A row for every part of the cluster: its best plan and what it costs, or why there is none."""
     table = plain_table("Offers: the best plan on parts of the cluster")
     table.add_column("")
-    table.add_column("devices", no_wrap=True, min_width=max(len(offer.cluster) for offer in found.offers))
+    table.add_column("devices", no_wrap=True)
     for column in ("an hour", "cost of\n10⁹ tokens", "step", "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("plan")
@@ -98,7 +98,7 @@ def offer_table(found: TradeOffs) -> Table:
         )
         table.add_row(
             "▶" if offer.is_worth_having else "",
-            offer.cluster,
+            offer.cluster.replace("+", "\n+"),
             _money(offer.price_per_hour or 0.0),
             *(cell or "–" for cell in cells),
             offer.reason or f"{offer.setting}; {offer.strategies}",
