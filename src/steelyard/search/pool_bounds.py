@@ -36,7 +36,7 @@ from steelyard.search.layers import option_table
 from steelyard.search.least_memory import StageMemory, memories_of
 from steelyard.units import MIB
 
-BISECTIONS = 24
+BISECTIONS = 12
 """Of the least time in which the stages could hold all layers."""
 TIES = 1e-9
 """By which a number of layers is taken to be larger, so that rounding loses none."""
