@@ -30,8 +30,9 @@ from transformers.models.auto import modeling_auto
 from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, named_layer_modules, read_hub_config
+from steelyard.modules.build import build_meta_model, read_hub_config
 from steelyard.modules.split_proof import split_model
+from steelyard.modules.splitting import find_split
 from steelyard.tracer.trace import trace
 
 TASKS = {
@@ -43,7 +44,7 @@ TASKS = {
 NEARLY = 0.9
 NUM_BLOCKS = 6
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
-LIMIT_S = 25
+LIMIT_S = 60
 LIMIT_BYTES = 24 * 2**30
 DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")
 """The styles of matrices that ranks divide."""
@@ -56,7 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "modernbert-decoder": {"pad_token_id": 0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "bamba": {"attn_layer_indices": [1, 4]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "cohere2_moe": {"rms_norm_eps": 1e-5},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -114,11 +116,18 @@ def _shallow(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
 
 
 def divided_share(chain: ModelChain) -> float:
-    """The part of the parameters of a chain's blocks that tensor-parallel ranks divide."""
+    """The part of the parameters that a chain's blocks compute with which tensor-parallel ranks divide.
+
+    A decoder alone does not compute with the attention to an encoder that its blocks hold.
+    """
     model, divided, whole = build_meta_model(chain), 0, 0
+    called = set(find_split(model.config).keywords)
     for layer in (place for place in range(chain.num_layers) if chain.kind_of(place).role is LayerRole.BLOCK):
-        (block,) = named_layer_modules(model, chain, layer).values()
-        whole += sum(each.numel() for each in block.parameters())
+        (path,) = chain.family.modules(chain.layout, layer).values()
+        block = model.get_submodule(path)
+        for inner, module in block.named_modules(prefix=path):
+            if {inner, inner.rpartition(".")[0]} & called:  # or read by the module that holds it
+                whole += sum(each.numel() for each in module.parameters(recurse=False))
         for path, style in (chain.family.of_kind(chain.family.tp, chain.kind_of(layer)) or {}).items():
             if style.split(":")[0] in DIVIDING:
                 module = block.get_submodule(path.removeprefix("block").removeprefix("."))

@@ -30,6 +30,12 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
     },
     "hunyuan_v1_moe": {**_SMALL, **_EXPERTS, "head_dim": 16, "moe_topk": 2},
+    "mamba": {**_SMALL, "state_size": 8, "expand": 2, "time_step_rank": 16},
+    "qwen3_next": {
+        **{**_SMALL, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32},
+        **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
     "apertus": {**_SMALL},
     "biogpt": {**_SMALL},
     "nemotron": {**_SMALL},

@@ -97,6 +97,47 @@ def test_what_latent_attention_compresses_is_whole_on_every_rank() -> None:
 
 
 @pytest.mark.slow
+def test_what_one_matrix_gives_several_of_is_gathered() -> None:
+    kind = split_of("bloom").kinds[1]
+    assert kind.styles["block.self_attention.query_key_value"] == "columns_gathered"
+    assert kind.styles["block.self_attention.dense"] == "rows_of_whole"
+    assert dict(kind.tp_divides)["outputs of self_attention.query_key_value"] == 3 * 64
+
+
+@pytest.mark.slow
+def test_parameters_that_a_module_reads_of_one_that_it_does_not_call_are_whole() -> None:
+    mixer = split_of("mamba").kinds[1].styles["block.mixer"]
+    assert mixer.split(":")[-1].split(",") == ["conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias"]
+
+
+@pytest.mark.slow
+def test_experts_are_divided_where_attention_is_recurrent() -> None:
+    kind = split_of("qwen3_next").kinds[1]
+    assert kind.name == "linear block"
+    assert kind.styles["block.mlp.experts"] == "own_experts"
+    assert kind.styles["block.linear_attn.in_proj_qkvz"] == "columns_gathered"
+
+
+@pytest.mark.slow
+def test_attention_is_divided_where_experts_cannot_be() -> None:
+    """Its experts all take every token, so that none is one rank's own."""
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small |= {"intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16, "vocab_size": 128}
+    small |= {"num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    styles = split_model("llama4_text", {"model_type": "llama4_text", **small}).kinds[1].styles
+    assert styles["block.self_attn.o_proj"] == "rows"
+    assert styles["block.feed_forward.experts"] == "on_part"
+
+
+def test_the_matrices_of_gpt2_are_divided_by_structure() -> None:
+    small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+    small |= {"bos_token_id": 1, "eos_token_id": 2}
+    kind = split_model("gpt2", small).kinds[1]
+    assert (kind.no_tp, kind.no_sp) == ("", "")
+    assert kind.styles["block.mlp.c_fc"] == "columns"
+
+
+@pytest.mark.slow
 def test_experts_that_every_token_takes_are_divided() -> None:
     styles = split_of("qwen2_moe").kinds[1].styles
     assert styles["block.mlp.shared_expert.up_proj"] == "columns"

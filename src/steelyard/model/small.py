@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
-WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size")
+WIDTH_KEYS = (
+    *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
+    "attention_hidden_size",
+)
 _TOWER_KEYS = ("audio_hidden_size",)
 """Widths of a tower that another part's config repeats."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
@@ -50,8 +53,8 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     """The config with small sizes in the place of those that it gives; all divisible by ``degree``.
 
     Scalings of rotary positions are left out, since they are made for one width; a special token that the small
-    vocabulary lacks becomes its first, but for the one of padding, which is left out. Configs of a model's parts are
-    made small, too.
+    vocabulary lacks becomes its first, but for the one of padding, which becomes its last. Configs of a model's parts
+    are made small, too.
     """
     heads = _HEADS * degree
     width = heads * _HEAD_DIM
@@ -76,12 +79,14 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     for times, count, size in _EXPANSIONS:
         if times in given and count in given and size in config:
             found |= {count: heads * given[times], size: _HEAD_DIM}
+            found |= {key: width * given[times] for key in ("mamba_d_ssm",) if key in given}
     found |= {
         key: small_config(value, degree=degree)
         for key, value in config.items()
         if key.endswith("_config") and isinstance(value, Mapping)
     }
-    found |= {key: None if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
+    last = TOKENS * degree - 1
+    found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found
 
 

@@ -24,7 +24,7 @@ from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
-from steelyard.modules.holes import reads
+from steelyard.modules.holes import forward_options, reads
 from steelyard.modules.split_tp import (
     ThreadedProof,
     difference,
@@ -95,7 +95,9 @@ def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
         ids, labels = _samples(chain, length, seed)
         decoder_ids = decoder_inputs(labels, whole.config) if split.encoder else None
         with_decoder = {} if decoder_ids is None else {"decoder_input_ids": decoder_ids}
-        expected = _results(whole, split, whole(**{reads(split.image): ids}, **with_decoder).logits, labels)
+        expected = _results(
+            whole, split, whole(**{reads(split.image): ids}, **with_decoder, **forward_options(whole)).logits, labels
+        )
         try:
             pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))
             logits = pieces.view_as(expected["logits"])

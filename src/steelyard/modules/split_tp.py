@@ -118,14 +118,14 @@ def block_suppositions(
     plan: Mapping[str, str] = MappingProxyType({}),
     heads: int = 0,
 ) -> Iterator[Styles]:
-    """The styles of a block's modules, those that divide most first.
+    """The styles of a block's modules, those of the most parameters first, and of these those that gather nothing.
 
     ``called`` has the modules that are called in it, in order, with the name by which each is given its tensor;
     ``plan`` the styles that the block's makers give; ``heads`` is how many entries a parameter has for each head.
     """
     seen: list[Styles] = []
     found = list(_regions(_Block(block, called), plan, heads))
-    for regions in sorted(found, key=_Regions.num_divided, reverse=True):
+    for regions in sorted(found, key=_Regions.num_parameters, reverse=True):
         for numbers in (_HEAD_COUNTS + _WIDTHS, _HEAD_COUNTS, ()):
             styles = regions.styles(numbers)
             if styles and styles not in seen:
@@ -143,6 +143,16 @@ class _Block:
     def at(self, path: str) -> nn.Module:
         return self.module.get_submodule(path)
 
+    def lent(self, path: str) -> list[str]:
+        """The parameters of modules in a module that are read there without the modules being called."""
+        experts = [id(each) for each in routed_experts(self.module)]
+        return [
+            f"{inner}.{name}"
+            for inner, module in self.at(path).named_modules()
+            if inner and f"{path}.{inner}" not in self.called and id(module) not in experts
+            for name, _ in module.named_parameters(recurse=False)
+        ]
+
     def routed(self) -> list[str]:
         """The modules that hold experts and what routes to them."""
         experts = {id(each) for each in routed_experts(self.module)}
@@ -157,10 +167,11 @@ class _Regions:
     block: _Block
     matrices: Mapping[str, str]
     heads: int
+    divides_experts: bool = True
 
     def styles(self, numbers: Sequence[str]) -> dict[str, str]:
         """The style of every module that has one; modules in regions divide what they keep under ``numbers``."""
-        block, routed = self.block, self.block.routed()
+        block, routed = self.block, self._routed()
         if "" in routed:
             return {}
         found = dict(self.matrices)
@@ -174,11 +185,13 @@ class _Regions:
         for path in block.called:
             outer = next((each for each in [*begins, *routed] if _below(path, each)), None)
             module = block.at(path)
-            counts = ",".join(name for name in numbers if _is_divisible(module, name)) if outer is not None else ""
-            heads = "" if _in(path, routed) else self._of_heads(module)
+            is_divided = outer in routed or (outer is not None and self._divides_between(outer))
+            counts = ",".join(name for name in numbers if _is_divisible(module, name)) if is_divided else ""
+            heads = self._of_heads(module) if is_divided and not _in(path, routed) else ""
             if path in begins or path in routed:
                 word = "enter" if path in begins else "region"
-                found[path] = f"{word}:{block.called[path] or ''}:{counts}:{heads}".rstrip(":")
+                lent = ",".join(block.lent(path))
+                found[path] = f"{word}:{block.called[path] or ''}:{counts}:{heads}:{lent}".rstrip(":")
             elif path in found or not path:
                 continue
             elif _has_own(module) or counts:
@@ -186,15 +199,22 @@ class _Regions:
                 found[path] = f"whole:{counts}:{heads}".rstrip(":") if is_inside else "on_part"
         return {f"block.{path}": style for path, style in found.items()}
 
+    def _routed(self) -> list[str]:
+        return self.block.routed() if self.divides_experts else []
+
+    def _divides_between(self, region: str) -> bool:
+        """Whether ranks have parts of what lies between the matrices of a region."""
+        return any(style == "columns" for path, style in self.matrices.items() if _below(path, region))
+
     def _of_heads(self, module: nn.Module) -> str:
         """The parameters of a module itself that have an entry for each head."""
         own = module.named_parameters(recurse=False)
         return ",".join(name for name, each in own if each.ndim and len(each) == self.heads)
 
-    def num_divided(self) -> int:
-        """Parameters of the matrices that are divided."""
-        divided = [self.block.at(path) for path, style in self.matrices.items() if style != "whole"]
-        return sum(parameter.numel() for module in divided for parameter in module.parameters())
+    def num_parameters(self) -> int:
+        """Of the matrices that have a style, whole ones too, and of what routes to experts that are divided."""
+        modules = [self.block.at(path) for path in (*self.matrices, *self._routed())]
+        return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
     def _is_behind(self, path: str, region: str) -> bool:
         """Whether a module is called behind the end of the region in which it lies."""
@@ -216,7 +236,11 @@ _OF_PLANS = {
 
 
 def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Regions]:
-    """The model's own plan; the structure; both, where the plan leaves a part out; and the structure without a part."""
+    """The model's own plan; the structure; both, where the plan leaves a part out; and the structure otherwise.
+
+    Otherwise is with what a part's matrices give gathered, where what lies between them cannot be divided, as queries,
+    keys and values of one matrix are; and without a part, or without experts.
+    """
     routed = block.routed()
     own = {path: style for path, style in plan.items() if path in block.called and not _in(path, routed)}
     groups = _by_structure(block, routed)
@@ -227,12 +251,23 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
         others = [group for group in groups if not touched & {path.partition(".")[0] for path in group}]
         yield _Regions(block, planned | _merged(others), heads)
     yield _Regions(block, _merged(groups), heads)
-    if len(groups) > 1:
+    whole = [group for group in groups if all("." in path for path in group)]
+    for gathered in [*([each] for each in whole), *([whole] if len(whole) > 1 else [])]:
+        styles = (_gathered(each) if each in gathered else each for each in groups)
+        yield _Regions(block, _merged(styles), heads)
+    if len(groups) > 1 or routed:
         yield from (_Regions(block, _merged(each for each in groups if each is not left), heads) for left in groups)
+    if routed:
+        yield _Regions(block, _merged(groups), heads, divides_experts=False)
 
 
 def _merged(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {path: style for group in groups for path, style in group.items()}
+
+
+def _gathered(group: Mapping[str, str]) -> dict[str, str]:
+    """The matrices of a part divided likewise, with all that lies between them whole on every rank."""
+    return {path: "rows_of_whole" if style == "rows" else "columns_gathered" for path, style in group.items()}
 
 
 def _by_structure(block: _Block, routed: Sequence[str]) -> list[dict[str, str]]:
@@ -284,6 +319,10 @@ def _of_experts(block: _Block, routed: str) -> dict[str, str]:
 
 def _inputs_of(matrix: nn.Module) -> int:
     return matrix.weight.shape[0] if isinstance(matrix, Conv1D) else matrix.weight.shape[1]
+
+
+def _outputs_of(matrix: nn.Module) -> int:
+    return matrix.weight.shape[1] if isinstance(matrix, Conv1D) else matrix.weight.shape[0]
 
 
 def _is_divisible(module: nn.Module, name: str) -> bool:
@@ -347,11 +386,13 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
 
 
 def divided_rows(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
-    """The inputs of the matrices of a block that are divided by them."""
+    """The inputs of the matrices of a block that are divided by them, and the outputs of those that are gathered."""
     for path, style in styles.items():
+        name = path.removeprefix("block.")
         if style in ("rows", "rows_of_whole", "rows_partial"):
-            name = path.removeprefix("block.")
             yield f"inputs of {name}", _inputs_of(block.get_submodule(name))
+        elif style == "columns_gathered":
+            yield f"outputs of {name}", _outputs_of(block.get_submodule(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

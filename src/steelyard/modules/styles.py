@@ -19,11 +19,11 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
 | ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
-| ``enter:KEYWORD:NAMES:HEADS``    | a region begins: its input, or the one of that name, is whole on every rank (and |
-|                                  | those behind a plus sign are, as where attention reads an encoder's output); the |
-|                                  | numbers that the module keeps under NAMES (by commas) are divided, and by their  |
-|                                  | first dim its parameters HEADS                                                   |
-| ``region:KEYWORD:NAMES:HEADS``   | the same, and what the module returns, a part of a sum on every rank, is summed  |
+| ``enter:KEYWORD:NAMES:HEADS:LENT`` | a region begins: its input, or the one of that name, is whole on every rank    |
+|                                  | (and those behind a plus sign are, as where attention reads an encoder's output); |
+|                                  | the numbers that the module keeps under NAMES (by commas) are divided, and by    |
+|                                  | their first dim its parameters HEADS; it reads LENT of modules in it, not called |
+| ``region:KEYWORD:NAMES:HEADS:LENT`` | the same, and what it returns, a part of a sum on every rank, is summed       |
 | ``columns``, ``rows``            | in a region, matrices divided by outputs, or by inputs, which ends the region    |
 | ``columns_entering``             | divided by outputs, and a region begins                                          |
 | ``columns_gathered``             | divided by outputs, which every rank then has whole                              |
@@ -266,7 +266,8 @@ class InRegion(ParallelStyle):
     """A module that computes on plain tensors with its own parameters, whole or a part of them.
 
     ``dims`` says along which dim a parameter is divided, None for one that stays whole; its gradient is a part of a sum
-    either way. ``before`` is done with the arguments, ``after`` with the result.
+    either way. ``lent`` are parameters of modules in it that it reads and does not call. ``before`` is done with the
+    arguments, ``after`` with the result.
     """
 
     def __init__(
@@ -277,20 +278,25 @@ class InRegion(ParallelStyle):
         | None = None,
         after: Callable[[Any, DeviceMesh], Any] | None = None,
         numbers: str = "",
+        lent: str = "",
         adds_up: bool = False,
     ) -> None:
         super().__init__()
         self._dims, self._before, self._after = dims, before, after
+        self._lent = [path for path in lent.split(",") if path]
         self._numbers = [name for name in numbers.split(",") if name]
         self._adds_up = adds_up
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = device_mesh.size()
         dims = {name: self._dims(module, name) for name, _ in module.named_parameters(recurse=False)}
+        dims |= dict.fromkeys(self._lent)
         _store(module, device_mesh, {name: Replicate() if dim is None else Shard(dim) for name, dim in dims.items()})
         used: dict[str, Callable[[Tensor], Tensor]] = {
             name: _own_share if dim is None else DTensor.to_local for name, dim in dims.items()
         }
+        if isinstance(module, Conv1D) and dims["weight"] == 1:
+            module.nf //= ranks
         if self._adds_up and "bias" in used:
             used["bias"] = lambda bias: _own_share(bias) / ranks
         for name in self._numbers:
@@ -415,11 +421,11 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "gather_fused": FusedAttention,
     "gather_heads": LocalHeads,
     "experts": Experts,
-    "enter": lambda sp, keyword="", numbers="", heads="": InRegion(
-        _heads_dim(heads), before=_begin(sp, keyword), numbers=numbers
+    "enter": lambda sp, keyword="", numbers="", heads="", lent="": InRegion(
+        _heads_dim(heads), before=_begin(sp, keyword), numbers=numbers, lent=lent
     ),
-    "region": lambda sp, keyword="", numbers="", heads="": InRegion(
-        _heads_dim(heads), before=_begin(sp, keyword), after=_end(sp), numbers=numbers
+    "region": lambda sp, keyword="", numbers="", heads="", lent="": InRegion(
+        _heads_dim(heads), before=_begin(sp, keyword), after=_end(sp), numbers=numbers, lent=lent
     ),
     "columns": lambda sp, numbers="": InRegion(_outputs_dim, numbers=numbers),
     "columns_entering": lambda sp, numbers="": InRegion(_outputs_dim, before=_begin(sp), numbers=numbers),
