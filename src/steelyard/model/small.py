@@ -1,5 +1,6 @@
 """A config at small width: the same model type, blocks and switches, with sizes that any machine computes quickly."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,19 +9,19 @@ WIDTH_KEYS = (
     *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
     "attention_hidden_size",
 )
-_TOWER_KEYS = ("audio_hidden_size",)
-"""Widths of a tower that another part's config repeats."""
+_TOWER_KEYS = ("audio_hidden_size", "adapter_in_dim", "adapter_input_size")
+"""Widths of a tower that what stands behind it repeats."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
 """Widths of embeddings that are projected to the hidden state where they differ from it."""
 _HEAD_KEYS = (
-    *("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads"),
+    *("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads", "linear_num_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
     *("num_encoder_attention_heads", "num_decoder_attention_heads"),
 )
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "linear_num_key_heads", "n_head_kv")
 _HEAD_DIM_KEYS = (
     *("head_dim", "kv_channels", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-    *("linear_key_head_dim", "linear_value_head_dim", "rotary_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "rotary_dim"),
 )
 _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
@@ -62,6 +63,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
         **dict.fromkeys(WIDTH_KEYS + _TOWER_KEYS, width),
         **dict.fromkeys(_HEAD_KEYS, heads),
         **dict.fromkeys(_HEAD_DIM_KEYS, _HEAD_DIM),
+        "qk_head_dim": 2 * _HEAD_DIM,
         **dict.fromkeys(_FFN_KEYS, 2 * width),
         **dict.fromkeys(_EXPERT_KEYS, _EXPERTS * degree),
         **dict.fromkeys(_CHOSEN_KEYS, _CHOSEN),
@@ -71,7 +73,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     }
     given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
-    found |= {key: value for key, value in sizes.items() if key in given}
+    found |= {key: value for key, value in sizes.items() if given.get(key)}  # what is of size 0 is not there
     found |= {key: _in_ratio(config[key], heads) for key in _HEAD_KEYS if isinstance(config.get(key), list)}
     hidden = given.get("hidden_size")
     found |= {key: width // 2 for key in _PROJECTED_KEYS if key in given and hidden not in (None, given[key])}
@@ -80,11 +82,13 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
         if times in given and count in given and size in config:
             found |= {count: heads * given[times], size: _HEAD_DIM}
             found |= {key: width * given[times] for key in ("mamba_d_ssm",) if key in given}
-    found |= {
-        key: small_config(value, degree=degree)
-        for key, value in config.items()
-        if key.endswith("_config") and isinstance(value, Mapping)
-    }
+    if given.get("head_dim", 0) > given.get("qk_rope_head_dim", math.inf):  # of what is rotated and what is not
+        found["head_dim"] = 2 * _HEAD_DIM
+    parts = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, Mapping)}
+    layers = parts.pop("per_layer_config", {})
+    found |= {key: small_config(value, degree=degree) for key, value in parts.items()}
+    if layers:
+        found["per_layer_config"] = {key: small_config(value, degree=degree) for key, value in layers.items()}
     last = TOKENS * degree - 1
     found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found

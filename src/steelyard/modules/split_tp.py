@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.chain import ModelChain
@@ -107,7 +107,7 @@ def _suppositions(
     prefix = f"{split.list_of(layer).removeprefix(f'{model.base_model_prefix}.')}.*."
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     own = {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
-    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    heads = getattr(_config_of(path, model.config.get_text_config()), "num_attention_heads", 0)
     yield from block_suppositions(model.get_submodule(path), named, plan=own, heads=heads)
 
 
@@ -372,17 +372,23 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
     if split.kinds[split.layers[layer]].role is not LayerRole.BLOCK:
         yield "vocabulary", split.vocab_size
         return
-    config = model.config
+    path = split.modules(layer)["block"]
+    config = _config_of(path, model.config)
     queries = getattr(config, "num_attention_heads", None)
     if isinstance(queries, int):
         yield "attention heads", queries
         keys = getattr(config, "num_key_value_heads", None)
         yield "key-value heads", keys if isinstance(keys, int) else queries
-    block = model.get_submodule(split.modules(layer)["block"])
+    block = model.get_submodule(path)
     experts = [each.num_experts for each in routed_experts(block)]
     if "own_experts" in styles.values() and experts:
         yield "experts", max(experts)
     yield from divided_rows(block, styles)
+
+
+def _config_of(block: str, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config as it is for the block of this path, where blocks have sizes of their own."""
+    return config.per_layer_config[int(block.rpartition(".")[2])] if config.is_heterogeneous else config
 
 
 def divided_rows(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
