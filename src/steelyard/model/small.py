@@ -9,8 +9,8 @@ WIDTH_KEYS = (
     *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
     "attention_hidden_size",
 )
-_TOWER_KEYS = ("audio_hidden_size", "adapter_in_dim", "adapter_input_size")
-"""Widths of a tower that what stands behind it repeats."""
+_TOWER_KEYS = ("audio_hidden_size",)
+"""Widths of a tower that another part's config repeats."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
 """Widths of embeddings that are projected to the hidden state where they differ from it."""
 _HEAD_KEYS = (
