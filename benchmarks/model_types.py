@@ -30,6 +30,7 @@ from transformers.models.auto import modeling_auto
 from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.model.small import is_part
 from steelyard.modules.build import build_meta_model, read_hub_config
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split
@@ -111,7 +112,7 @@ def _shallow(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
     by_block = config.get("per_layer_config") or {}
     if by_block:
         found["per_layer_config"] = {k: v for k, v in by_block.items() if int(k) < num_blocks}
-    parts = {k: v for k, v in config.items() if k.endswith("_config") and k != "per_layer_config" and v}
+    parts = {k: v for k, v in config.items() if k != "per_layer_config" and isinstance(v, dict) and is_part(k, v)}
     return found | {k: _shallow(v, num_blocks) for k, v in parts.items()}
 
 

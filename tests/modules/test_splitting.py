@@ -119,6 +119,25 @@ def test_experts_are_divided_where_attention_is_recurrent() -> None:
 
 
 @pytest.mark.slow
+def test_parts_of_a_block_in_a_list_are_divided_one_by_one() -> None:
+    kinds = split_of("mt5").kinds
+    assert [kind.no_tp for kind in kinds] == [""] * len(kinds)
+    assert kinds[1].styles["block.layer.1.DenseReluDense.wo"] == "rows"
+
+
+def test_a_part_of_a_config_is_made_small_whatever_its_name() -> None:
+    small = small_config({"encoder": {"model_type": "t5_gemma_module", "hidden_size": 2304}, "rope": {"dim": 2304}})
+    assert small["encoder"]["hidden_size"] == 64
+    assert small["rope"] == {"dim": 2304}
+
+
+def test_what_a_config_says_is_not_there_stays_away_at_small_width() -> None:
+    assert small_config({"n_shared_experts": 0, "shared_intermediate_size": 0, "hidden_size": 512}) == {
+        **{"n_shared_experts": 0, "shared_intermediate_size": 0, "hidden_size": 64},
+    }
+
+
+@pytest.mark.slow
 def test_attention_is_divided_where_experts_cannot_be() -> None:
     """Its experts all take every token, so that none is one rank's own."""
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -84,7 +84,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
             found |= {key: width * given[times] for key in ("mamba_d_ssm",) if key in given}
     if given.get("head_dim", 0) > given.get("qk_rope_head_dim", math.inf):  # of what is rotated and what is not
         found["head_dim"] = 2 * _HEAD_DIM
-    parts = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, Mapping)}
+    parts = {key: value for key, value in config.items() if isinstance(value, Mapping) and is_part(key, value)}
     layers = parts.pop("per_layer_config", {})
     found |= {key: small_config(value, degree=degree) for key, value in parts.items()}
     if layers:
@@ -92,6 +92,11 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     last = TOKENS * degree - 1
     found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found
+
+
+def is_part(key: str, value: Mapping[str, Any]) -> bool:
+    """Whether an entry of a config is that of a part of the model: a tower, an encoder, or single layers."""
+    return key.endswith("_config") or "model_type" in value
 
 
 def _in_ratio(by_stage: list[int], heads: int) -> list[int]:

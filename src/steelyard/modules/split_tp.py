@@ -280,7 +280,7 @@ def _by_structure(block: _Block, routed: Sequence[str]) -> list[dict[str, str]]:
     parts: dict[str, list[str]] = {}
     for path in block.called:
         if isinstance(block.at(path), nn.Linear | Conv1D) and not _in(path, routed):
-            parts.setdefault(path.partition(".")[0] if "." in path else "", []).append(path)
+            parts.setdefault(_part_of(block, path), []).append(path)
     groups: list[list[str]] = []
     for paths in parts.values():
         if groups and len(paths) == len(groups[-1]) == 1:
@@ -297,6 +297,14 @@ def _by_structure(block: _Block, routed: Sequence[str]) -> list[dict[str, str]]:
             if place and _inputs_of(block.at(path)) != width:
                 found[group[place - 1]] = "whole"
     return parted
+
+
+def _part_of(block: _Block, path: str) -> str:
+    """The part of a block that a matrix lies in, by its path; of a list of parts the entry."""
+    first, *inner = path.split(".")
+    if not inner:
+        return ""
+    return f"{first}.{inner[0]}" if inner[1:] and isinstance(block.at(first), nn.ModuleList) else first
 
 
 def _of_experts(block: _Block, routed: str) -> dict[str, str]:
