@@ -16,7 +16,7 @@ from steelyard.model.families.t5 import share_bias
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
 from steelyard.model.small import WIDTH_KEYS
 
-SPLIT_VERSION = 2
+SPLIT_VERSION = 3
 """Raised whenever models are split differently."""
 PREPARES: Mapping[str, Callable[[Any], None]] = dict.fromkeys(("longt5", "mt5", "switch_transformers"), share_bias)
 """Of types whose blocks are given what the first makes of its weights, what lets each hold those: `Family.prepare`."""
