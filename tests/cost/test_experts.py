@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from steelyard.cost.build import build_tables, least_times_s
 from steelyard.cost.compute import optimizer_s, work_s
 from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.layer import held_params, layer_cost, layer_load, layer_profile, sharded_params
@@ -188,3 +189,12 @@ def test_an_imbalance_costs_time_and_never_saves_bytes(setting: Setting, remat: 
     assert more.microbatch_s >= even.microbatch_s
     assert more.activation_bytes >= even.activation_bytes
     assert more.transient_bytes >= even.transient_bytes
+
+
+def test_no_layer_beside_experts_takes_less_than_computing_it(setting: Setting) -> None:
+    """The embedding and the head among them, of which no rank can have a part of the experts."""
+    offered = tuple(map(parse_strategy, ("fsdp8", "fsdp8 ep4", "fsdp4-tp2", "fsdp4-tp2 ep4 remat=full")))
+    tables = build_tables(setting, offered)
+    fastest = tables.time_s.min(axis=1, where=tables.legal, initial=float("inf"))
+    least = least_times_s(offered, setting)
+    assert all(0 < one <= other for one, other in zip(least, fastest, strict=True))

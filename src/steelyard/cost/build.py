@@ -150,6 +150,8 @@ def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[floa
     for kind in job.chain.kinds:
         found = [np.inf]
         for way in ways.values():
+            if way.expert_degree > 1 and not kind.num_experts:
+                continue
             layer = job.layer(kind.name, way.shape, expert_degree=way.expert_degree, imbalance=1.0)
             if layer is not None and unmeasured_reason(kind, way, setting) is None:
                 time = compute_time(layer, rank_samples(way, setting), job)
