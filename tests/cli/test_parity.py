@@ -96,5 +96,7 @@ def test_every_family_can_be_compared_and_a_model_without_one() -> None:
         "bart",
         "cohere2",
         "convnext",
+        "gemma4_text",
         "roberta",
+        "zamba2",
     }

@@ -235,7 +235,10 @@ def plan(of: Job, *stages: str, num_microbatches: int, schedule: str = "1f1b", n
         first_layer += len(strategies)
     return Plan.model_validate(
         {
-            "model": {"name": "small", "config": dict(of.chain.config)},
+            "model": {
+                **{"name": "small", "config": dict(of.chain.config)},
+                "split": of.chain.split and of.chain.split.model_dump(mode="json"),
+            },
             "cluster": of.cluster.name,
             "seq_len": of.seq_len,
             "global_batch": of.global_batch,

@@ -16,6 +16,8 @@ from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.trace import trace
 from tests.cost.examples import CONFIG, plan
+from tests.modules.split_configs import split_config
+from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 
 Traces = dict[tuple[str, Precision, int, int, int], Profile]
@@ -33,6 +35,7 @@ MODELS = {
     "deepseek": FAMILY_CONFIGS["deepseek_v3"]
     | {"hidden_size": 128, "moe_intermediate_size": 96, "intermediate_size": 352, "vocab_size": 512, "n_group": 1}
     | {"num_hidden_layers": 4, "max_position_embeddings": 256},
+    "gemma4_text": split_config("gemma4_text"),
     "t5": FAMILY_CONFIGS["t5"] | {"d_model": 128, "d_kv": 32, "d_ff": 352, "vocab_size": 512},
 }
 
@@ -185,6 +188,16 @@ CASES = {
         devices=4,
     ),
     "swin, two stages": Case(model="swin", stages=("single, single, single", ", ".join(["single"] * 4)), devices=2),
+    "read past a stage": Case(
+        model="gemma4_text", stages=("single, single", "single", "single", "single, single"), devices=4
+    ),
+    "read past a stage of full remat, fp32": Case(
+        model="gemma4_text",
+        stages=("single", "single remat=full, single remat=full", "single remat=full", "single remat=full, single"),
+        devices=4,
+        microbatches=8,
+        precision="fp32",
+    ),
     "t5, two stages of full remat, fp32": Case(
         model="t5",
         stages=(", ".join(["single remat=full"] * 3), ", ".join(["single remat=full"] * 4)),
@@ -202,7 +215,7 @@ def traces() -> Traces:
 
 def _chain(case: Case, **changes: Any) -> ModelChain:
     own = {"vocab_size": case.vocab, "num_key_value_heads": case.kv_heads} if case.model == "llama" else {}
-    return chain_from_config(MODELS[case.model] | own | changes, name=case.model)
+    return chain_from_config(MODELS[case.model] | own | changes, name=case.model, split=SPLITS.get(case.model))
 
 
 def _job(case: Case, traces: Traces) -> Job:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steelyard.cost import stage_memory
 from steelyard.cost.execution import TORCHTITAN
 from steelyard.cost.setting import Setting
 from steelyard.cost.stage_memory import LayerMemory, PartLayers, stage_terms
@@ -238,3 +239,29 @@ def test_two_chunks_hold_at_least_what_each_holds_alone(first: list[LayerMemory]
     empty = stage(layer(**dict.fromkeys(("params", "shard", "copy", "kept_gradients", "made_gradients"), 0), **NO_WORK))
     assert both >= sum(chunks(stage(*first), empty).values())
     assert both >= sum(chunks(empty, stage(*second)).values())
+
+
+@given(st.lists(layers(), min_size=2, max_size=4), sizes, sizes, st.booleans(), st.data())
+def test_states_with_less_in_flight_hold_no_more(
+    chosen: list[LayerMemory], received: int, sent: int, is_saved: bool, data: st.DataObject
+) -> None:
+    own = replace(chosen[0], saved=chosen[0].saved + received)
+    parts = [stage(*each, received=received, sent=sent, received_is_saved=is_saved) for each in ([own], [own, *chosen])]
+    schedule = data.draw(st.sampled_from(["1f1b", "gpipe", "interleaved-1f1b"]))
+    is_interleaved = schedule == "interleaved-1f1b"
+    where = data.draw(st.sampled_from([setting, torch_stages]))(
+        num_stages=4, num_microbatches=8, schedule=schedule, num_chunks=2 if is_interleaved else 1
+    )
+    index, parts = data.draw(st.integers(0, 3)), parts if is_interleaved else parts[1:]
+    found = stage_terms(parts, index, where)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_memory, "_moments", lambda *of: tuple(stage_memory._all_moments(*of[:3]).items()))
+        assert found == stage_terms(parts, index, where)
+
+
+def test_a_walk_looks_at_no_more_states_of_a_pipeline_that_is_twice_as_deep() -> None:
+    few, many = (
+        stage_memory._moments(0, setting(num_stages=count, num_microbatches=8).pipeline, (2,), False)
+        for count in (4, 8)
+    )
+    assert len(many) <= len(few)

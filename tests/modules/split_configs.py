@@ -51,6 +51,20 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "roberta": {**_SMALL, **_NO_DROPOUT, "architectures": ["RobertaForMaskedLM"]},
 }
+BESIDE_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **{**_SMALL, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16, "global_head_dim": 32},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True},
+        **{"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 128},
+    },
+    "zamba2": {
+        **{**_SMALL, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
+        **{"hybrid_layer_ids": [1, 3], "mamba_d_state": 8, "mamba_headdim": 32, "n_mamba_heads": 4, "chunk_size": 16},
+        **{"num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32},
+    },
+    "mpnet": {**_SMALL, **_NO_DROPOUT, "architectures": ["MPNetForMaskedLM"]},
+}
+"""Models whose blocks read more than the hidden state that depends on parameters."""
 """What is here beside the keys of a type is ignored by it."""
 
 _IMAGES = {"image_size": 32, "patch_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
@@ -75,4 +89,4 @@ ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
 
 def split_config(model_type: str) -> dict[str, Any]:
     """The config of a type."""
-    return {"model_type": model_type, **(SPLIT_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS)[model_type]}
+    return {"model_type": model_type, **(SPLIT_CONFIGS | BESIDE_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS)[model_type]}

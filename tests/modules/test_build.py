@@ -3,8 +3,19 @@
 import torch
 
 from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, build_model, layer_modules, materialize_layer, prepare_model
+from steelyard.modules.build import (
+    build_from_config,
+    build_meta_model,
+    build_model,
+    fill_buffers,
+    layer_modules,
+    materialize_layer,
+    materialize_module,
+    prepare_model,
+    read_hub_config,
+)
 from tests.runtime.models import CONFIGS
 
 
@@ -55,3 +66,16 @@ def test_weights_that_are_loaded_stay() -> None:
     before = model.model.embed_tokens.weight.clone()
     materialize_layer(model, chain, 0, seed=4, device=torch.device("cpu"))
     assert torch.equal(model.model.embed_tokens.weight, before)
+
+
+def test_buffers_are_filled_beside_weights_that_stay() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"vision_config": {**sizes, "image_size": 32, "patch_size": 8}}
+    model = build_from_config(read_hub_config("siglip", vision), Task.IMAGE_CLASSIFICATION, fused_attention=False)
+    materialize_module(model, model, seed=0, device=torch.device("cpu"))
+    embeddings = model.vision_model.embeddings  # which the model fills together with the table below it
+    before = embeddings.position_embedding.weight.clone()
+    embeddings.position_ids.fill_(-1)
+    fill_buffers(model, embeddings, torch.device("cpu"))
+    assert torch.equal(embeddings.position_ids, torch.arange(16).expand((1, -1)))
+    assert torch.equal(embeddings.position_embedding.weight, before)

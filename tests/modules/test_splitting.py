@@ -14,7 +14,14 @@ from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
 from steelyard.modules import split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
-from steelyard.modules.build import build_from_config, materialize_module, read_hub_config
+from steelyard.modules.build import (
+    build_from_config,
+    build_meta_model,
+    materialize_layer,
+    materialize_module,
+    prepare_model,
+    read_hub_config,
+)
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
@@ -227,6 +234,84 @@ def test_a_class_with_an_encoder_that_is_listed_for_masked_models_too_has_its_en
     assert split_of("bart").task is Task.SEQ2SEQ_LM
 
 
+def test_what_is_made_for_each_block_flows_past_those_before_it_and_no_further() -> None:
+    chain = _chain_of("gemma4_text")
+    assert [len(chain.split.past(layer)) for layer in range(6)] == [4, 5, 6, 3, 0, 0]
+    assert chain.flow_shapes(0, 16) == ((16, 64), *[(16, 24)] * 4)
+    assert chain.read_shapes(3, 16) == ((16, 64), (16, 24), (2, 16, 16), (2, 16, 16))
+
+
+def test_keys_and_values_that_blocks_share_are_made_by_one_of_them() -> None:
+    shared = [each for each in split_of("gemma4_text").streams if each.entry]
+    assert [(each.entry, each.maker, each.readers) for each in shared] == [
+        (("sliding_attention", 0), 1, (3,)),
+        (("sliding_attention", 1), 1, (3,)),
+        (("full_attention", 0), 2, (4,)),
+        (("full_attention", 1), 2, (4,)),
+    ]
+
+
+def test_blocks_that_make_or_read_otherwise_are_kinds_of_their_own() -> None:
+    split = split_of("gemma4_text")
+    assert split.layers == (0, 1, 2, 3, 4, 5)
+    assert [kind.no_tp for kind in split.kinds] == [""] * 6
+    assert {kind.no_sp for kind in split.kinds} == {"what its blocks share is not divided by tokens"}
+
+
+def test_what_is_read_past_other_blocks_leaves_sequence_parallelism_to_them() -> None:
+    config = {**split_config("gemma4_text"), "num_kv_shared_layers": 0, "num_hidden_layers": 2}
+    kinds = split_model("gemma4_text", config | {"layer_types": ["sliding_attention", "full_attention"]}).kinds
+    assert [(kind.no_tp, kind.no_sp) for kind in kinds[1:3]] == [("", "")] * 2
+
+
+@pytest.mark.slow
+def test_blocks_that_are_given_their_number_are_of_one_kind_and_hold_what_they_share() -> None:
+    split = split_of("zamba2")
+    assert split.layers == (0, 1, 2, 1, 2, 3)
+    assert split.call.number == 2
+    place = "shared_transformer.self_attn.q_proj.weight"
+    assert ((2, f"model.layers.1.{place}"), (4, f"model.layers.3.{place}")) in split.shared
+
+
+def test_matrices_that_blocks_share_begin_alike_and_unlike_others() -> None:
+    chain = chain_from_config(split_config("zamba2"), name="zamba2", split=SPLITS["zamba2"])
+    model = build_meta_model(chain)
+    prepare_model(model, chain)
+    for layer in (2, 4):
+        materialize_layer(model, chain, layer, seed=0, device=torch.device("cpu"))
+    first, second = (model.model.layers[place].shared_transformer.self_attn for place in (1, 3))
+    assert first.q_proj.weight is not second.q_proj.weight
+    assert first.q_proj.weight.equal(second.q_proj.weight)
+    assert not first.q_proj.weight.equal(first.k_proj.weight)
+
+
+def test_a_width_of_several_hidden_states_stays_one_at_small_width() -> None:
+    given = {"hidden_size": 2560, "num_attention_heads": 32, "attention_hidden_size": 5120, "attention_head_dim": 160}
+    small = small_config(given)
+    assert (small["hidden_size"], small["attention_hidden_size"], small["attention_head_dim"]) == (64, 128, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "mpnet"])
+def test_what_flows_past_blocks_at_another_width_is_what_is_found_there(model_type: str, degree: int) -> None:
+    config = read_hub_config(model_type, split_config(model_type)).to_dict()
+    small = small_config(config, degree=degree)
+    found = find_split(read_hub_config(model_type, small)).split.streams
+    assert split_of(model_type).resized(config, small, degree).streams == found
+
+
+def test_a_block_is_traced_with_what_it_reads_and_not_with_what_flows_past_it() -> None:
+    layers = trace(_chain_of("gemma4_text"), seq_len=16, precision="fp32", degrees=(1,)).layers
+    read = {each.kind: each.input_bytes.at(1) for each in layers}
+    assert read["sliding block of kind 1"] == 4 * 16 * (64 + 24)
+    assert read["sliding block of kind 2"] == 4 * 16 * (64 + 24 + 2 * 2 * 16)
+
+
+def _chain_of(model_type: str) -> ModelChain:
+    return chain_from_config(split_config(model_type), name=model_type, split=split_of(model_type))
+
+
 def test_a_bias_that_the_first_block_of_a_stack_makes_for_all_is_made_by_each_of_them() -> None:
     split = split_of("mt5")
     tables = [f"decoder.block.{place}.layer.0.SelfAttention.relative_attention_bias.weight" for place in range(2)]
@@ -259,6 +344,19 @@ def test_a_tied_module_that_is_not_called_belongs_to_no_layer() -> None:
     config = {"vocab_size": 128, "hidden_size": 64, "num_decoder_layers": 1, "num_decoder_attention_heads": 4}
     split = find_split(read_hub_config("prophetnet", {**config, "architectures": ["ProphetNetForCausalLM"]})).split
     assert split.shared == (((0, "prophetnet.decoder.word_embeddings.weight"), (2, "lm_head.weight")),)
+
+
+def test_parameters_that_only_a_constructor_fills_have_first_weights_that_are_numbers() -> None:
+    config = read_hub_config("openai-gpt", {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32})
+    found = []
+    for _ in range(2):
+        model = build_from_config(config, Task.CAUSAL_LM, fused_attention=True)
+        materialize_module(model, model, seed=0, device=torch.device("cpu"))
+        found.append(dict(model.named_parameters()))
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+    bias = found[0]["transformer.h.0.mlp.c_fc.bias"]
+    assert torch.equal(bias, torch.zeros_like(bias))
+    assert found[0]["transformer.h.0.mlp.c_fc.weight"].detach().std() == pytest.approx(0.02, rel=0.1)
 
 
 def test_batch_norms_are_refused() -> None:
@@ -337,7 +435,8 @@ def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ..
     ("config", "reason"),
     [
         ({"model_type": "mllama"}, "list of modules"),
-        ({"model_type": "cpmant"}, "blocks that are given 2, which depends on parameters"),
+        ({"model_type": "longcat_flash"}, "in LongcatFlashExperts.forward of transformers.models.longcat_flash"),
+        ({"model_type": "cpmant"}, "blocks that are given 2, of another length than the samples are"),
         (
             {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
             "no class of transformers for text",

@@ -13,7 +13,7 @@ NUM_DEVICES = 4
 
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("bart", "cohere2", "convnext", "roberta")
+    for name in ("bart", "cohere2", "convnext", "gemma4_text", "roberta", "zamba2")
 }
 """Of types without a family file: what `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
@@ -77,6 +77,16 @@ CASES: dict[str, Case] = {
     "cohere2 without a family, two stages": _case("cohere2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
     "convnext without a family, two stages": _case("convnext", "fsdp2, dp2", "fsdp2 remat=full, fsdp2"),
     "roberta without a family, two stages": _case("roberta", "fsdp2, tp2", "fsdp2 remat=full, fsdp2"),
+    "gemma4 without a family, one stage": _case(
+        "gemma4_text", "tp2-fsdp2, fsdp4, tp2-dp2 remat=full, dp4, tp2-fsdp2, fsdp4"
+    ),
+    "gemma4 without a family, past a stage": _case(
+        "gemma4_text", "single, single", "single", "single remat=full", "single, single", schedule="gpipe"
+    ),
+    "gemma4 without a family, two chunks": _case(
+        "gemma4_text", "fsdp2", "dp2, fsdp2", "tp2, dp2", "fsdp2", schedule="interleaved-1f1b", num_chunks=2
+    ),
+    "zamba2 without a family, two stages": _case("zamba2", "tp2+sp, tp2+sp, fsdp2", "tp2+sp remat=full, dp2, tp2+sp"),
     "bart without a family, one stage": _case(
         "bart", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4 remat=selective, dp4"
     ),

@@ -111,11 +111,11 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting, known: "Kn
 def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerBytes:
     """The memory of a layer of this kind under a legal strategy; a profile without times is enough."""
     layer = layer_profile(kind, strategy, setting)
-    samples = rank_samples(strategy, setting)
+    needed = working_bytes(layer, strategy, setting)
     return LayerBytes(
         static_bytes=_static_bytes(kind, layer, strategy, setting),
-        activation_bytes=saved_bytes(layer, strategy, setting),
-        transient_bytes=_transient_bytes(kind, layer, strategy, setting, samples),
+        activation_bytes=saved_bytes(layer, strategy, setting, needed),
+        transient_bytes=_transient_bytes(kind, layer, strategy, setting, needed),
     )
 
 
@@ -560,10 +560,10 @@ def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int
     return setting.job.compute_bytes * held_params(layer, strategy)
 
 
-def saved_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
-    """What one microbatch holds of a layer from its forward to its backward pass."""
+def saved_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, needed: Working) -> int:
+    """What one microbatch holds of a layer from its forward to its backward pass, with what its kinds need."""
     held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
-    return int(held.saved_bytes.at(samples) + working_bytes(layer, strategy, setting).saved)
+    return int(held.saved_bytes.at(samples) + needed.saved)
 
 
 def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomputation:
@@ -576,10 +576,12 @@ def keeps_copy(strategy: Strategy) -> bool:
     return strategy.keeps_gathered
 
 
-def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, samples: float) -> int:
+def _transient_bytes(
+    kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, needed: Working
+) -> int:
     """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
 
-    Working activations are with what the kinds of the strategy need (`Kind.working`).
+    Working activations are with what the kinds of the strategy ``needed`` (`Kind.working`).
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
@@ -589,10 +591,9 @@ def _transient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, s
     copies what it scatters, and another layer may be gathered ahead.
     """
     if setting.job.execution.keeps_own_buffers:
-        return _framework_transient_bytes(layer, strategy, setting)
-    compute, params = setting.job.compute_bytes, held_params(layer, strategy)
+        return _framework_transient_bytes(layer, strategy, setting, needed)
+    compute, params, samples = setting.job.compute_bytes, held_params(layer, strategy), rank_samples(strategy, setting)
     held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
-    needed = working_bytes(layer, strategy, setting)
     working = held.backward_transient_bytes.at(samples) + needed.backward
     copy = 0 if keeps_copy(strategy) else copy_bytes(layer, strategy, setting)
     buffer = compute * params if strategy.state_shards > 1 else 0
@@ -661,10 +662,9 @@ def cut_gradient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy,
     return setting.job.compute_bytes * held_params(layer, strategy) if gradient_copies(kind, strategy) > 1 else 0
 
 
-def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, needed: Working) -> int:
     """Largest short-lived memory of a framework whose states all have buffers of their own."""
     held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
-    needed = working_bytes(layer, strategy, setting)
     forward = held.forward_transient_bytes.at(samples) + needed.forward
     return int(max(forward, held.backward_transient_bytes.at(samples) + needed.backward))
 

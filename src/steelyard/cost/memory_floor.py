@@ -31,7 +31,14 @@ from steelyard.cost.build import context_bytes
 from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.layer import rank_samples
 from steelyard.cost.setting import Job, Setting
-from steelyard.cost.stage_memory import LayerMemory, backward_sending, hidden_bytes, layer_memory, reduction_bytes
+from steelyard.cost.stage_memory import (
+    LayerMemory,
+    backward_sending,
+    hidden_bytes,
+    layer_memory,
+    made_bytes,
+    reduction_bytes,
+)
 from steelyard.cost.tables import CostTables
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig
@@ -171,7 +178,8 @@ def _parts(tables: CostTables, setting: Setting, known: KnownLayers) -> _Parts:
             strategy = tables.strategies[column]
             memory = _memory(setting.job.chain.layers[layer], strategy, setting, known)
             sent = 0 if place == last else hidden_bytes(layer, strategy, setting)
-            found[:, row, column] = _layer_parts(memory, strategy, sent)
+            made = 0 if place == last else made_bytes(layer, strategy, setting)
+            found[:, row, column] = _layer_parts(memory, strategy, sent, made)
             found[0, row, column] += sample_bytes(setting.job.chain.kind_of(layer), strategy, setting)
     return _Parts(**dict(zip(names, found, strict=True)))
 
@@ -184,7 +192,7 @@ def _memory(kind_index: int, strategy: Strategy, setting: Setting, known: KnownL
     return known[key]
 
 
-def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int) -> tuple[int, ...]:
+def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) -> tuple[int, ...]:
     """The fields of `_Parts` in their order, samples left out."""
     copy = memory.copy if memory.keeps_copy else 0
     freed = memory.freed + (memory.copy if memory.drops_copy else 0)
@@ -198,7 +206,7 @@ def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int) -> tuple[in
         memory.reduced if memory.shards > 1 else 0,
         memory.copy if memory.shards > 1 and not memory.keeps_copy else 0,
         memory.backward + beside,
-        backward_sending(memory, strategy, sent) + beside,
+        backward_sending(memory, strategy, made) + beside,
         reduction_bytes(memory, is_first=False) - freed,
         reduction_bytes(memory, is_first=True) - freed,
         sent,
@@ -331,8 +339,7 @@ def _shared_bytes(setting: Setting) -> int:
 def _least_hidden_bytes(setting: Setting) -> int:
     """The least that a rank receives of what flows between two layers, for one microbatch."""
     job = setting.job
-    shapes = [(*job.chain.hidden_shape(place, job.seq_len), job.chain.kind_of(place)) for place in _inner(setting)]
-    entries = min(sequence * width * kind.num_streams for sequence, width, kind in shapes)
+    entries = min(job.chain.num_flowing(place, job.seq_len) for place in _inner(setting))
     return setting.microbatch_samples * entries * job.compute_bytes // setting.devices_per_stage
 
 

@@ -156,16 +156,6 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
     return None if flop is None else flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
 
 
-def least_step_s(job: Job) -> float:
-    """Seconds that no plan is faster than: the products of a step, none repeated, at the peak of all devices.
-
-    0 where the peak is not known.
-    """
-    flop = _flop_per_sample(job, lambda _, layer: _flop(layer.forward) + _flop(layer.backward))
-    devices_flop_per_s = job.cluster.num_devices * job.peak_flop_per_s if flop else 1.0
-    return job.time_factor * job.global_batch * (flop or 0.0) / devices_flop_per_s
-
-
 def _flop(work: Work) -> float:
     return work.matmul_flop.per_sample + work.attention_flop.per_sample
 
@@ -312,8 +302,18 @@ def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, s
 def _memory_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
     """Bytes on one rank by term; they add up to the upper bound that is held against the budget.
 
-    ``strategies`` are those of all layers of the plan.
+    ``strategies`` are those of all layers of the plan. The job remembers them: plans of a search have stages in common.
     """
+    parts = plan.parts[stage :: plan.num_stages]
+    held = tuple((part.first_layer, strategies[max(0, part.first_layer - 1) : part.last_layer + 1]) for part in parts)
+    tied = tuple(strategies[layer] for shared in setting.job.chain.shared for layer, _ in shared.copies)
+    key = stage, setting.pipeline, setting.devices_per_stage, held, tied
+    if key not in setting.job.known_stages:
+        setting.job.known_stages[key] = _stage_terms(plan, strategies, stage, setting)
+    return dict(setting.job.known_stages[key])
+
+
+def _stage_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
     if not setting.job.execution.keeps_own_buffers:
         places = range(stage, len(plan.parts), plan.num_stages)
         parts = [part_layers(plan, strategies, place, setting) for place in places]

@@ -1,6 +1,6 @@
 """What a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline setting."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,6 +90,11 @@ class Job:
             self._collectives[kind, group] = known
         return known(tensor_bytes)
 
+    @cached_property
+    def known_stages(self) -> dict[Hashable, dict[str, int]]:
+        """Bytes by term of stages that were walked, by what they depend on beside the job."""
+        return {}
+
     def cost_source(self) -> CostSource:
         """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
         identity = self.profile.identity
@@ -170,5 +175,5 @@ class Setting:
         Between an encoder's layers it is half of this (one hidden state and not two), in late stages of Swin less.
         """
         job = self.job
-        width = job.chain.hidden_size * job.chain.num_streams
-        return self.microbatch_samples * job.seq_len * width * job.compute_bytes
+        states = job.seq_len * job.chain.hidden_size * job.chain.num_streams
+        return self.microbatch_samples * (states + job.chain.most_past(job.seq_len)) * job.compute_bytes

@@ -23,6 +23,7 @@ framework may have more of them (`Execution.buffers_every_microbatch`).
 Not modelled: what a redistribution between two layouts takes beyond its result.
 """
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -178,8 +179,9 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
         buffers=0,
     )
     sharded = tuple(min(len(own.sharded), 2) for own in sums)
-    for (chunk, moment, target, pauses), passed in _moments(index, setting.pipeline, sharded).items():
-        sent = _sent_bytes(parts, passed) if _keeps_sends(setting) else 0
+    keeps_sends = _keeps_sends(setting)
+    for (chunk, moment, target, pauses), passed in _moments(index, setting.pipeline, sharded, keeps_sends):
+        sent = _sent_bytes(parts, passed) if keeps_sends else 0
         ahead = 0 if target is None else sums[target].ahead
         paused = [_paused(*each) for place, each in enumerate(zip(parts, sums, pauses, strict=True)) if place != chunk]
         beside = _Held(*map(sum, zip(_Held(0, 0, 0, 0, sent), *paused, strict=True)))
@@ -293,7 +295,24 @@ def _sent_bytes(parts: Sequence[PartLayers], passed: _Sent) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _moments(index: int, pipeline: PipelineConfig, num_sharded: tuple[int, ...]) -> dict[_Working, _Sent]:
+def _moments(
+    index: int, pipeline: PipelineConfig, num_sharded: tuple[int, ...], keeps_sends: bool
+) -> tuple[tuple[_Working, _Sent], ...]:
+    """The states of `_all_moments` that hold most: none alike has as much in flight, and sent where ``keeps_sends``."""
+    alike: dict[object, dict[tuple[int, ...], tuple[_Working, _Sent]]] = {}
+    for (chunk, moment, target, pauses), passed in _all_moments(index, pipeline, num_sharded).items():
+        in_flight = [moment.in_flight, *(pause.in_flight for pause in pauses)]
+        counts = (*in_flight, *(itertools.chain(*passed) if keeps_sends else ()))
+        likeness = chunk, moment[1:], target, *(pause[1:] for pause in pauses), *map(bool, in_flight)
+        rivals = alike.setdefault(likeness, {})
+        if not any(all(map(operator.ge, rival, counts)) for rival in rivals):
+            for rival in [rival for rival in rivals if all(map(operator.le, rival, counts))]:
+                del rivals[rival]
+            rivals[counts] = _Working(chunk, moment, target, pauses), passed
+    return tuple(state for rivals in alike.values() for state in rivals.values())
+
+
+def _all_moments(index: int, pipeline: PipelineConfig, num_sharded: tuple[int, ...]) -> dict[_Working, _Sent]:
     """The distinct states in which a stage begins a pass, and what was done before when each was there last.
 
     ``num_sharded`` counts the sharded layers of each chunk, 2 for more.
@@ -503,7 +522,7 @@ def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> Layer
         scratch=scratch_bytes(layer, strategy, setting),
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
-        saved=saved_bytes(layer, strategy, setting),
+        saved=saved_bytes(layer, strategy, setting, needed),
         input=int(layer.input_bytes.at(samples)),
         reducing=recomputed_input_bytes(layer, strategy, samples),
         forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
@@ -530,11 +549,18 @@ def tied_bytes(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: 
 
 def hidden_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
     """A rank's share of what flows out of a layer of this strategy, for one microbatch: all streams."""
-    chain = setting.job.chain
-    sequence, width = chain.hidden_shape(layer, setting.job.seq_len)
+    return _share_bytes(setting.job.chain.num_flowing(layer, setting.job.seq_len), strategy, setting)
+
+
+def made_bytes(layer: int, strategy: Strategy, setting: Setting) -> int:
+    """The same without what flows past the layer."""
+    return _share_bytes(setting.job.chain.num_made(layer, setting.job.seq_len), strategy, setting)
+
+
+def _share_bytes(num_entries: int, strategy: Strategy, setting: Setting) -> int:
+    """A rank's share of so many entries of every sample of a microbatch."""
     samples = setting.microbatch_samples // strategy.sample_degree
-    whole = samples * sequence * width * chain.kind_of(layer).num_streams * setting.job.compute_bytes
-    return whole // strategy.sequence_degree
+    return samples * num_entries * setting.job.compute_bytes // strategy.sequence_degree
 
 
 def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting: Setting) -> PartLayers:
@@ -554,8 +580,12 @@ def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting:
             known[key] = layer_memory(*key, setting)
     layers = [known[chain.layers[place], strategies[place]] for place in places]
     sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
-    backward = backward_sending(layers[-1], strategies[part.last_layer], sent)
+    made = 0 if is_last else made_bytes(part.last_layer, strategies[part.last_layer], setting)
+    backward = backward_sending(layers[-1], strategies[part.last_layer], made)
     layers[-1] = replace(layers[-1], backward=backward)
+    for place, waiting in chain.num_read_behind(places, setting.job.seq_len):
+        added = _share_bytes(waiting, strategies[places[place]], setting)
+        layers[place] = replace(layers[place], backward=layers[place].backward + added)
     return PartLayers(
         layers=tuple(layers),
         received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
@@ -568,10 +598,10 @@ def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting:
     )
 
 
-def backward_sending(layer: LayerMemory, strategy: Strategy, sent: int) -> int:
+def backward_sending(layer: LayerMemory, strategy: Strategy, made: int) -> int:
     """What the last layer of a part works with without its output and the gradient of that, which are the pipeline's.
 
     While full remat computes the layer again, what it works with has the gradient alone.
     """
     copies = 1 if strategy.remat is Remat.FULL else 2
-    return max(0, layer.backward - copies * sent)
+    return max(0, layer.backward - copies * made)

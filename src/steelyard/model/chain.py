@@ -5,8 +5,9 @@ the vocabulary, loss). Layer 0 is the embedding and the last layer is the head i
 its decoder are one chain, one after the other; the decoder's embedding, in between, reads token ids of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from steelyard.errors import InvalidModelError
@@ -88,13 +89,59 @@ class ModelChain:
         """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
         return self.kind_of(layer).hidden or (seq_len, self.hidden_size)
 
-    def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of all that flows out of a layer, for one sample of ``seq_len`` tokens."""
+    def state_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the hidden states that flow out of a layer, for one sample of ``seq_len`` tokens."""
         if self.own is not None:
             return self.own.kind(layer).shapes
         if self.split is not None and self.split.kinds[self.layers[layer]].shape:
             return (self.split.kinds[self.layers[layer]].shape,)
         return (self.hidden_shape(layer, seq_len),) * self.kind_of(layer).num_streams
+
+    def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all that flows out of a layer: beside hidden states what layers behind it read."""
+        past = self.split.past(layer) if self.split else ()
+        return (*self.state_shapes(layer, seq_len), *self._streams(past, seq_len))
+
+    def read_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what a layer behind the first reads of all that flows into it."""
+        read = self.split.read_by(layer) if self.split else ()
+        return (*self.state_shapes(layer - 1, seq_len), *self._streams(read, seq_len))
+
+    def num_made(self, layer: int, seq_len: int) -> int:
+        """Entries of what a layer makes, for one sample of ``seq_len`` tokens."""
+        states = prod(self.hidden_shape(layer, seq_len)) * self.kind_of(layer).num_streams
+        return states + self._num_entries(self.split.made_by(layer) if self.split else (), seq_len)
+
+    def num_flowing(self, layer: int, seq_len: int) -> int:
+        """Entries of all that flows out of a layer, for one sample of ``seq_len`` tokens."""
+        states = prod(self.hidden_shape(layer, seq_len)) * self.kind_of(layer).num_streams
+        return states + self._num_entries(self.split.past(layer) if self.split else (), seq_len)
+
+    def most_past(self, seq_len: int) -> int:
+        """The most entries that flow between two layers beside hidden states, for one sample."""
+        if not self.split:
+            return 0
+        return max(self._num_entries(self.split.past(layer), seq_len) for layer in range(self.num_layers - 1))
+
+    def num_read_behind(self, layers: Sequence[int], seq_len: int) -> Iterator[tuple[int, int]]:
+        """By place among these layers, entries of what those behind it read beside hidden states, each stream once.
+
+        So is what flows past all of them counted. Its gradients wait until all of these layers have worked.
+        """
+        split = self.split
+        if split is None or not split.streams:
+            return
+        read = {*split.past(layers[-1])} & {*(split.past(layers[0] - 1) if layers[0] else ())}
+        for place in reversed(range(len(layers))):
+            if read:
+                yield place, self._num_entries(read, seq_len)
+            read.update(split.read_by(layers[place]))
+
+    def _num_entries(self, streams: Iterable[int], seq_len: int) -> int:
+        return sum(map(prod, self._streams(streams, seq_len)))
+
+    def _streams(self, numbers: Iterable[int], seq_len: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.split.streams[number].of_tokens(seq_len) for number in numbers) if self.split else ()
 
     def window(self, kind: LayerKind) -> int | None:
         """The most tokens that a token of a kind of block attends to, its own among them; None for all before it.

@@ -22,6 +22,7 @@ _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "linear_num_key
 _HEAD_DIM_KEYS = (
     *("head_dim", "kv_channels", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "rotary_dim"),
+    "hidden_size_per_layer_input",
 )
 _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
@@ -37,7 +38,7 @@ _FFN_KEYS = (
 )
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
-_TOKEN_KEYS = ("vocab_size", "max_position_embeddings", "n_positions")
+_TOKEN_KEYS = ("vocab_size", "vocab_size_per_layer_input", "max_position_embeddings", "n_positions")
 _WINDOW_KEYS = ("sliding_window", "attention_window")
 _EXPANSIONS = (
     ("expand", "num_heads", "head_dim"),
@@ -77,6 +78,9 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
     found |= {key: _in_ratio(config[key], heads) for key in _HEAD_KEYS if isinstance(config.get(key), list)}
     hidden = given.get("hidden_size")
     found |= {key: width // 2 for key in _PROJECTED_KEYS if key in given and hidden not in (None, given[key])}
+    abreast = given.get("attention_hidden_size", 0) // (hidden or 1)
+    if abreast > 1 and "attention_head_dim" in given:  # attention over several hidden states side by side
+        found |= {"attention_hidden_size": width * abreast, "attention_head_dim": _HEAD_DIM * abreast}
     found |= {key: _heads_of(given, key, degree) for key in _KV_KEYS if key in given}
     for times, count, size in _EXPANSIONS:
         if times in given and count in given and size in config:
@@ -91,6 +95,17 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
         found["per_layer_config"] = {key: small_config(value, degree=degree) for key, value in layers.items()}
     last = TOKENS * degree - 1
     found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
+    return found
+
+
+def sizes_of(before: Mapping[str, Any], config: Mapping[str, Any]) -> dict[int, int]:
+    """What the widths and heads of one config are in another of the same keys, in parts too."""
+    found: dict[int, int] = {}
+    for key, value in before.items():
+        if isinstance(value, Mapping) and key in config:
+            found |= sizes_of(value, config[key])
+        elif key in (*WIDTH_KEYS, *_HEAD_KEYS, *_KV_KEYS, *_HEAD_DIM_KEYS) and isinstance(value, int) and key in config:
+            found[value] = config[key]
     return found
 
 

@@ -14,12 +14,28 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.model.families.t5 import share_bias
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
-from steelyard.model.small import WIDTH_KEYS
+from steelyard.model.small import WIDTH_KEYS, sizes_of
 
 SPLIT_VERSION = 3
 """Raised whenever models are split differently."""
-PREPARES: Mapping[str, Callable[[Any], None]] = dict.fromkeys(("longt5", "mt5", "switch_transformers"), share_bias)
-"""Of types whose blocks are given what the first makes of its weights, what lets each hold those: `Family.prepare`."""
+
+
+def _keep_all_tokens(model: Any) -> None:
+    """Has blocks that read keys and values of others compute all tokens, and not only those of which logits are asked.
+
+    The cut, which keeps all of them where all are asked for, lies between two blocks.
+    """
+    for module in model.modules():
+        if hasattr(module, "_maybe_slice_kv_shared_inputs"):
+            module._maybe_slice_kv_shared_inputs = lambda *given, **_: given[:4]
+
+
+PREPARES: Mapping[str, Callable[[Any], None]] = {
+    **dict.fromkeys(("longt5", "mt5", "switch_transformers"), share_bias),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),
+}
+"""Of types whose blocks are given what the first makes of its weights, what lets each hold those; of others, what lets
+nothing lie between blocks: `Family.prepare`."""
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 
@@ -69,6 +85,8 @@ class BlockCall(_Part):
     """Place of the hidden state in what is returned; None where it is all."""
     num_results: int | None = None
     """How many things are returned; None where it is the hidden state alone."""
+    number: int | str | None = None
+    """Place or name of the argument that counts the blocks from 0; None where there is none."""
 
     def hidden(self, arguments: "BlockArguments") -> Tensor:
         """The hidden state among a block's arguments."""
@@ -81,6 +99,10 @@ class BlockCall(_Part):
         if isinstance(self.argument, str):
             return places, {**names, self.argument: hidden}
         return _with(places, self.argument, hidden), names
+
+    def with_number(self, arguments: "BlockArguments", block: int) -> "BlockArguments":
+        """The arguments as they are for another block of the kind."""
+        return arguments if self.number is None else BlockCall(argument=self.number).with_hidden(arguments, block)
 
     def returned(self, hidden: Tensor) -> Any:
         """The hidden state in the form in which blocks return it."""
@@ -114,6 +136,34 @@ class SplitEncoder(_Part):
     def reads(self) -> BlockCall:
         """Where the decoder's blocks are given the encoder's output."""
         return BlockCall(argument=self.encoded)
+
+
+class SplitStream(_Part):
+    """What depends on parameters and flows past the hidden state to the blocks that read it."""
+
+    argument: int | str
+    """Its place or name among the arguments of those blocks."""
+    entry: tuple[str, int] | None = None
+    """Where that is a mapping of tuples: its key and its place there."""
+    maker: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    """The layer that makes it: the embedding, or a block that puts it into the mapping."""
+    readers: tuple[Count, ...]
+    """The layers that read it."""
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**53)], ...]
+    """Of one sample; 0 stands for its tokens."""
+
+    @property
+    def reads(self) -> BlockCall:
+        """Where those blocks are given it, or the mapping."""
+        return BlockCall(argument=self.argument)
+
+    def of_tokens(self, seq_len: int) -> tuple[int, ...]:
+        """The shape for a sample of so many tokens."""
+        return tuple(size or seq_len for size in self.shape)
+
+    def resized(self, sizes: Mapping[int, int]) -> "SplitStream":
+        """The same with other sizes in the place of those that are there."""
+        return self.model_copy(update={"shape": tuple(sizes.get(size, size) for size in self.shape)})
 
 
 class ModelSplit(_Part):
@@ -150,6 +200,7 @@ class ModelSplit(_Part):
     shared: tuple[tuple[tuple[int, str], ...], ...] = ()
     """Parameters that embeddings and the head share: for each copy its layer, and its path in the model."""
     encoder: SplitEncoder | None = None
+    streams: tuple[SplitStream, ...] = ()
 
     @property
     def between(self) -> int:
@@ -191,8 +242,29 @@ class ModelSplit(_Part):
         """The hidden states that flow out of a layer: the encoder's output goes along with the decoder's."""
         return 2 if self.between and self.between <= layer < len(self.layers) - 1 else 1
 
-    def resized(self, config: Mapping[str, Any], divisor: int) -> "ModelSplit":
-        """The same split at the sizes of another config, all of which ``divisor`` divides.
+    def read_by(self, layer: int) -> tuple[int, ...]:
+        """The streams, by their number, that a layer reads."""
+        return tuple(number for number, each in enumerate(self.streams) if layer in each.readers)
+
+    def made_by(self, layer: int) -> tuple[int, ...]:
+        """The streams that a layer makes."""
+        return tuple(number for number, each in enumerate(self.streams) if layer == each.maker)
+
+    def past(self, layer: int) -> tuple[int, ...]:
+        """The streams that flow out of a layer beside its hidden state: those that layers behind it read."""
+        return tuple(n for n, each in enumerate(self.streams) if each.maker <= layer < max(each.readers))
+
+    def places(self, layer: int, before: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The places of what a layer reads in what flows out of the layer ``before``, and of what flows on.
+
+        What it makes itself beside its hidden state stands behind that.
+        """
+        known = (*self.past(before), *self.made_by(layer))
+        read, past = self.read_by(layer), self.past(layer)
+        return (0, *(1 + known.index(number) for number in read)), tuple(1 + known.index(number) for number in past)
+
+    def resized(self, before: Mapping[str, Any], config: Mapping[str, Any], divisor: int) -> "ModelSplit":
+        """The same split at the sizes of another config than that ``before``, all of which ``divisor`` divides.
 
         What no config says stays: the classes of images, and widths that are given stage by stage.
         """
@@ -208,7 +280,9 @@ class ModelSplit(_Part):
             for kind in self.kinds
         )
         vocabulary = config["vocab_size"] if self.image is None else self.vocab_size
-        return self.model_copy(update={"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds})
+        streams = tuple(each.resized(sizes_of(before, config)) for each in self.streams)
+        sizes = {"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds, "streams": streams}
+        return self.model_copy(update=sizes)
 
     def layout(self) -> Layout:
         """The chain of layers."""
@@ -248,8 +322,11 @@ class ModelSplit(_Part):
         ends = {self.between: between, 0: self.embedding, len(self.layers) - 1: self.head}
         if layer in ends:
             return {local_name(path): path for path in ends[layer]}
-        before = 0 if self.of_encoder(layer) else self.between
-        return {"block": f"{self.list_of(layer)}.{layer - 1 - before}"}
+        return {"block": f"{self.list_of(layer)}.{self.place_of(layer)}"}
+
+    def place_of(self, layer: int) -> int:
+        """The place of a block in its list."""
+        return layer - 1 - (0 if self.of_encoder(layer) else self.between)
 
     def local_path(self, layer: int, path: str) -> str:
         """The path in a layer of what has this path in the model."""

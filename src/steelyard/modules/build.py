@@ -7,19 +7,22 @@ parameter that several layers hold (a tied embedding) depends on the first of th
 
 import copy
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, activations
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import Task
+from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
@@ -234,8 +237,15 @@ def materialize_layer(
         first_layer, first_path = shared.copies[0]
         for path in (path for place, path in shared.copies if place == layer):
             owner = _owner(model, chain, layer, path)
-            if owner in fresh:
-                first = _owner(model, chain, first_layer, first_path)
+            if owner not in fresh:
+                continue
+            first = _owner(model, chain, first_layer, first_path)
+            if chain.kind_of(first_layer).role is LayerRole.BLOCK and not isinstance(first, nn.Embedding):
+                name, first_name = (each.rpartition(".")[2] for each in (path, first_path))
+                filled = copy.deepcopy(first).to_empty(device=device)
+                _initialize(model, filled, seed=seed, layer=zlib.crc32(f"{first_layer}.{first_path}".encode()))
+                owner.register_parameter(name, filled.get_parameter(first_name))
+            else:
                 _initialize_shared(model, owner, first, seed=seed, layer=first_layer)
 
 
@@ -247,25 +257,50 @@ def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, 
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
-    """Gives one module without parameters its buffers on ``device``, as the model makes them from its config."""
+    """Gives one module without parameters its buffers on ``device``, as the model makes them from its config.
+
+    The parameters of modules below it stay as they are, though some models fill them from above.
+    """
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    model._init_weights(module)
+    with ExitStack() as stack:
+        for parameter in module.parameters():
+            stack.enter_context(mock.patch.object(parameter, "_is_hf_initialized", True, create=True))
+        model._init_weights(module)
 
 
 def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
     """Fills a module with first weights that depend on the seed and the layer alone; parts before the whole."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _SEED_STRIDE + layer)
-        for buffer in module.buffers():
-            if buffer.is_floating_point():  # one that the model does not fill must not pass for numbers
-                buffer.fill_(torch.nan)
+        for tensor in (*module.buffers(), *module.parameters()):
+            if tensor.is_floating_point():  # one that the model does not fill must not pass for numbers
+                tensor.data.fill_(torch.nan)
         parts = _parts_of_their_own(model)
         for submodule in reversed(list(module.modules())):
             parts.get(submodule, model)._init_weights(submodule)
             if type(submodule).__module__ == activations.__name__ and any(True for _ in submodule.buffers()):
                 submodule.load_state_dict(type(submodule)().state_dict())  # which the model makes in its constructor
+        for submodule in module.modules():
+            _fill_the_rest(submodule, model.config)
+
+
+@torch.no_grad()
+def _fill_the_rest(module: nn.Module, config: PreTrainedConfig) -> None:
+    """Gives parameters that only a constructor fills (`Conv1D` of OpenAI's GPT) their usual first values."""
+    own = module.named_parameters(recurse=False)
+    missing = {name: each for name, each in own if not is_fake(each) and each.isnan().any()}
+    if not missing:
+        return
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+        return
+    for name, parameter in missing.items():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=getattr(config, "initializer_range", 0.02))
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
 def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:

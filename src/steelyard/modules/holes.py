@@ -14,7 +14,8 @@ Legend of shapes: B samples, S tokens.
 import copy
 import inspect
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,19 +39,24 @@ NO_MASK = "flash_attention_2"
 
 
 class EmbeddingPiece:
-    """Token ids [B, S] to the hidden state that the first block reads."""
+    """Token ids [B, S] to the hidden state that the first block reads, and what blocks read beside it."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
-        stubs = {1: _Stop(split, 1)}
-        self._shell = Shell(model, split, keep=split.embedding, stubs=stubs, makes_masks=not split.fused_attention)
+        self._call, self._streams = split.call_of(1), [split.streams[number] for number in split.made_by(0)]
+        self._records = _records(split, {1, *(min(each.readers) for each in self._streams)})
+        self._shell = Shell(
+            model, split, keep=split.embedding, stubs=self._records, makes_masks=not split.fused_attention
+        )
 
-    def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor:
-        """The model's own forward pass, ended where the first block begins."""
-        try:
+    def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor | tuple[Tensor, ...]:
+        """The model's own forward pass, ended where the last block begins that is the first to read something."""
+        with suppress(_ReachedError):
             self._shell(ids, torch.get_default_dtype())
-        except _ReachedError as reached:
-            return reached.call.hidden(reached.arguments)
-        raise AssertionError("the model has run no block")
+        given = {layer: record.take() for layer, record in self._records.items()}
+        hidden = self._call.hidden(given[1])
+        read = (each.reads.hidden(given[min(each.readers)]) for each in self._streams)
+        beside = tuple(each.view_as(each).contiguous() for each in read)  # as it is sent to another stage
+        return (hidden, *beside) if beside else hidden
 
 
 class DecoderEmbeddingPiece:
@@ -109,20 +115,40 @@ class BlockPiece:
     """A block, called as the model calls it."""
 
     def __init__(self, split: ModelSplit, layer: int) -> None:
-        self._call = split.call_of(layer)
+        self._call, self._place = split.call_of(layer), split.place_of(layer)
         self._encoder = split.encoder if layer > split.between else None
+        self._reads = [split.streams[number] for number in split.read_by(layer)]
+        self._makes = [split.streams[number] for number in split.made_by(layer)]
 
-    def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], context: Context) -> Any:
-        """The next hidden state; in a decoder with the encoder's output, which every block passes on."""
-        hidden, *encoded = flow if isinstance(flow, tuple) else (flow,)
+    def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, ...], context: Context) -> Any:
+        """The next hidden state, and what else the block makes.
+
+        In a decoder with the encoder's output, which every block passes on.
+        """
+        hidden, *beside = flow if isinstance(flow, tuple) else (flow,)
         given = context.side.arguments[layer.kind.name]
         repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), given)
-        arguments = self._call.with_hidden(repeated, hidden)
+        arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
         if self._encoder:
-            arguments = self._encoder.reads.with_hidden(arguments, encoded[0])
-        places, names = arguments
+            arguments = self._encoder.reads.with_hidden(arguments, beside[0])
+        places, names = arguments if self._encoder else self._with_streams(arguments, beside)
         found = self._call.result_of(layer.block(*places, **names)).contiguous()  # as it is sent to another stage
-        return (found, encoded[0].view_as(encoded[0])) if self._encoder else found
+        if self._encoder:
+            return found, beside[0].view_as(beside[0])
+        made = [names[each.argument][each.entry[0]][each.entry[1]].contiguous() for each in self._makes if each.entry]
+        return (found, *made) if made else found
+
+    def _with_streams(self, arguments: BlockArguments, values: Sequence[Tensor]) -> BlockArguments:
+        """The arguments with what the block reads beside the hidden state, and mappings of its own to write into."""
+        places, names = arguments
+        names = {name: copy.copy(each) if isinstance(each, UserDict) else each for name, each in names.items()}
+        for stream, value in zip(self._reads, values, strict=True):
+            if stream.entry is None:
+                places, names = stream.reads.with_hidden((places, names), value)
+            else:
+                mapping, key = names[stream.argument], stream.entry[0]
+                mapping[key] = (*mapping.get(key, ()), value)
+        return places, names
 
 
 class BlockInputs:
@@ -133,9 +159,8 @@ class BlockInputs:
         assert split is not None
         first_of = {chain.kind_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
         layers = sorted(first_of[name] for name in kinds)
-        self._records = {chain.kind_of(layer).name: _Record(split, layer) for layer in layers}
-        list(self._records.values())[-1].is_last = True
-        stubs = dict(zip(layers, self._records.values(), strict=True))
+        stubs = _records(split, layers)
+        self._records = {chain.kind_of(layer).name: record for layer, record in stubs.items()}
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
         self._by_sample = split.sides_by_sample
 
@@ -151,7 +176,7 @@ class BlockInputs:
     def _recorded(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
         with suppress(_ReachedError):
             self._shell(ids, dtype)
-        return {name: record.take() for name, record in self._records.items()}
+        return {name: record.take_sides() for name, record in self._records.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,19 +514,37 @@ class _Record(_Stub):
     is_last = False
     """Whether nothing behind it is asked for."""
 
+    def __init__(self, split: ModelSplit, layer: int) -> None:
+        super().__init__(split, layer)
+        self._flows = [self._call, *([self._encoder.reads] if self._encoder else [])]
+        streams = [split.streams[number] for number in split.read_by(layer)]
+        self._flows += [each.reads for each in streams if each.entry is None]
+
     def forward(self, *places: Any, **names: Any) -> Any:
-        self._found = self._call.with_hidden((places, names), None)
-        if self._encoder:
-            self._found = self._encoder.reads.with_hidden(self._found, None)
+        self._found = places, names
         if self.is_last:
             raise _ReachedError(self._call, (places, names))
         return super().forward(*places, **names)
 
     def take(self) -> BlockArguments:
-        """What the block was given beside the hidden state; forgotten here."""
+        """All that the block was given; forgotten here."""
         found, self._found = self._found, None
-        assert found is not None
+        assert found is not None, "the model has not run the block"
         return found
+
+    def take_sides(self) -> BlockArguments:
+        """The same without what flows along the chain."""
+        found = self.take()
+        for each in self._flows:
+            found = each.with_hidden(found, None)
+        return found
+
+
+def _records(split: ModelSplit, layers: Collection[int]) -> dict[int, _Record]:
+    """Stubs for these layers that record what they are given; nothing behind the last is asked for."""
+    found = {layer: _Record(split, layer) for layer in sorted(layers)}
+    found[max(layers)].is_last = True
+    return found
 
 
 def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:

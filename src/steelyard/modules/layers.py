@@ -107,6 +107,10 @@ class ChainLayer(nn.Module):
         run = run or family.of_kind(family.run, kind)
         assert run is not None, f"the family {family.model_type} does not say how its {kind.name} runs"
         self.run_by_family: Run = run
+        self.entering: tuple[int, ...] | None = None
+        """The places in what flows of what the layer reads; None where that is all."""
+        self.past: tuple[int, ...] = ()
+        """The places of what flows on beside the hidden state: in what flows in, then in what it makes."""
         self.divided_tokens: tuple[int, str] | None = None
         """Over how many ranks, and how, context parallelism divides tokens; None where it does not."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
@@ -121,6 +125,15 @@ class ChainLayer(nn.Module):
         if self.remat is Remat.NONE:
             return self.compute(inputs, context)
         return checkpoint(self.compute, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
+
+    def within(self, flow: Flow, context: LayerContext, compute: Callable[[Flow, LayerContext], Flow]) -> Flow:
+        """What flows out of the layer, which computes as ``compute`` says; what it does not read flows past it."""
+        if self.entering is None:
+            return compute(flow, context)
+        tensors = tensors_of(flow)
+        entering = as_flow(tuple(tensors[place] for place in self.entering))
+        hidden, *made = tensors_of(compute(entering, context))
+        return as_flow((hidden, *((*tensors, *made)[place] for place in self.past)))
 
 
 class EmbeddingLayer(ChainLayer):
@@ -180,6 +193,8 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
     run = split_run(model, chain.split, layer) if chain.split else model.run(layer) if chain.own else None
     layer_type = OwnHeadLayer if chain.own and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
     found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
+    if chain.split and chain.split.streams and layer:
+        found.entering, found.past = chain.split.places(layer, layer - 1)
     outside = outside_buffers(model, chain.split, layer) if chain.split else {}
     for path, buffer in outside.items():
         found.register_buffer(local_name(path), buffer)

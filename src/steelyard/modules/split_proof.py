@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -25,6 +26,7 @@ from steelyard.model.split import ModelSplit
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.holes import forward_options, reads
+from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.split_tp import (
     ThreadedProof,
     difference,
@@ -77,7 +79,8 @@ def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
 
 
 def _parts(split: ModelSplit) -> tuple[object, ...]:
-    return split.embedding, split.blocks, split.head, split.layers, split.call, split.encoder
+    streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
+    return split.embedding, split.blocks, split.head, split.layers, split.call, split.encoder, streams
 
 
 def _proof(found: Found) -> tuple[ThreadedProof | None, str]:
@@ -128,8 +131,8 @@ def _samples(chain: ModelChain, length: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
-    """Whether what flows out of each of these layers can flow into the next of them."""
-    return all(chain.flow_shapes(before, 1) == chain.flow_shapes(after - 1, 1) for before, after in pairwise(layers))
+    """Whether the hidden states that flow out of each of these layers can flow into the next of them."""
+    return all(chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))
 
 
 def _without_parts(module: nn.Module) -> nn.Module:
@@ -147,10 +150,11 @@ def _run_pieces(
     model: PreTrainedModel, chain: ModelChain, ids: Tensor, decoder_ids: Tensor | None, numbers: Iterable[int]
 ) -> Tensor:
     layers, context = pieces_of(model, chain, numbers, ids, decoder_ids)
-    flow: Tensor = ids
+    flow: Flow = ids
     for layer in layers:
-        flow = layer.run_by_family(layer, flow, context)
-    return flow
+        flow = layer.within(flow, context, partial(layer.run_by_family, layer))
+    (logits,) = tensors_of(flow)
+    return logits
 
 
 def _results(model: PreTrainedModel, split: ModelSplit, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, pairwise
 from types import MappingProxyType
 
 import torch
@@ -40,7 +42,15 @@ from steelyard.model.read import chain_from_config
 from steelyard.model.split import ModelSplit, SplitKind
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.tp import apply_tensor_parallel
-from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, side_inputs_of
+from steelyard.modules.layers import (
+    ChainLayer,
+    Flow,
+    LayerContext,
+    as_flow,
+    build_layer,
+    side_inputs_of,
+    tensors_of,
+)
 from steelyard.plan.strategy import Remat
 
 RANKS = 2
@@ -57,6 +67,7 @@ _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size
 
 IMAGE_NO_SP = "the places of an image are not divided"
 ENCODER_NO_SP = "two sequences flow along the decoder"
+STREAM_NO_SP = "what its blocks share is not divided by tokens"
 Styles = Mapping[str, str]
 
 
@@ -78,7 +89,7 @@ def divided_kinds(
         for styles in _suppositions(model, split, kind, layer, keywords):
             reason = prove({kind.name: styles}, False)
             if not reason:
-                known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
+                known = _no_sp(split)
                 no_sp = known or prove({kind.name: styles}, True)
                 found[kind.name] = kind.model_copy(
                     update={
@@ -93,6 +104,12 @@ def divided_kinds(
             why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
             found[kind.name] = kind.model_copy(update={"no_tp": why})
     return tuple(found[kind.name] for kind in split.kinds)
+
+
+def _no_sp(split: ModelSplit) -> str:
+    """Why nothing of a model can be sequence-parallel; empty where that is to be tried."""
+    known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
+    return known or ("" if all(each.shape[0] == 0 for each in split.streams) else STREAM_NO_SP)
 
 
 def _suppositions(
@@ -224,6 +241,8 @@ class _Regions:
 
 
 _ENDS = ("rows", "rows_of_whole")
+_MOST_LEFT = 2
+"""Parts of a block that are left whole together."""
 _OF_PLANS = {
     "colwise": "columns",
     "rowwise": "rows",
@@ -239,7 +258,7 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
     """The model's own plan; the structure; both, where the plan leaves a part out; and the structure otherwise.
 
     Otherwise is with what a part's matrices give gathered, where what lies between them cannot be divided, as queries,
-    keys and values of one matrix are; and without a part, or without experts.
+    keys and values of one matrix are; and without a part or two, or without experts.
     """
     routed = block.routed()
     own = {path: style for path, style in plan.items() if path in block.called and not _in(path, routed)}
@@ -257,6 +276,8 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
         yield _Regions(block, _merged(styles), heads)
     if len(groups) > 1 or routed:
         yield from (_Regions(block, _merged(each for each in groups if each is not left), heads) for left in groups)
+    if len(groups) > _MOST_LEFT:
+        yield from (_Regions(block, _merged(kept), heads) for kept in combinations(groups, len(groups) - _MOST_LEFT))
     if routed:
         yield _Regions(block, _merged(groups), heads, divides_experts=False)
 
@@ -443,15 +464,14 @@ class ThreadedProof:
         layers, context = pieces_of(model, chain, self.numbers, self.ids, self.decoder_ids)
         paths = {id(parameter): path for path, parameter in parameters_by_path(model, split).items()}
         places = [(layer, name, paths[id(each)]) for layer in layers for name, each in layer.named_parameters()]
-        flow: Tensor = self.ids
+        flow: Flow = self.ids
         for layer in layers:
             cut = sp and layer.kind.name in divided
             if layer.kind.name in divided:
                 apply_tensor_parallel(layer, model, chain, mesh, sp=sp)
-            entering = _part(flow, mesh) if cut and flow.is_floating_point() else flow
-            flow = layer.run_by_family(layer, entering, context)
-            flow = _whole(flow, mesh) if cut and not isinstance(flow, DTensor) else flow
-        logits = flow.full_tensor() if isinstance(flow, DTensor) else flow
+            run = partial(layer.run_by_family, layer)
+            flow = layer.within(flow, context, partial(_in_parts, run, mesh) if cut else run)
+        (logits,) = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors_of(flow))
         logits = logits.view_as(self.expected["logits"])
         functional.cross_entropy(logits.flatten(0, -2), self.labels.flatten()).backward()
         found = {"logits": logits.detach()}
@@ -497,7 +517,11 @@ def pieces_of(
     model: PreTrainedModel, chain: ModelChain, numbers: Iterable[int], ids: Tensor, decoder_ids: Tensor | None
 ) -> tuple[list[ChainLayer], LayerContext]:
     """Some layers of a split model, and what a forward pass through them carries along for token ids [B, S]."""
+    numbers = list(numbers)
     layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
+    if chain.split and chain.split.streams:
+        for layer, (before, number) in zip(layers[1:], pairwise(numbers), strict=True):
+            layer.entering, layer.past = chain.split.places(number, before)
     side = side_inputs_of(layers, model, chain, ids.device)(ids.shape[1], torch.float32, ids.device)
     return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
 
@@ -535,6 +559,13 @@ def _joined(results: Mapping[str, Tensor], chain: ModelChain) -> dict[str, Tenso
         given = [sums.pop(path) for _, path in copies if path in sums]
         sums |= {copies[0][1]: sum(given[1:], start=given[0])} if given else {}
     return sums
+
+
+def _in_parts(run: Callable[[Flow, LayerContext], Flow], mesh: DeviceMesh, flow: Flow, context: LayerContext) -> Flow:
+    """What a layer makes on this rank's part of the sequence, whole again."""
+    entering = as_flow(tuple(_part(each, mesh) if each.is_floating_point() else each for each in tensors_of(flow)))
+    made = tensors_of(run(entering, context))
+    return as_flow(tuple(each if isinstance(each, DTensor) else _whole(each, mesh) for each in made))
 
 
 def _part(hidden: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -13,9 +13,13 @@ What does not split so is an error that names the place. So is control flow that
 without values cannot follow. What is found here is believed only when it is proved (`steelyard.modules.split_proof`).
 """
 
+import linecache
+import traceback
+from collections import UserDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,13 +30,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole, Task, leave_as_it_is
-from steelyard.model.split import PREPARES, BlockCall, ModelSplit, SplitEncoder, SplitKind, length_of, width_of
+from steelyard.model.split import (
+    PREPARES,
+    BlockCall,
+    ModelSplit,
+    SplitEncoder,
+    SplitKind,
+    SplitStream,
+    length_of,
+    width_of,
+)
 from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
 from steelyard.modules.structure import signature
 
-_SAMPLES, _TOKENS = 2, 16
+_SAMPLES, _TOKENS, _LONGER = 2, 16, 24
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
 _SPLIT_TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.IMAGE_CLASSIFICATION)
 _IMAGE = (3, 224, 224)
@@ -114,6 +127,10 @@ def _split_of(
         first = next(iter(seen.chains))
         encoded = _encoded(last, call, config)
         encoder = SplitEncoder(blocks=first, call=calls[first], between=between[0], encoded=encoded)
+    streams = [] if encoder or image else list(_streams(last, call))
+    if streams:
+        longer = _record(model, config, task, image, _LONGER).chains[blocks]
+        streams = [_of_tokens(each, last, longer, config) for each in streams]
     firsts = next(iter(seen.chains.values()))
     hidden = [next(iter(calls.values())).hidden((firsts[0].places, firsts[0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
@@ -125,10 +142,16 @@ def _split_of(
             layers.append(len(kinds))
             kinds.append(SplitKind(name="decoder embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP))
         words = ("encoder " if path != blocks else "decoder ") if encoder else ""
-        given = {each.argument, encoder.encoded} if encoder and path == blocks else {each.argument}
+        given = {each.argument, each.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules = list(model.get_submodule(path).children())
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
-        keys = [_key(modules[place], one, given, passed, place, config) for place, one in enumerate(seen.chains[path])]
+        beside = [
+            [one for one in streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
+        ]
+        keys = [
+            _key(modules[place], one, given, beside[place], passed, place, config)
+            for place, one in enumerate(seen.chains[path])
+        ]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
         attention = [_attention(config, place) for place in first_of]
         names = _names([modules[place] for place in first_of], attention)
@@ -178,6 +201,7 @@ def _split_of(
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
         shared=tuple(_shared(model, holders, config)),
+        streams=tuple(streams),
     )
 
 
@@ -228,7 +252,11 @@ def _listed(config: PreTrainedConfig, auto_class: Any) -> tuple[type[PreTrainedM
 
 
 def _record(
-    model: PreTrainedModel, config: PreTrainedConfig, task: Task, image: tuple[int, int, int] | None
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    task: Task,
+    image: tuple[int, int, int] | None,
+    tokens: int = _TOKENS,
 ) -> Recording:
     """One forward pass on the meta device, with hooks on all modules."""
     paths = {module: path for path, module in model.named_modules()}
@@ -250,17 +278,23 @@ def _record(
         path, place = place_of[module]
         calls[path].append((place, _Call(places, names, outputs)))
 
+    def watched(_block: nn.Module, places: tuple[Any, ...], names: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return places, {n: _Watched(each) if isinstance(each, UserDict) else each for n, each in names.items()}
+
     handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
+    handles += [block.register_forward_pre_hook(watched, with_kwargs=True) for block in place_of]
     handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
         with torch.device("meta"):
-            samples = torch.zeros((_SAMPLES, *image)) if image else torch.zeros((_SAMPLES, _TOKENS), dtype=torch.long)
+            samples = torch.zeros((_SAMPLES, *image)) if image else torch.zeros((_SAMPLES, tokens), dtype=torch.long)
         with_decoder = {"decoder_input_ids": samples} if task is Task.SEQ2SEQ_LM else {}
         with without_values():
             outputs = model(**{reads(image): samples}, **with_decoder, **forward_options(model))
     except Exception as error:
         raise _refused(
-            config, f"its forward pass fails on tensors without values ({type(error).__name__}: {_first_line(error)})"
+            config,
+            f"its forward pass fails on tensors without values{_where(error)} "
+            f"({type(error).__name__}: {_first_line(error)})",
         ) from error
     finally:
         for handle in handles:
@@ -319,8 +353,15 @@ def _block_call(calls: Sequence[_Call], config: PreTrainedConfig) -> BlockCall:
         if arguments is None:
             arguments = {0} if calls[0].places else {"hidden_states"}
         if len(arguments) == 1:
-            return BlockCall(argument=arguments.pop(), result=result, num_results=count)
+            return BlockCall(argument=arguments.pop(), result=result, num_results=count, number=_number(calls))
     raise _refused(config, "something between its blocks, or more than one state that goes from block to block")
+
+
+def _number(calls: Sequence[_Call]) -> int | str | None:
+    """Where blocks are given their own number, of which there is more than one."""
+    given = [dict(enumerate(each.places)) | dict(each.names) for each in calls]
+    counts = (n for n in given[0] if all(type(each.get(n)) is int and each[n] == p for p, each in enumerate(given)))
+    return next(counts, None) if len(calls) > 1 else None
 
 
 def _encoded(calls: Sequence[_Call], how: BlockCall, config: PreTrainedConfig) -> int | str:
@@ -335,6 +376,69 @@ def _encoded(calls: Sequence[_Call], how: BlockCall, config: PreTrainedConfig) -
     if len(found) != 1:
         raise _refused(config, "a decoder whose blocks do not all read one output of the encoder")
     return found[0]
+
+
+class _Watched(UserDict[Any, Any]):
+    """A mapping that blocks are given, as one of them sees it: what it reads there, and what it writes."""
+
+    def __init__(self, mapping: UserDict[Any, Any]) -> None:
+        super().__init__()
+        self.data = mapping.data
+        self.read: dict[Any, Any] = {}
+        self.written: dict[Any, Any] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read[key] = super().__getitem__(key)
+        return self.read[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.written[key] = value
+
+
+_Where = tuple[int | str, tuple[str, int] | None]
+"""The argument that a stream is, or the mapping and the entry there."""
+
+
+def _given(call: _Call, *, written: bool = False) -> Iterator[tuple[_Where, Tensor]]:
+    """What depends on parameters among the arguments of a block: itself, and what it reads, or writes, in mappings."""
+    for name, value in (*enumerate(call.places), *call.names.items()):
+        if isinstance(value, Tensor) and not written:
+            yield (name, None), value
+        elif isinstance(value, _Watched):
+            entries = value.written if written else value.read
+            for key, each in entries.items():
+                yield from (((name, (key, place)), leaf) for place, leaf in enumerate(each))
+
+
+def _streams(calls: Sequence[_Call], how: BlockCall) -> Iterator[SplitStream]:
+    """What depends on parameters and is given to blocks that is not the result of one, in the order of its reading."""
+    results = {id(leaf) for each in calls for leaf in pytree.tree_leaves(each.outputs)}
+    makers = {id(value): place for place, call in enumerate(calls, 1) for _, value in _given(call, written=True)}
+    found: dict[tuple[_Where, int], SplitStream] = {}
+    for layer, call in enumerate(calls, 1):
+        for where, value in _given(call):
+            if value.requires_grad and where[0] != how.argument and id(value) not in results:
+                key, maker = (where, id(value)), makers.get(id(value), 0)
+                made = SplitStream(
+                    argument=where[0], entry=where[1], maker=maker, readers=(), shape=tuple(value.shape[1:])
+                )
+                before = found.setdefault(key, made)
+                found[key] = before.model_copy(update={"readers": (*before.readers, layer)})
+    yield from found.values()
+
+
+def _of_tokens(
+    stream: SplitStream, calls: Sequence[_Call], longer: Sequence[_Call], config: PreTrainedConfig
+) -> SplitStream:
+    """The stream with 0 in the place of the dims that are tokens, as calls with more tokens show."""
+    seen = [dict(_given(each[stream.readers[0] - 1])) for each in (calls, longer)]
+    samples, *sizes = zip(*(each[stream.argument, stream.entry].shape for each in seen), strict=True)
+    if samples != (_SAMPLES, _SAMPLES) or any(
+        one != other and (one, other) != (_TOKENS, _LONGER) for one, other in sizes
+    ):
+        raise _refused(config, f"blocks that are given {stream.argument}, of another length than the samples are")
+    return stream.model_copy(update={"shape": tuple(one if one == other else 0 for one, other in sizes)})
 
 
 def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> list[tuple[str, ...]]:
@@ -402,17 +506,22 @@ def _key(
     module: nn.Module,
     call: _Call,
     hidden: Collection[object],
+    streams: Collection[SplitStream],
     passed: Sequence[object],
     block: int,
     config: PreTrainedConfig,
 ) -> Hashable:
     """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain.
 
+    ``streams`` are those that the block reads or makes.
+
     What else of that which blocks return is ``passed`` on they are not given: a proof shows whether they make it anew.
     """
     given: list[Hashable] = []
     for name, value in (*enumerate(call.places), *sorted(call.names.items())):
         if name in hidden:
+            continue
+        if any((each.argument, each.entry) == (name, None) for each in streams):
             continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor):
@@ -424,6 +533,7 @@ def _key(
                 given.append((name, id(leaf)))
             else:
                 given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))
+    given += [(each.argument, each.entry, each.maker == block + 1, each.shape) for each in streams]
     return (*_own(signature(module, places=True), block), *given, _attention(config, block))
 
 
@@ -496,6 +606,20 @@ def _shared(
 def _one_module(model: PreTrainedModel, paths: Sequence[str]) -> bool:
     """Whether one module stands in several places, so that its parameters have several paths."""
     return len({model.get_submodule(path.rpartition(".")[0]) for path in paths}) == 1
+
+
+def _where(error: Exception) -> str:
+    """The line of the model's own code at which an error came up; empty where that is not known."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_of_a_model(frame)]
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    text = linecache.getline(frame.f_code.co_filename, line).strip()
+    return f" in {frame.f_code.co_qualname} of {frame.f_globals['__name__']}, line {line}: {text}"
+
+
+def _is_of_a_model(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").startswith("transformers.models.")
 
 
 def _first_line(error: Exception) -> str:

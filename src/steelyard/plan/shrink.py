@@ -75,7 +75,8 @@ def _small_chain(chain: ModelChain, kept: list[int], degree: int, expert_degree:
     if chain.split is None:
         return chain_from_config(shrunk_config(chain, kept, degree, expert_degree), name=chain.name)
     config = small_config(chain.config, degree=degree * expert_degree)
-    return chain_from_config(config, name=chain.name, split=chain.split.resized(config, degree * expert_degree))
+    split = chain.split.resized(chain.config, config, degree * expert_degree)
+    return chain_from_config(config, name=chain.name, split=split)
 
 
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:

@@ -84,11 +84,18 @@ class ShortChain:
         return hidden.requires_grad_(), labels.to(self.device)
 
     def entering(self, number: int, flow: Flow) -> Flow:
-        """What enters a layer after ``flow`` came out of the one before: as many hidden states as it reads."""
+        """What enters a layer after ``flow`` came out of the one before: as many hidden states as it reads.
+
+        What else it reads, which others may have made, is made here.
+        """
         place = self.places[number]
         tensors = tensors_of(flow)
         wanted = self.chain.kind_of(place - 1).num_streams if place else 1
-        return as_flow(tuple(tensors[min(each, len(tensors) - 1)] for each in range(wanted)))
+        states = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
+        streams = self.chain.read_shapes(place, self.seq_len)[wanted:] if place else ()
+        parts, options = self.strategy.sequence_degree, {"dtype": self.dtype, "device": self.device}
+        made = (torch.randn((len(states[0]), shape[0] // parts, *shape[1:]), **options) for shape in streams)
+        return as_flow((*states, *(each.requires_grad_() for each in made)))
 
     def loss_context(self) -> AbstractContextManager[None]:
         """Keeps the logits sharded over the vocabulary under tensor parallelism, as the runtime does."""
@@ -249,7 +256,9 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
             watch.mark()
         gradients = [None if each.dim() == 0 else torch.randn_like(each) for each in tensors_of(hidden)]
         while outputs:
-            torch.autograd.backward(tensors_of(outputs.pop()), gradients)
+            made, states = tensors_of(outputs.pop()), short.chain.kind_of(short.places[len(outputs)]).num_streams
+            beside = [torch.zeros_like(each) for each in made[states:]]
+            torch.autograd.backward(made, [*gradients[:states], *beside])
             gradients = [each.grad for each in tensors_of(inputs.pop())]
             watch.mark()
 

@@ -33,7 +33,7 @@ from steelyard.runtime.state import ParameterNames, parameter_names
 
 MAX_NORM = 0.5
 _LEARNING_RATE, _MOMENTUM = 0.3, 0.9
-_KEY_BIASES = {"k_proj.bias": "k_proj.weight", "self.key.bias": "self.key.weight"}
+_KEY_BIASES = {"k_proj.bias": "k_proj.weight", "self.key.bias": "self.key.weight", "attn.k.bias": "attn.k.weight"}
 """The gradient of a key bias is truly zero (softmax ignores a shift of all scores): its scale is that of the weight."""
 
 

@@ -81,7 +81,7 @@ class LayerLoop(nn.Module):
             hidden, current = self._placed(hidden, current, wanted), wanted
             if share is not None:
                 seed_dropout(*dropout_seed, int(name), share)
-            hidden = layer(hidden, context)
+            hidden = layer.within(hidden, context, layer)
         return hidden if self._outgoing is None else self._placed(hidden, current, self._outgoing)
 
     def _placed(self, hidden: Flow, current: HiddenPlacement, wanted: HiddenPlacement) -> Flow:

@@ -55,6 +55,9 @@ class SharedGradient:
 
         Gradients must hold one step alone: those of an earlier step would count twice.
         """
+        for copy in self._copies:
+            if copy.grad is None:  # of one that its layer holds for others
+                copy.grad = torch.zeros_like(copy)
         gradients = [copy.grad for copy in self._copies]
         if self._num_slices is None:
             _sum_parts([local_part(gradient) for gradient in gradients], self._group)

@@ -302,8 +302,7 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
         return context, first.to(setting.dtype) if first.is_floating_point() else first
     parts = setting.strategy.sequence_degree
     shapes = (
-        (shape[0] // parts, *shape[1:]) if parts > 1 else shape
-        for shape in chain.flow_shapes(setting.layer - 1, seq_len)
+        (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(setting.layer, seq_len)
     )
     streams = (torch.empty((samples, *shape), dtype=setting.dtype, requires_grad=True) for shape in shapes)
     return context, as_flow(tuple(streams))
