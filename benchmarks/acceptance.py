@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from steelyard.cost.build import usable_bytes
 from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.search import search
 from steelyard.units import GIB, format_seconds
 
@@ -63,7 +63,7 @@ def show(problem: Problem) -> None:
         memory=None,
         profile=None,
     )
-    tables = make_problem(job, PlanOptions()).settings
+    tables = make_tables(job, PlanOptions())
     print(f"{problem.model} on {problem.cluster}, {len(tables)} settings")
     search(tables, usable_bytes(job))
     for budget_gib in problem.budgets_gib:

@@ -46,12 +46,13 @@ from steelyard.planning import (
     find_trade_offs,
     grow_batch,
     make_job,
-    make_problem,
+    make_tables,
     parse_pin,
     pin_error,
     plan_fewest_devices,
     plan_for_framework,
     plan_job,
+    problem_of,
     uniform_plan,
     why_not,
     with_fallbacks,
@@ -217,7 +218,7 @@ def planned_with_fallbacks(job: Callable[[], Job]) -> Record:
     result = plan_job(of, options)
     if result.plan is None:
         return outcome_record(result)
-    plan = with_fallbacks(result.plan, of, options, num_fallbacks=3, problem=result.problem)
+    plan = with_fallbacks(result.plan, of, options, num_fallbacks=3, tables=result.tables)
     fallbacks = [plan_record(plan.fallback_plan(index)) for index in range(len(plan.fallbacks))]
     return plan_record(plan) | {"fallbacks": fallbacks}
 
@@ -232,7 +233,7 @@ def explained(job: Callable[[], Job], *, everything: bool = False) -> Record:
 
 def tabled(job: Callable[[], Job]) -> Record:
     """The cost tables that are searched."""
-    return tables_record(make_problem(job(), _options(job())))
+    return tables_record(problem_of(job(), make_tables(job(), _options(job()))))
 
 
 def traded_off(job: Callable[[], Job]) -> Record:

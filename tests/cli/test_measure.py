@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.planning import PlanOptions, make_problem, plan_job, with_fallbacks, with_next_best
+from steelyard.planning import PlanOptions, make_tables, plan_job, with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
 from steelyard.processes.start import RankFailedError
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
@@ -135,10 +135,10 @@ def test_where_every_run_fails_nothing_is_written(run: Run, tmp_path: Path, laun
 
 def test_the_fastest_keeps_the_fallbacks_that_take_less_memory(run: Run, tmp_path: Path, launched: list[Plan]) -> None:
     job = examples.job()
-    problem = make_problem(job, PlanOptions())
-    result = with_next_best(plan_job(job, PlanOptions(), problem=problem), num_plans=3)
+    tables = make_tables(job, PlanOptions())
+    result = with_next_best(plan_job(job, PlanOptions(), tables=tables), num_plans=3)
     assert result.plan is not None
-    plan = with_fallbacks(result.plan, job, PlanOptions(), num_fallbacks=3, problem=problem)
+    plan = with_fallbacks(result.plan, job, PlanOptions(), num_fallbacks=3, tables=tables)
     write_plan(plan, tmp_path / "plan.json")
     run("measure", tmp_path / "plan.json", "--alternatives")
     best = read_plan(tmp_path / "plan.best.json")

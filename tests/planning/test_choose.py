@@ -21,10 +21,20 @@ from steelyard.hardware import Backend
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
-from steelyard.planning import PlanningResult, PlanOptions, acceptance, choose, make_job, make_problem, plan_job
+from steelyard.planning import (
+    PlanningResult,
+    PlanOptions,
+    acceptance,
+    choose,
+    make_job,
+    make_tables,
+    parse_pin,
+    plan_job,
+)
 from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.price import peak_bytes
 from steelyard.search.evaluate import evaluate
+from steelyard.search.partition import quick_bound_s
 from tests.cost.examples import cluster, job
 from tests.cost.test_memory_floor import plan_of
 
@@ -53,11 +63,14 @@ def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_wit
     assert certificate == Certificate(status="optimal", gap=0.0)
 
 
-def test_a_time_limit_ends_the_building_of_tables_and_leaves_a_gap() -> None:
-    """With no time at all there are tables of the first setting alone; no plan of the others takes fewer FLOP."""
-    of = job()
+def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
+    """With no time at all few settings have tables; no plan of the others takes less than computing alone."""
+    of = make_job(
+        "llama3-8b", "2x8xh100-80gb", global_batch=64, seq_len=8192, precision="bf16", memory=None, profile=None
+    )
     whole, cut = (plan_job(of, PlanOptions(time_limit_s=limit_s)) for limit_s in (None, 0))
-    assert (len(cut.problem.settings), cut.num_left_out) == (1, len(whole.problem.settings) - 1)
+    made = [each for each in cut.tables if each.is_made]
+    assert 1 <= len(made) < len(cut.tables) == len(whole.tables)
     assert whole.plan is not None
     assert cut.plan is not None
     assert whole.plan.prediction is not None
@@ -66,14 +79,15 @@ def test_a_time_limit_ends_the_building_of_tables_and_leaves_a_gap() -> None:
     assert (prediction.certificate.status, prediction.certificate.time_limit_s) == ("gap", 0)
     assert 0 < prediction.lower_bound_s <= whole.search.lower_bound_s
     assert prediction.certificate.gap == 1 - prediction.lower_bound_s / cut.search.ranked[0].score_s
-    assert [each.reason for each in prediction.alternatives].count(choose.NOT_BUILT) == cut.num_left_out
-    assert not any(each.reason == choose.NOT_BUILT for each in whole.plan.prediction.alternatives)
+    assert len(prediction.alternatives) == len(cut.tables) - 1
 
 
 def test_nothing_fits_says_how_many_settings_the_time_was_too_short_for() -> None:
     options = PlanOptions(time_limit_s=0)
     found = plan_job(replace(job(), budget_bytes=MIB), options)
-    assert f"; {found.num_left_out} of {1 + found.num_left_out} pipeline settings: not searched" in found.miss_text
+    count, num_settings = sum(not each.is_made for each in found.tables), len(found.tables)
+    assert count > 0
+    assert f"; {count} of {num_settings} pipeline settings were not searched before the time was up" in found.miss_text
 
 
 def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_the_bound(
@@ -151,7 +165,7 @@ def test_more_memory_never_costs_time(devices: int) -> None:
 
 def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fits() -> None:
     jobs = tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)
-    found = [(tight, accept(tight, make_problem(tight, PlanOptions()).settings)) for tight in jobs]
+    found = [(tight, accept(tight, make_tables(tight, PlanOptions()))) for tight in jobs]
     for tight, here in found:
         for _, other in found:
             for each in other.ranked[:1]:
@@ -167,7 +181,7 @@ def test_no_plan_is_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return predict_memory(plan, of)
 
     monkeypatch.setattr(acceptance, "predict_memory", counted)
-    assert accept(tight, make_problem(tight, PlanOptions()).settings).ranked
+    assert accept(tight, make_tables(tight, PlanOptions())).ranked
     assert set(walked.values()) == {1}
 
 
@@ -192,7 +206,8 @@ def test_no_plan_that_the_walk_accepts_is_faster_than_is_claimed(num_stages: int
         remats=(Remat.NONE, Remat.FULL),
         variants={"zero": (3,)},
     )
-    (tables,) = make_problem(of, options).settings
+    (given,) = make_tables(of, options)
+    tables = given.tables
     plans = sorted(every_plan(of, tables))
     sizes = sorted({num_bytes for _, num_bytes in plans})
     for room in sizes[:: max(1, len(sizes) // 24)]:
@@ -228,7 +243,7 @@ def test_no_random_plan_of_a_real_model_that_the_walk_accepts_is_faster_than_is_
     of = make_job(
         model, "1x4xa100-80gb", global_batch=8, seq_len=256, precision="bf16", memory="10000GiB", profile=None
     )
-    settings = make_problem(of, PlanOptions(num_microbatches=4, schedules=("1f1b", "gpipe"))).settings
+    settings = [each.tables for each in make_tables(of, PlanOptions(num_microbatches=4, schedules=("1f1b", "gpipe")))]
     roomy = accept(of, settings, num_alternatives=0).ranked[0]
     plans = [(roomy.outcome.score_s, walked_bytes(roomy.plan, of))]
     for _ in range(60):
@@ -267,3 +282,27 @@ def test_what_is_called_the_nearest_miss_is_enough() -> None:
     assert found.plan is not None
     assert peak_bytes(found.plan) <= enough.budget_bytes
     assert predict(found.plan, enough).fits
+
+
+@pytest.mark.parametrize(
+    ("model", "machines", "seq_len", "options"),
+    [
+        ("llama3-8b", "1x8xh100-80gb", 8192, PlanOptions()),
+        ("llama3-8b", "2x8xh100-80gb", 32768, PlanOptions()),
+        ("mixtral-8x7b", "2x8xa100-80gb", 4096, PlanOptions()),
+        ("t5-large", "1x8xa100-40gb", 512, PlanOptions()),
+        (
+            "llama3-8b",
+            "2x4xl4",
+            2048,
+            PlanOptions(pins=(parse_pin("blocks: remat=full", option="--pin", num_layers=34),)),
+        ),
+    ],
+)
+def test_no_table_promises_less_than_what_is_known_before_it_is_made(
+    model: str, machines: str, seq_len: int, options: PlanOptions
+) -> None:
+    of = make_job(model, machines, global_batch=64, seq_len=seq_len, precision="bf16", memory=None, profile=None)
+    for each in make_tables(of, options):
+        assert each.pipeline == each.tables.pipeline
+        assert each.least_s <= quick_bound_s(each.tables), each.pipeline

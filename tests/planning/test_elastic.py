@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,11 @@ from steelyard.plan.asked import Asked
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import NothingFitsError, PlanOptions, check_replannable, make_job, parse_pin, plan_job
-from steelyard.planning.devices import with_shape
+from steelyard.planning.choose import NUM_RESCORED, PlanningResult
+from steelyard.planning.demands import demands_of
+from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import fastest_plan, replan, with_spares
+from steelyard.planning.problem import is_beaten, make_tables
 
 HERE = Path()
 BATCH = 64
@@ -82,6 +86,43 @@ def test_more_devices_left_never_cost_time(job: Job) -> None:
     steps = [step_s(each[0]) for each in times if each is not None]
     assert len(steps) == len(times)
     assert steps == sorted(steps, reverse=True)
+
+
+def test_fewer_devices_that_cannot_be_faster_are_not_searched(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def counted(job: Job, *arguments: Any, **options: Any) -> PlanningResult:
+        searched.append(job.cluster.num_devices)
+        return plan_job(job, *arguments, **options)
+
+    monkeypatch.setattr("steelyard.planning.devices.plan_job", counted)
+    monkeypatch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
+    best = fastest_plan(job, (8, 8), ())
+    assert best is not None
+    assert (best[1], searched) == ((2, 8), [16])
+
+
+def test_where_processes_share_cores_nothing_shows_without_a_search(job: Job) -> None:
+    shared = replace(job, profile=job.profile.model_copy(update={"busy_speeds": (1.0,) * 32}))
+    assert is_beaten(job, make_tables(job, PlanOptions()), 1e-6)
+    assert not is_beaten(shared, make_tables(shared, PlanOptions()), 1e-6)
+
+
+@pytest.mark.parametrize(("num_devices", "pinned"), [(5, None), (6, None), (7, 4)])
+def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devices: int, pinned: int | None) -> None:
+    options = PlanOptions(num_microbatches=pinned)
+    job = replace(job_on("1x8xh100-80gb"), global_batch=16)
+    plans = [
+        plan_or_reason(replace(job, cluster=with_shape(job.cluster, 1, count)), options, top=NUM_RESCORED)
+        for count in range(num_devices, 0, -1)
+    ]
+    steps = [step_s(each.plan) for each in plans if not isinstance(each, str) and each.plan is not None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
+        patch.setattr("steelyard.planning.elastic.LEAST_SHARE", 0.0)
+        best = fastest_plan(job, (num_devices,), demands_of(Asked(num_microbatches=pinned), num_layers=34))
+    assert best is not None
+    assert step_s(best[0]) == min(steps)
 
 
 def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:

@@ -12,7 +12,7 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, make_problem, plan_job, with_fallbacks, with_next_best
+from steelyard.planning import PlanOptions, make_tables, plan_job, with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
 from tests.cost import examples
 
@@ -26,10 +26,10 @@ def job() -> Job:
 
 @pytest.fixture(scope="module")
 def plan(job: Job) -> Plan:
-    problem = make_problem(job, OPTIONS)
-    found = plan_job(job, OPTIONS, problem=problem).plan
+    tables = make_tables(job, OPTIONS)
+    found = plan_job(job, OPTIONS, tables=tables).plan
     assert found is not None
-    return with_fallbacks(found, job, OPTIONS, num_fallbacks=2, problem=problem)
+    return with_fallbacks(found, job, OPTIONS, num_fallbacks=2, tables=tables)
 
 
 def test_each_fallback_takes_less_memory_than_the_one_before(plan: Plan) -> None:
@@ -40,10 +40,10 @@ def test_each_fallback_takes_less_memory_than_the_one_before(plan: Plan) -> None
 
 
 def test_floors_that_were_made_before_change_no_fallback(plan: Plan, job: Job) -> None:
-    problem, floors = make_problem(job, OPTIONS), Floors(job)
-    found = plan_job(job, OPTIONS, problem=problem, floors=floors).plan
+    tables, floors = make_tables(job, OPTIONS), Floors(job)
+    found = plan_job(job, OPTIONS, tables=tables, floors=floors).plan
     assert found is not None
-    again = with_fallbacks(found, job, OPTIONS, num_fallbacks=2, problem=problem, floors=floors)
+    again = with_fallbacks(found, job, OPTIONS, num_fallbacks=2, tables=tables, floors=floors)
     assert again.fallbacks == plan.fallbacks
 
 
@@ -62,8 +62,8 @@ def test_a_margin_is_not_taken_by_fallbacks(plan: Plan, job: Job) -> None:
     """With a margin so large that the plan itself would fit into each share with it."""
     roomy = replace(job, margin_bytes=job.budget_bytes)
     alone = plan.model_copy(update={"fallbacks": ()})
-    again = with_fallbacks(alone, roomy, OPTIONS, num_fallbacks=100, problem=make_problem(job, OPTIONS))
-    every = with_fallbacks(alone, job, OPTIONS, num_fallbacks=100, problem=make_problem(job, OPTIONS))
+    again = with_fallbacks(alone, roomy, OPTIONS, num_fallbacks=100, tables=make_tables(job, OPTIONS))
+    every = with_fallbacks(alone, job, OPTIONS, num_fallbacks=100, tables=make_tables(job, OPTIONS))
     assert again.fallbacks == every.fallbacks
 
 
@@ -74,7 +74,7 @@ def test_fallbacks_survive_the_file(plan: Plan, tmp_path: Path) -> None:
 
 def test_none_are_searched_where_none_are_asked_for(plan: Plan, job: Job) -> None:
     alone = plan.model_copy(update={"fallbacks": ()})
-    assert with_fallbacks(alone, job, OPTIONS, num_fallbacks=0, problem=make_problem(job, OPTIONS)).fallbacks == ()
+    assert with_fallbacks(alone, job, OPTIONS, num_fallbacks=0, tables=make_tables(job, OPTIONS)).fallbacks == ()
 
 
 def test_a_plan_whose_fallback_leaves_layers_out_is_refused(plan: Plan) -> None:

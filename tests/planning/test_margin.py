@@ -164,7 +164,7 @@ def test_a_plan_keeps_its_margin_and_explain_says_what_it_costs(comfortable: Pla
     assert comfortable.cost is not None
     contest = Contest(
         job=again,
-        tables=comfortable.problem.settings,
+        tables=comfortable.tables,
         step_s=comfortable.cost.step_time_s,
         floors=Floors(again),
     )

@@ -11,7 +11,7 @@ from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning import PlanOptions, make_problem, plan_job, with_baselines
+from steelyard.planning import PlanOptions, make_tables, plan_job, with_baselines
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.report.plan_table import baseline_line
 from tests.cost.examples import cluster, job
@@ -38,10 +38,10 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
 
 
 def compared(of: Job, options: PlanOptions = PlanOptions()) -> Plan:  # noqa: B008
-    tables = make_problem(of, options)
-    found = plan_job(of, options, problem=tables).plan
+    tables = make_tables(of, options)
+    found = plan_job(of, options, tables=tables).plan
     assert found is not None
-    return with_baselines(found, of, tables.settings)
+    return with_baselines(found, of, tables)
 
 
 def tight(share: float) -> Job:
@@ -70,7 +70,7 @@ def test_a_plain_plan_is_the_fastest_of_its_kind_that_fits(name: str, share: flo
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
 def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share: float) -> None:
     of, options = tight(share), PlanOptions(num_stages=1)
-    offered = {str(replace(each, remat=Remat.NONE)) for each in make_problem(of, options).settings[0].strategies}
+    offered = {str(replace(each, remat=Remat.NONE)) for each in make_tables(of, options)[0].tables.strategies}
     found = compared(of, options).prediction
     assert found is not None
     mine = next(each for each in found.baselines if each.name == "plain n-D")
@@ -117,7 +117,7 @@ def test_a_gap_that_memory_leaves_is_not_blamed_on_the_time_limit() -> None:
 
 def test_a_comparison_without_time_names_the_first_that_fits_of_each_kind() -> None:
     of, options = tight(1.0), PlanOptions()
-    tables = make_problem(of, options).settings
+    tables = make_tables(of, options)
     found = plan_job(of, options).plan
     assert found is not None
     whole, cut = (with_baselines(found, of, tables, time_limit_s=limit_s).prediction for limit_s in (None, 0))

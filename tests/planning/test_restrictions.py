@@ -4,7 +4,7 @@ import pytest
 
 from steelyard.planning.acceptance import accept
 from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.restrictions import means_of, restricted
 
 
@@ -20,7 +20,7 @@ def test_no_plan_without_a_means_of_the_best_one_is_faster() -> None:
         memory_margin=0.05,
         profile=None,
     )
-    tables = make_problem(job, PlanOptions()).settings
+    tables = [each.tables for each in make_tables(job, PlanOptions())]
     found = accept(job, tables)
     best = found.ranked[0]
     assert found.search.status != "optimal", "this job is here for its gap"

@@ -13,7 +13,7 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, explain_plan, find_trade_offs, make_problem, plan_job, with_price
+from steelyard.planning import PlanOptions, explain_plan, find_trade_offs, make_tables, plan_job, with_price
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.rivals import Contest
@@ -119,10 +119,10 @@ def test_a_candidate_is_no_faster_where_it_is_searched_to_the_end_than_its_step_
     assert result.plan is not None
     assert result.plan.prediction is not None
     timed = [each for each in result.plan.prediction.alternatives if each.step_time_s is not None]
-    problem = make_problem(of, PlanOptions())
-    contest = Contest(job=of, tables=problem.settings, step_s=1.0, floors=Floors(of))
+    settings = make_tables(of, PlanOptions())
+    contest = Contest(job=of, tables=settings, step_s=1.0, floors=Floors(of))
     for each in timed:
-        tables = next(one for one in problem.settings if describe(one.pipeline) == each.description)
+        tables = next(one for one in settings if describe(one.pipeline) == each.description)
         mine = contest.rival("", [tables])
         assert mine.step_time_s is not None
         assert each.step_time_s is not None
@@ -155,12 +155,12 @@ def test_what_a_candidate_misses_or_more_is_no_more_than_its_nearest_plan_does()
     said = {each.description: each.reason for each in best.prediction.alternatives if "does not fit" in each.reason}
     assert said
     assert all(re.match(r"does not fit: misses \S+ \S+ or more; ", reason) for reason in said.values())
-    problem = make_problem(of, PlanOptions())
-    contest = Contest(job=of, tables=problem.settings, step_s=1.0, floors=Floors(of))
-    for tables in problem.settings:
+    settings = make_tables(of, PlanOptions())
+    contest = Contest(job=of, tables=settings, step_s=1.0, floors=Floors(of))
+    for tables in settings:
         if describe(tables.pipeline) in said:
             missing = contest.rival("", [tables]).missing_bytes
-            least = nearest_miss(Floors(of).of(tables)[0], usable_of(of) + 1)
+            least = nearest_miss(Floors(of).of(tables.tables)[0], usable_of(of) + 1)
             assert missing is not None
             assert least is not None
             assert (

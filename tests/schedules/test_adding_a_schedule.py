@@ -14,7 +14,7 @@ from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.not_searched import settings_not_searched
 from steelyard.planning.plan_from_search import describe
-from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
+from steelyard.planning.problem import PlanOptions, make_tables, pipeline_settings, problem_of
 from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
 from steelyard.search import load_problem, save_problem
 from tests.cost.examples import job, plan, setting, simulated
@@ -100,7 +100,7 @@ def test_a_plan_under_it_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_a_problem_under_it_is_written_and_read(tmp_path: Path) -> None:
-    problem = make_problem(job(), PlanOptions(schedules=(NAME,), num_stages=2, num_microbatches=8))
+    problem = problem_of(job(), make_tables(job(), PlanOptions(schedules=(NAME,), num_stages=2, num_microbatches=8)))
     save_problem(tmp_path / "problem.json", problem)
     (tables,) = load_problem(tmp_path / "problem.json").settings
     assert tables.pipeline == problem.settings[0].pipeline

@@ -56,6 +56,19 @@ def test_pruning_by_budget_and_time_loses_no_optimum(block: int) -> None:
         assert solution.stages[0].time_s == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
+def test_the_farthest_run_within_a_limit_is_the_last_whose_bound_is_within_it() -> None:
+    for seed in range(60):
+        tables, plans = chain(seed)
+        costs, num_layers = option_table(tables).stage(0), len(tables.layers)
+        room = random_budget(np.random.default_rng(seed), plans) - tables.overhead_bytes if plans else 0
+        bounds = stage_bounds(costs, tables.layers, room, 0.1)
+        found = bounds.matrix((0, num_layers), (1, num_layers))
+        for start, own in enumerate(found):
+            for limit_s in (0.05, *own[start:], *own[start:] * (1 + 1e-9)):
+                expected = start + int((own[start:] <= limit_s).sum())
+                assert bounds.farthest(start, float(limit_s)) == expected, seed
+
+
 def test_a_narrow_width_still_gives_a_plan_that_fits() -> None:
     for seed in range(60):
         tables, plans = chain(seed)

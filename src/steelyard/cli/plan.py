@@ -39,7 +39,6 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
-    NOT_BUILT,
     PlanningResult,
     PlanOptions,
     Space,
@@ -56,6 +55,7 @@ from steelyard.planning import (
     plan_fewest_devices,
     plan_job,
     plan_pools,
+    problem_of,
     samples_not_measured,
     time_factors,
     with_baselines,
@@ -254,15 +254,13 @@ def plan(
         if len(runs) > 1 and isinstance(result.job, Job):
             factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(result.job, runs))
             notes.append(f"calibrated by the median of {factors}")
-        if result.num_left_out:
-            notes.append(f"left out: {format_plural(result.num_left_out, 'pipeline setting')} ({NOT_BUILT})")
         if result.plan is not None:
             num_others = (top - 1, fallbacks) if output is not None else (0, 0)
             kept = _completed(result, options, num_others=num_others, num_spares=spares, show=show)
             notes += missing_spare_lines(kept, spares)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
-        if problem is not None and result.problem is not None:
-            save_problem(problem, result.problem)
+        if problem is not None and isinstance(result.job, Job):
+            save_problem(problem, problem_of(result.job, result.tables))
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
         if result.miss is None and pins:
@@ -321,15 +319,14 @@ def _completed(
     show("searching the best plans of other pipeline settings")
     result = with_next_best(result, num_plans=num_next_best)
     assert result.plan is not None, "as before"
-    assert result.problem is not None, "what one pool was searched with"
     assert isinstance(result.job, Job), "one pool or several"
     show("searching the plain plans to compare with")
-    tables, limit_s = result.problem.settings, options.time_limit_s
-    plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s, floors=result.floors)
+    limit_s = options.time_limit_s
+    plan = with_baselines(result.plan, result.job, result.tables, time_limit_s=limit_s, floors=result.floors)
     if num_fallbacks:
         show("searching plans of less memory")
     plan = with_fallbacks(
-        plan, result.job, options, num_fallbacks=num_fallbacks, problem=result.problem, floors=result.floors
+        plan, result.job, options, num_fallbacks=num_fallbacks, tables=result.tables, floors=result.floors
     )
     if num_spares:
         show("searching plans for what is left after a loss")
@@ -401,7 +398,7 @@ def trial_lines(trials: Trials, words: str) -> list[str]:
     """What each size that was tried gives, named by ``words``, and why no other was tried."""
     lines = []
     for trial in trials.tried:
-        taken = " (taken)" if trial.result is trials.result and trial.tokens_per_s is not None else ""
+        taken = " (taken)" if trial is trials.taken and trial.tokens_per_s is not None else ""
         lines.append(f"{words.format(trial.size)}: {_trial_text(trial)}{taken}")
     return [*lines, f"stopped: {trials.stopped}"]
 
@@ -417,7 +414,7 @@ def device_lines(tried: Sequence[tuple[int, str]]) -> list[str]:
 def _trial_text(trial: Trial) -> str:
     if trial.tokens_per_s is None:
         return f"does not fit: {trial.reason}"
-    return f"{format_count(trial.tokens_per_s)} tokens/s" + ("" if trial.result.has_margin else ", under pressure")
+    return f"{format_count(trial.tokens_per_s)} tokens/s" + ("" if trial.has_margin else ", under pressure")
 
 
 def _job_maker(
@@ -541,8 +538,8 @@ def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:
     budget = result.job.budget_bytes
     reasons = [
         {
-            "stages": each.tables.pipeline.num_stages,
-            "microbatches": each.tables.pipeline.num_microbatches,
+            "stages": each.pipeline.num_stages,
+            "microbatches": each.pipeline.num_microbatches,
             "reason": each.reason,
         }
         for each in result.search.settings

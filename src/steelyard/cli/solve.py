@@ -72,9 +72,9 @@ def _as_json(
     content["settings"] = [
         {
             "setting": each.index,
-            "num_stages": each.tables.pipeline.num_stages,
-            "num_microbatches": each.tables.pipeline.num_microbatches,
-            "schedule": each.tables.pipeline.schedule.name,
+            "num_stages": each.pipeline.num_stages,
+            "num_microbatches": each.pipeline.num_microbatches,
+            "schedule": each.pipeline.schedule.name,
             "step_s": each.solution.step_s if each.result.solution else None,
             "reason": each.reason,
         }

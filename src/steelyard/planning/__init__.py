@@ -33,7 +33,7 @@
 
 from steelyard.planning.batch import grow_batch
 from steelyard.planning.calibration import calibrate, time_factors
-from steelyard.planning.choose import NOT_BUILT, NothingFitsError, PlanningResult, find_plan, plan_job
+from steelyard.planning.choose import NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import device_counts, plan_fewest_devices, with_devices
 from steelyard.planning.elastic import check_replannable, with_spares
@@ -57,7 +57,7 @@ from steelyard.planning.pools import (
     with_pool_baselines,
 )
 from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_plan, with_cost, with_price
-from steelyard.planning.problem import PlanOptions, Space, make_problem, pipeline_settings, stage_strategies
+from steelyard.planning.problem import PlanOptions, Space, make_tables, pipeline_settings, problem_of, stage_strategies
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
 from steelyard.planning.slow_rank import slow_nodes
@@ -65,7 +65,6 @@ from steelyard.planning.trial import Trial, Trials
 from steelyard.planning.why_not import pin_error, why_not, why_not_plan
 
 __all__ = [
-    "NOT_BUILT",
     "FittedPlan",
     "NothingFitsError",
     "PlanOptions",
@@ -89,7 +88,7 @@ __all__ = [
     "longest_sequence",
     "make_job",
     "make_pooled_job",
-    "make_problem",
+    "make_tables",
     "not_with_pools",
     "parse_pin",
     "pin_error",
@@ -101,6 +100,7 @@ __all__ = [
     "pooled_job_of",
     "price_plan",
     "price_pools",
+    "problem_of",
     "samples_not_measured",
     "search_for_report",
     "slow_nodes",

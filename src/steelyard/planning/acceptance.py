@@ -13,6 +13,7 @@ Only settings whose bound is below the best accepted plan take part.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +28,7 @@ from steelyard.planning.plan_from_search import bare_plan, grouped_plan
 from steelyard.planning.restrictions import means_of, restricted
 from steelyard.search import (
     NearestMiss,
+    OnDemand,
     Partition,
     SearchResult,
     SettingOutcome,
@@ -77,7 +79,7 @@ class Acceptance:
 
 def accept(
     job: AnyJob,
-    tables: Sequence[CostTables],
+    tables: Sequence[CostTables | OnDemand],
     *,
     num_exact: int = 1,
     num_alternatives: int = 4,
@@ -93,26 +95,27 @@ def accept(
     of no use.
     """
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
-    contest = _Contest(job=job, tables=tables, num_exact=num_exact, made=made, known_s=cutoff_s)
+    given = [OnDemand.of(each) for each in tables]
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    contest = _Contest(job=job, given=given, num_exact=num_exact, made=made, known_s=cutoff_s, deadline=deadline)
     if partition != "exact":
-        found = search(tables, usable_of(job), partition=partition)
-        contest.bounds_s = [quick_bound_s(each) for each in tables]
+        found = search(given, usable_of(job), partition=partition)
+        contest.bounds_s = [quick_bound_s(each.tables) for each in given]
         contest.admit(found.ranked)
         return _summary(contest, found)
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    found = _settle(contest, num_alternatives, deadline)
-    _without_means(contest, deadline)
+    found = _settle(contest, num_alternatives)
+    _without_means(contest)
     return _summary(contest, found)
 
 
-def _settle(contest: "_Contest", num_alternatives: int, deadline: float | None) -> SearchResult:
+def _settle(contest: "_Contest", num_alternatives: int) -> SearchResult:
     """Searches all settings of a contest, lets the best of them compete, and says what the search says of all."""
     found = search(
-        contest.tables,
+        contest.given,
         contest.room_bytes,
         num_exact=contest.num_exact,
         num_alternatives=num_alternatives,
-        time_limit_s=_left_s(deadline),
+        time_limit_s=contest.left_s,
         stand_in=lambda index: contest.floors(index)[0],
         cutoff_s=contest.known_s,
     )
@@ -120,11 +123,11 @@ def _settle(contest: "_Contest", num_alternatives: int, deadline: float | None) 
     refused = contest.admit(found.ranked[: contest.num_exact + num_alternatives])
     contested = sorted({*contest.open(), *(each.index for each in refused)})
     if contested:
-        _compete(contest, contested, found, num_alternatives, deadline)
+        _compete(contest, contested, found, num_alternatives)
     return found
 
 
-def _without_means(contest: "_Contest", deadline: float | None) -> None:
+def _without_means(contest: "_Contest") -> None:
     """Tries the settings of which a faster plan may be accepted without each means of the best plan, over and over.
 
     A smaller space has floors closer to its walks, and plans in it that the whole one hides behind others that the walk
@@ -135,14 +138,14 @@ def _without_means(contest: "_Contest", deadline: float | None) -> None:
         best = min(contest.accepted.values(), key=lambda each: each.outcome.score_s)
         means = {name: keeps for name, keeps in means_of(best.plan).items() if name not in tried}
         indices = contest.open()
-        if not means or not indices or _left_s(deadline) == 0:
+        if not means or not indices or contest.left_s == 0:
             return
         name, keeps = next(iter(means.items()))
         tried.add(name)
-        tables = [restricted(contest.tables[index], keeps) for index in indices]
+        given = [contest.given[index].narrowed(partial(restricted, keeps=keeps)) for index in indices]
         made = Floors(job) if isinstance(contest.made, PooledFloors) else contest.made.of_others()
-        smaller = replace(contest, tables=tables, made=made, num_exact=1, known_s=contest.cutoff_s, accepted={})
-        _settle(smaller, 0, deadline)
+        smaller = replace(contest, given=given, made=made, num_exact=1, known_s=contest.cutoff_s, accepted={})
+        _settle(smaller, 0)
         for index, each in smaller.accepted.items():
             outcome = replace(each.outcome, index=indices[index])
             known = contest.accepted.get(indices[index])
@@ -155,11 +158,13 @@ class _Contest:
     """The settings of a job, what is known of each, and the best accepted plan of each."""
 
     job: AnyJob
-    tables: Sequence[CostTables]
+    given: Sequence[OnDemand]
     num_exact: int
     made: Floors | PooledFloors
     known_s: float
     """What a plan of another contest takes."""
+    deadline: float | None
+    """A `time.monotonic` value."""
     room_bytes: int = field(init=False)
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
@@ -170,11 +175,16 @@ class _Contest:
     def __post_init__(self) -> None:
         own_slack = self.job.execution.keeps_own_buffers
         self.room_bytes = self.job.budget_bytes if own_slack else usable_of(self.job) + 1
-        self.bounds_s = [0.0] * len(self.tables)
+        self.bounds_s = [0.0] * len(self.given)
 
     def floors(self, index: int) -> tuple[CostTables, ...]:
         """The floors of a setting, made when first asked for."""
-        return self.made.of(self.tables[index])
+        return self.made.of(self.given[index].tables)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left; None for as many as it takes."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     @property
     def cutoff_s(self) -> float:
@@ -245,35 +255,35 @@ def _fullest_bytes(stages: Sequence[Mapping[str, int]], plan: Plan, job: AnyJob)
     return max(sum(terms.values()) - terms.get("allocator slack", 0) + more for terms, more in pairs)
 
 
-def _compete(
-    contest: _Contest, contested: Sequence[int], found: SearchResult, num_alternatives: int, deadline: float | None
-) -> None:
+def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, num_alternatives: int) -> None:
     """Finds accepted plans of these settings: what their own tables allow, then what lies between."""
     above = search(
-        [contest.tables[index] for index in contested],
+        [contest.given[index].bounded(contest.bounds_s[index]) for index in contested],
         usable_of(contest.job),
         num_exact=contest.num_exact,
         num_alternatives=num_alternatives,
-        time_limit_s=_left_s(deadline),
+        time_limit_s=contest.left_s,
         cutoff_s=contest.known_s,
     )
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])
-    _plain(contest, contest.open(), deadline)
+    _plain(contest, contest.open())
     for index in contest.open():
+        if contest.left_s == 0 and not contest.given[index].is_made:
+            continue
         if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
-            _between(contest, index, found.settings[index], deadline)
+            _between(contest, index, found.settings[index])
         if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
-            _beyond(contest, index, deadline)
+            _beyond(contest, index)
 
 
-def _plain(contest: _Contest, indices: Sequence[int], deadline: float | None) -> None:
+def _plain(contest: _Contest, indices: Sequence[int]) -> None:
     """Tries the plain plans of these settings that promise to be of use; over unlike pools none is plain."""
     if isinstance(contest.job, PooledJob):
         return
-    settings, floors = [contest.tables[index] for index in indices], [contest.floors(index)[0] for index in indices]
-    for choice in plain_choices(PLAIN_N_D, contest.job, settings, floors):
-        if choice.least_s >= contest.cutoff_s * (1 - SAME) or _left_s(deadline) == 0:
+    given = [contest.given[index] for index in indices]
+    for choice in plain_choices(PLAIN_N_D, contest.job, given, contest.made.of):
+        if choice.least_s >= contest.cutoff_s * (1 - SAME) or contest.left_s == 0:
             return
         if choice.least_bytes > contest.room_bytes:
             continue
@@ -282,7 +292,7 @@ def _plain(contest: _Contest, indices: Sequence[int], deadline: float | None) ->
             (choice.floor, choice.floor_tables(), contest.room_bytes),
             (choice.setting, choice.tables(), usable_of(contest.job)),
         ):
-            result = partition_exact(narrow, room_bytes, cutoff_s=contest.cutoff_s, deadline=deadline)
+            result = partition_exact(narrow, room_bytes, cutoff_s=contest.cutoff_s, deadline=contest.deadline)
             if result.solution is None:
                 break
             places = [whole.strategies.index(strategy) for strategy in narrow.strategies]
@@ -292,11 +302,7 @@ def _plain(contest: _Contest, indices: Sequence[int], deadline: float | None) ->
                 break
 
 
-def _left_s(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: float | None) -> None:
+def _between(contest: _Contest, index: int, known: SettingOutcome) -> None:
     """Searches the floors of a setting within less and less until the walk accepts a plan, then within a little more.
 
     Begins with the floor that bounds the setting best.
@@ -304,7 +310,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
     outcome = known if known.result.status == "optimal" else None
     floors = [AnyBudget(each) for each in contest.floors(index)]
     for floor in floors[outcome is not None :]:
-        outcome = _within(contest, index, floor, 0, deadline) or outcome
+        outcome = _within(contest, index, floor, 0) or outcome
         if contest.bounds_s[index] >= contest.cutoff_s * (1 - SAME):
             return
     refused, spared = 0, 0
@@ -316,29 +322,29 @@ def _between(contest: _Contest, index: int, known: SettingOutcome, deadline: flo
         least = {walked - _peak_bytes(each.tables, outcome): each for each in floors}
         floor = least[min(least)]
         refused, spared = spared, max(spared + 1, min(least))
-        outcome = _within(contest, index, floor, spared, deadline)
+        outcome = _within(contest, index, floor, spared)
     for _ in range(HALVINGS):
         middle = (refused + spared) // 2
-        if not refused < middle < spared or _left_s(deadline) == 0:
+        if not refused < middle < spared or contest.left_s == 0:
             return
-        outcome = _within(contest, index, floor, middle, deadline)
+        outcome = _within(contest, index, floor, middle)
         if outcome is None or contest.excess_bytes(outcome) == 0:
             spared = middle
         else:
             refused = middle
 
 
-def _beyond(contest: _Contest, index: int, deadline: float | None) -> None:
+def _beyond(contest: _Contest, index: int) -> None:
     """Searches the tables of a setting within more than there is, by as much as they are above the walk of its plan."""
-    known, tables = contest.accepted.get(index), contest.tables[index]
+    known, tables = contest.accepted.get(index), contest.given[index].tables
     if known is None:
         return
     accepted, refused, whole = 0, NO_LIMIT_BYTES, AnyBudget(tables)
     granted = _peak_bytes(tables, known.outcome) - walked_bytes(known.plan, contest.job)
     for _ in range(HALVINGS):
-        if not accepted < granted < refused or _left_s(deadline) == 0:
+        if not accepted < granted < refused or contest.left_s == 0:
             return
-        outcome = _within(contest, index, whole, -granted, deadline)
+        outcome = _within(contest, index, whole, -granted)
         if outcome is None or contest.excess_bytes(outcome) == 0:
             accepted = granted
         else:
@@ -351,12 +357,10 @@ def _peak_bytes(tables: CostTables, outcome: SettingOutcome) -> int:
     return evaluate(tables, solution.boundaries, solution.strategies).peak_bytes
 
 
-def _within(
-    contest: _Contest, index: int, floor: AnyBudget, spared_bytes: int, deadline: float | None
-) -> SettingOutcome | None:
+def _within(contest: _Contest, index: int, floor: AnyBudget, spared_bytes: int) -> SettingOutcome | None:
     """The fastest plan of a floor within so much less than there is; None where it is of no use."""
     cutoff_s = contest.cutoff_s * (1 - SAME)
-    result = partition_exact(floor, contest.room_bytes - spared_bytes, cutoff_s=cutoff_s, deadline=deadline)
+    result = partition_exact(floor, contest.room_bytes - spared_bytes, cutoff_s=cutoff_s, deadline=contest.deadline)
     if spared_bytes == 0:
         contest.bounds_s[index] = max(contest.bounds_s[index], result.lower_bound_s)
     if result.solution is None or result.solution.step_s >= cutoff_s:
@@ -365,7 +369,9 @@ def _within(
 
 
 def _outcome(index: int, tables: CostTables, result: SettingResult) -> SettingOutcome:
-    return SettingOutcome(index=index, tables=tables, result=result, reason="the fastest that the walk accepts")
+    return SettingOutcome(
+        index=index, given=OnDemand.of(tables), result=result, reason="the fastest that the walk accepts"
+    )
 
 
 def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
@@ -396,7 +402,7 @@ def _reported(contest: _Contest, outcome: SettingOutcome) -> SettingOutcome:
     """The outcome of a setting with the plan that was accepted, or with none."""
     accepted = contest.accepted.get(outcome.index)
     if accepted is not None:
-        return replace(outcome, tables=accepted.outcome.tables, result=accepted.outcome.result)
+        return replace(outcome, given=accepted.outcome.given, result=accepted.outcome.result)
     if outcome.result.solution is None:
         return outcome
     bound_s = contest.bounds_s[outcome.index]
@@ -424,7 +430,7 @@ def _least(contest: _Contest) -> _Least | None:
     for index in sorted(needed, key=lambda index: needed[index]):
         if best is not None and needed[index] >= best.walked_bytes:
             break
-        for tables in (contest.tables[index], *contest.floors(index)):
+        for tables in (contest.given[index].tables, *contest.floors(index)):
             least = _least_of(contest, index, tables)
             if least is not None and (best is None or least.walked_bytes < best.walked_bytes):
                 best = least
@@ -463,7 +469,9 @@ def _small_strategies(contest: _Contest, index: int, kind: int, stage: int) -> l
 
 
 def _misses(contest: _Contest) -> Iterator[tuple[int, NearestMiss]]:
-    for index in range(len(contest.tables)):
+    for index, each in enumerate(contest.given):
+        if contest.left_s == 0 and not each.is_made:
+            continue
         miss = nearest_miss(contest.floors(index)[0], 0)
         if miss is not None:
             yield index, miss

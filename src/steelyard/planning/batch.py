@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from steelyard.cost.setting import Job
+from steelyard.planning.choose import PlanningResult
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.trial import Trial, Trials, try_job
 
@@ -27,35 +28,35 @@ def grow_batch(job: Job, options: PlanOptions, *, top: int, progress: Callable[[
     plays no part.
     """
 
-    def attempt(count: int) -> Trial:
+    def attempt(count: int) -> tuple[Trial, PlanningResult]:
         progress(f"planning for a global batch of {count}")
         return try_job(replace(job, global_batch=count), options, size=count, top=top)
 
-    best = attempt(job.cluster.num_devices)
+    best, result = attempt(job.cluster.num_devices)
     trials = [best]
     while best.tokens_per_s is None and best.size % 2 == 0:
-        best = attempt(best.size // 2)
+        best, result = attempt(best.size // 2)
         trials.append(best)
     if best.tokens_per_s is None:
-        return _growth(trials, "nothing fits, however small the batch", best)
+        return _growth(trials, "nothing fits, however small the batch", best, result)
     if len(trials) > 1:
-        return _growth(trials, f"{trials[-2].size} samples do not fit", best)
+        return _growth(trials, f"{trials[-2].size} samples do not fit", best, result)
     for _ in range(MAX_DOUBLINGS):
-        trial = attempt(2 * best.size)
+        trial, larger = attempt(2 * best.size)
         trials.append(trial)
         if trial.tokens_per_s is None:
-            return _growth(trials, f"{trial.size} samples do not fit", best)
-        if best.result.has_margin and not trial.result.has_margin:
+            return _growth(trials, f"{trial.size} samples do not fit", best, result)
+        if best.has_margin and not trial.has_margin:
             words = f"{trial.size} samples fit under pressure alone: no plan leaves the memory margin free"
-            return _growth(trials, words, best)
+            return _growth(trials, words, best, result)
         gain = trial.tokens_per_s / best.tokens_per_s - 1
         if gain < LEAST_GAIN:
             words = f"{trial.size} samples change throughput by {gain:+.2%} only"
-            return _growth(trials, words, best)
-        best = trial
-    return _growth(trials, f"{MAX_DOUBLINGS} doublings were tried", best)
+            return _growth(trials, words, best, result)
+        best, result = trial, larger
+    return _growth(trials, f"{MAX_DOUBLINGS} doublings were tried", best, result)
 
 
-def _growth(trials: list[Trial], stopped: str, best: Trial) -> Trials:
+def _growth(trials: list[Trial], stopped: str, best: Trial, result: PlanningResult) -> Trials:
     ordered = sorted(trials, key=lambda trial: trial.size)
-    return Trials(tried=tuple(ordered), stopped=stopped, result=best.result)
+    return Trials(tried=tuple(ordered), stopped=stopped, taken=best, result=result)

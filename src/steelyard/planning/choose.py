@@ -11,9 +11,8 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob
-from steelyard.cost.predict import PlanCost, least_step_s, predict
+from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
-from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools
 from steelyard.model.own import chain_of_own
@@ -25,17 +24,13 @@ from steelyard.planning.job import make_job
 from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.price import prediction_of
-from steelyard.planning.problem import PlanOptions, make_problem, pipeline_settings
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.profile_file import GivenProfiles, pool_profiles
-from steelyard.search import NearestMiss, Problem, SearchResult, SettingOutcome
+from steelyard.search import NearestMiss, OnDemand, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
 """Settings whose best plans the simulator ranks in the end, or more where more alternatives are asked for."""
-TABLES_SHARE = 0.5
-"""Of the time limit, which building the cost tables may take."""
-NOT_BUILT = "not searched: the time was up before its cost tables were built"
-"""Of a pipeline setting that was left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +38,8 @@ class PlanningResult:
     """Outcome of planning: a plan with its cost, or the nearest miss where nothing fits."""
 
     job: AnyJob
-    problem: Problem | None
-    """What was searched; None for several pools, whose settings are built as they are needed."""
-    num_left_out: int
-    """Settings for whose cost tables there was no time."""
+    tables: tuple[OnDemand, ...]
+    """What was searched; nothing for several pools."""
     search: SearchResult
     plan: Plan | None
     cost: PlanCost | None
@@ -55,7 +48,7 @@ class PlanningResult:
     others: tuple[tuple[Plan, PlanCost], ...] = ()
     """The best plans of other pipeline settings that the simulator priced, without their predictions, fastest first."""
     floors: Floors | None = None
-    """Of the problem, as far as they were asked for; None for several pools."""
+    """Of the tables, as far as they were asked for; None for several pools."""
     has_margin: bool = True
     """False for a plan that takes of the margin of the job, since none leaves it free."""
 
@@ -138,32 +131,31 @@ def plan_job(
     options: PlanOptions,
     *,
     top: int = NUM_RESCORED,
-    problem: Problem | None = None,
+    tables: tuple[OnDemand, ...] | None = None,
     floors: Floors | None = None,
 ) -> PlanningResult:
     """Searches every pipeline setting of a job and turns the best into a plan.
 
-    ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``problem`` saves
-    building the cost tables again where `make_problem` has built those of this job and these options, ``floors`` making
-    those of this job.
+    ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
+    making the cost tables again where `make_tables` was asked for those of this job and these options, ``floors``
+    making those of this job.
 
     Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
 
     Only plans that the walk accepts are priced (`steelyard.planning.acceptance`), so all of them fit as reported.
 
-    The time limit is that of tables and search together. Settings without tables by half of it are not searched: what
-    is proven is then no more than that no plan takes fewer FLOP.
+    The time limit is that of tables and search together. Of settings without tables by then no more is known than what
+    computing takes.
 
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
-    floors = floors or Floors(job)
-    found = _plan_within(job, options, top, problem, floors)
+    floors, tables = floors or Floors(job), tables or make_tables(job, options)
+    found = _plan_within(job, options, top, tables, floors)
     if found.plan is not None or not job.margin_bytes:
         return found
-    assert found.problem is not None, "what one pool was searched with"
     whole = without_margin(job)
-    found = _plan_within(whole, options, top, replace(found.problem, budget_bytes=usable_bytes(whole)), floors)
+    found = _plan_within(whole, options, top, tables, floors)
     if found.plan is None or found.plan.prediction is None:
         return found
     told = pressure(whole, found.plan.prediction.stages, missed_bytes=job.margin_bytes)
@@ -171,28 +163,25 @@ def plan_job(
     return replace(found, plan=found.plan.model_copy(update={"prediction": prediction}), has_margin=False)
 
 
-def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | None, floors: Floors) -> PlanningResult:
+def _plan_within(
+    job: Job, options: PlanOptions, top: int, tables: tuple[OnDemand, ...], floors: Floors
+) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
-    settings, started, limit_s = pipeline_settings(job, options), time.monotonic(), options.time_limit_s
-    if problem is None:
-        deadline = math.inf if limit_s is None else started + TABLES_SHARE * limit_s
-        problem = make_problem(job, options, deadline=deadline)
-    left_out = settings[len(problem.settings) :]
-    num_rescored = len(settings) if job.profile.busy_speeds else max(top, NUM_RESCORED)
+    started, limit_s = time.monotonic(), options.time_limit_s
+    num_rescored = len(tables) if job.profile.busy_speeds else max(top, NUM_RESCORED)
     found = accept(
         job,
-        problem.settings,
+        tables,
         num_exact=num_rescored if job.profile.busy_speeds else 1,
         num_alternatives=num_rescored - 1,
         partition=options.partition,
-        time_limit_s=None if limit_s is None else max(0.0, started + limit_s - time.monotonic()),
+        time_limit_s=limit_s,
         floors=floors,
     )
     searched_s = time.monotonic() - started
     result = PlanningResult(
         job=job,
-        problem=problem,
-        num_left_out=len(left_out),
+        tables=tables,
         search=found.search,
         plan=None,
         cost=None,
@@ -201,29 +190,22 @@ def _plan_within(job: Job, options: PlanOptions, top: int, problem: Problem | No
         floors=floors,
     )
     if not found.ranked:
-        return replace(result, miss_text=_miss_text(job, found, settings) + _not_searched_text(left_out, settings))
-    if left_out:
-        found = replace(found, search=_cut_short(found.search, job))
+        return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(tables))
     candidates = [each.plan for each in found.ranked[:num_rescored]]
     costs = [predict(plan, job) for plan in candidates]
     best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    was_cut = limit_s is not None and (bool(left_out) or searched_s >= limit_s)
+    was_cut = limit_s is not None and searched_s >= limit_s
     prediction = _prediction(job, found, candidates, costs, best, limit_s if was_cut else None)
-    not_built = tuple(Alternative(description=describe(each.pipeline), reason=NOT_BUILT) for each in left_out)
-    prediction = prediction.model_copy(update={"alternatives": prediction.alternatives + not_built})
     plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
     ranked = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
     others = tuple((candidates[index], costs[index]) for index in ranked if index != best)
     return replace(result, search=found.search, plan=plan, cost=costs[best], miss=None, others=others)
 
 
-def _not_searched_text(left_out: Sequence[Setting], settings: Sequence[Setting]) -> str:
-    return f"; {len(left_out)} of {len(settings)} pipeline settings: {NOT_BUILT}" if left_out else ""
-
-
-def _cut_short(search: SearchResult, job: Job) -> SearchResult:
-    """The outcome of a search of a part of the settings as one of all of them."""
-    return replace(search, status="feasible", lower_bound_s=min(search.lower_bound_s, least_step_s(job)))
+def _not_searched_text(tables: Sequence[OnDemand]) -> str:
+    """Of how many settings it is not known whether one fits."""
+    count = sum(not each.is_made for each in tables)
+    return f"; {count} of {len(tables)} pipeline settings were not searched before the time was up" if count else ""
 
 
 def _prediction(
@@ -239,7 +221,7 @@ def _prediction(
     steps_s = [each.step_time_s for each in costs]
     alternatives = [
         Alternative(
-            description=describe(found.ranked[index].tables.pipeline),
+            description=describe(found.ranked[index].pipeline),
             step_time_s=steps_s[index],
             memory_bytes=max(stage.total_bytes for stage in costs[index].stages),
             is_bound=is_bound[index],
@@ -258,7 +240,7 @@ def _prediction(
         for each in acceptance.ranked[len(candidates) :]
     ]
     reasons += [(each, _why_lost(job, each)) for each in found.settings if each.result.solution is None]
-    alternatives += [Alternative(description=describe(each.tables.pipeline), reason=why) for each, why in reasons]
+    alternatives += [Alternative(description=describe(each.pipeline), reason=why) for each, why in reasons]
     certificate = _certificate(found, best, len(candidates), time_limit_s)
     return prediction_of(
         job,
@@ -287,18 +269,18 @@ def _why_lost(job: Job, outcome: SettingOutcome) -> str:
     """
     miss = outcome.result.miss
     if miss is None:
-        return _why_unmeasured(job, outcome.tables) or outcome.reason
+        return _why_unmeasured(job, outcome) or outcome.reason
     missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes
     layer = job.chain.layer_name(miss.layer)
     return f"does not fit: misses {format_bytes(missing)} or more; {layer} on stage {miss.stage} binds"
 
 
-def _why_unmeasured(job: Job, tables: CostTables) -> str:
+def _why_unmeasured(job: Job, outcome: SettingOutcome) -> str:
     """Why some layer has no strategy in a setting though its kind allows some: the profile's times do not reach."""
-    setting = Setting(job=job, pipeline=tables.pipeline)
+    setting = Setting(job=job, pipeline=outcome.pipeline)
     for kind in job.chain.kinds if job.profile.identity.is_measured else ():
-        if all(refusal(kind, each, setting) for each in tables.strategies):
-            nearest_first = sorted(tables.strategies, key=lambda each: rank_samples(each, setting))
+        if all(refusal(kind, each, setting) for each in outcome.tables.strategies):
+            nearest_first = sorted(outcome.tables.strategies, key=lambda each: rank_samples(each, setting))
             reasons = (unmeasured_reason(kind, each, setting) for each in nearest_first)
             return next((f"left out, {reason}" for reason in reasons if reason is not None), "")
     return ""
@@ -309,17 +291,17 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
     return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
 
 
-def _miss_text(job: Job, found: Acceptance, settings: list[Setting]) -> str:
+def _miss_text(job: Job, found: Acceptance) -> str:
     miss, index = found.search.nearest_miss, found.search.nearest_index
     if miss is None or index is None:
-        unmeasured = {_why_unmeasured(job, outcome.tables): None for outcome in found.search.settings}
+        unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.settings}
         if all(unmeasured):
             return f"a profile that reaches further: every pipeline setting is {next(iter(unmeasured))}"
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
     needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
-    setting = settings[index]
-    stages = format_plural(setting.pipeline.num_stages, "stage")
-    microbatches = format_plural(setting.pipeline.num_microbatches, "microbatch", "microbatches")
+    pipeline = found.search.settings[index].pipeline
+    stages = format_plural(pipeline.num_stages, "stage")
+    microbatches = format_plural(pipeline.num_microbatches, "microbatch", "microbatches")
     others = f"; no plan takes less than {format_bytes(least)}" if least < needed else ""
     return (
         f"{format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "

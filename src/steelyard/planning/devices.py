@@ -1,5 +1,6 @@
 """Another number of devices of the same sort: divisors of a node on one node, beyond that whole nodes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -8,8 +9,8 @@ from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.strategy import divisors
 from steelyard.planning.choose import PlanningResult, plan_job
-from steelyard.planning.problem import PlanOptions
-from steelyard.units import format_plural
+from steelyard.planning.problem import PlanOptions, is_beaten, make_tables
+from steelyard.units import format_plural, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +90,16 @@ def plan_fewest_devices(
     return FewestDevices(tried=tuple(tried), result=plan_job(job, options, top=top))
 
 
-def plan_or_reason(job: Job, options: PlanOptions, *, top: int) -> PlanningResult | str:
-    """What `plan_job` gives, or in words why a fixed number of stages or microbatches has no place in this job."""
+def plan_or_reason(job: Job, options: PlanOptions, *, top: int, known_s: float = math.inf) -> PlanningResult | str:
+    """What `plan_job` gives, or in words why a fixed number of stages or microbatches has no place in this job.
+
+    Or that no plan of the job takes less than ``known_s``, where that shows without a search.
+    """
     try:
-        return plan_job(job, options, top=top)
+        tables = make_tables(job, options)
+        if known_s < math.inf and is_beaten(job, tables, known_s):
+            return f"no plan takes less than {format_seconds(known_s)} a step"
+        return plan_job(job, options, top=top, tables=tables)
     except UserError as error:
         if error.field not in ("num_stages", "num_microbatches"):
             raise

@@ -6,6 +6,7 @@ The fastest candidate is taken of those with at least half of the devices of the
 often have a plan that is slower than that of four. What was asked of the plan is kept where any candidate can have it.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -71,16 +72,18 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
 def fastest_plan(job: Job, hosts: Sequence[int], demands: Sequence[Demand]) -> tuple[Plan, tuple[int, int]] | None:
     """The fastest plan on a part of these hosts, with the nodes and the devices of each that it takes."""
     options = narrowed(PlanOptions(), demands)
-    began_s = time.monotonic()
+    began_s, known_s = time.monotonic(), math.inf
     found: list[tuple[Plan, tuple[int, int]]] = []
     for nodes, per_node in _shapes(hosts, job):
         if found and (nodes * per_node < LEAST_SHARE * found[0][0].num_devices or time.monotonic() > began_s + MOST_S):
             break
         result = plan_or_reason(
-            replace(job, cluster=with_shape(job.cluster, nodes, per_node)), options, top=NUM_RESCORED
+            replace(job, cluster=with_shape(job.cluster, nodes, per_node)), options, top=NUM_RESCORED, known_s=known_s
         )
         if not isinstance(result, str) and result.plan is not None:
             found.append((result.plan, (nodes, per_node)))
+            searched_s = result.search.ranked[0].score_s  # by the sums that the others are held against
+            known_s = min(known_s, max(searched_s, _step_s(result.plan)))
     return min(found, key=lambda each: _step_s(each[0])) if found else None
 
 

@@ -15,7 +15,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.planning.margin import without_margin
 from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions, make_problem, stage_strategies
+from steelyard.planning.problem import PlanOptions, make_tables, stage_strategies
 from steelyard.planning.rivals import ANY_PLAN, Contest, find_rivals
 from steelyard.search import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
@@ -38,13 +38,11 @@ def explain_plan(
 
     ``everything`` adds the settings that were never searched and a verdict on every strategy of the plan's setting.
     """
-    progress("building cost tables")
-    problem = make_problem(job, options)
     priced = with_price(plan, job)
     assert priced.prediction is not None, "just priced"
     contest = Contest(
         job=job,
-        tables=problem.settings,
+        tables=make_tables(job, options),
         step_s=priced.prediction.step_time_s,
         floors=Floors(job),
         time_limit_s=options.time_limit_s,

@@ -1,18 +1,18 @@
 """Other plans that a plan carries along: of less memory, to go on with, and the next best, to measure beside it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
-from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Fallback, Plan
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import PlanningResult, device_bytes, plan_job
 from steelyard.planning.price import peak_bytes, with_cost
 from steelyard.planning.problem import PlanOptions
-from steelyard.search import Problem
+from steelyard.search import OnDemand
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
@@ -23,11 +23,17 @@ ROUNDING_BYTES = 2
 
 
 def with_fallbacks(
-    plan: Plan, job: Job, options: PlanOptions, *, num_fallbacks: int, problem: Problem, floors: Floors | None = None
+    plan: Plan,
+    job: Job,
+    options: PlanOptions,
+    *,
+    num_fallbacks: int,
+    tables: Sequence[OnDemand],
+    floors: Floors | None = None,
 ) -> Plan:
     """The plan with up to ``num_fallbacks`` others in it, each the fastest within a share of the memory of the plan.
 
-    Where nothing fits into a share, the last is the plan of least memory. ``problem`` holds the cost tables of this job
+    Where nothing fits into a share, the last is the plan of least memory. ``tables`` are the cost tables of this job
     and these options; ``floors`` of the job save making them.
     """
     floors = floors or Floors(job)
@@ -36,7 +42,7 @@ def with_fallbacks(
     found: list[Plan] = []
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        less = _fastest_within(budget, job, options, problem, floors)
+        less = _fastest_within(budget, job, options, tuple(tables), floors)
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
         found.append(less)
@@ -50,10 +56,10 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
 
     Those that the search found, then of the settings that it left unsolved the most promising.
     """
-    if result.plan is None or result.problem is None or not isinstance(result.job, Job):
+    if result.plan is None or not isinstance(result.job, Job):
         return result  # of several pools nothing else was solved
     job, found = result.job, list(result.others[: max(0, num_plans)])
-    for tables in _most_promising(result, result.problem)[: 2 * num_plans]:
+    for tables in _most_promising(result)[: 2 * num_plans]:
         if len(found) >= num_plans:
             break
         limit_s = SETTING_LIMIT_S
@@ -64,23 +70,25 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
 
 
-def _most_promising(result: PlanningResult, problem: Problem) -> list[CostTables]:
+def _most_promising(result: PlanningResult) -> list[OnDemand]:
     """The settings of which no plan was priced, by what no plan of theirs is faster than."""
     assert result.plan is not None, "a result without a plan has no other"
     taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
-    left = [each for each in result.search.settings if each.tables.pipeline not in taken]
+    left = [each for each in result.search.settings if each.pipeline not in taken]
     left.sort(key=lambda each: each.result.lower_bound_s)
-    return [problem.settings[each.index] for each in left]
+    return [result.tables[each.index] for each in left]
 
 
-def _fastest_within(budget_bytes: int, job: Job, options: PlanOptions, problem: Problem, floors: Floors) -> Plan | None:
+def _fastest_within(
+    budget_bytes: int, job: Job, options: PlanOptions, tables: tuple[OnDemand, ...], floors: Floors
+) -> Plan | None:
     """The fastest plan within a budget, or where none fits the one that misses it least."""
     tight = replace(job, budget_bytes=budget_bytes, margin_bytes=0)
-    result = plan_job(tight, options, top=1, problem=problem, floors=floors)
+    result = plan_job(tight, options, top=1, tables=tables, floors=floors)
     if result.plan is not None or result.miss is None:
         return result.plan
     least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return plan_job(replace(tight, budget_bytes=least_bytes), options, top=1, problem=problem, floors=floors).plan
+    return plan_job(replace(tight, budget_bytes=least_bytes), options, top=1, tables=tables, floors=floors).plan
 
 
 def _as_fallback(plan: Plan) -> Fallback:

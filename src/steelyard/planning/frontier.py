@@ -13,7 +13,7 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
 from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.search import sampled_frontier
 
 SHOWN_BUDGETS = 2
@@ -72,10 +72,10 @@ def memory_points(
     faster than a point of less memory is left out.
     """
     progress("building cost tables")
-    problem = make_problem(job, options)
+    tables = make_tables(job, options)
     budget = usable_bytes(job)
     progress(f"searching {max_searches} memory budgets")
-    floors = [floor_tables(tables, job)[0] for tables in problem.settings]
+    floors = [floor_tables(each.tables, job)[0] for each in tables]
     frontier = sampled_frontier(
         floors,
         most_bytes=SHOWN_BUDGETS * budget,
@@ -86,7 +86,7 @@ def memory_points(
     plans = [grouped_plan(job, step.outcome) for step in frontier.steps]
     is_exact = all(walked_bytes(plan, job) == step.peak_bytes for plan, step in zip(plans, frontier.steps, strict=True))
     points = [frontier_point(job, plan) for plan in plans]
-    chosen = plan_job(job, options, problem=problem).plan
+    chosen = plan_job(job, options, tables=tables).plan
     if chosen is not None:
         points.append(frontier_point(job, chosen, is_chosen=True))
     return falling(points), frontier.is_complete and is_exact

@@ -15,9 +15,10 @@ Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`
 "5D") set.
 """
 
+import heapq
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -30,8 +31,10 @@ from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
 from steelyard.plan.kinds import DP, FSDP, KINDS, Kind
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.search import search
+from steelyard.search import OnDemand, search
 from steelyard.search.frontier import IntArray
+
+FloorsOf = Callable[[CostTables], Sequence[CostTables]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,43 +89,60 @@ class PlainChoice:
 
 
 def plain_tables(
-    kind: PlainKind,
-    job: Job,
-    settings: Sequence[CostTables],
-    floors: Sequence[CostTables],
-    *,
-    deadline: float = math.inf,
+    kind: PlainKind, job: Job, given: Sequence[OnDemand], floors_of: FloorsOf, *, deadline: float = math.inf
 ) -> list[CostTables]:
     """Cost tables of the plain plans of a kind that may be its fastest, for each strategy and remat choice its own.
 
-    ``floors`` are of every setting the tables with bytes that no plan of it is below.
+    ``floors_of`` makes of the tables of a setting some with bytes that no plan of it is below.
 
     Left out are those that cannot fit, unless none can, those that are slower than one that is found at once, and after
     ``deadline``, a `time.monotonic` value, all that promise less than those before.
     """
-    choices = plain_choices(kind, job, settings, floors)
-    fitting = [each for each in choices if each.least_bytes <= usable_bytes(job) + 1]
+    seen: list[PlainChoice] = []
     kept: list[PlainChoice] = []
-    best_s = math.inf
-    for choice in fitting:
-        if choice.least_s > best_s or (kept and time.monotonic() > deadline):
+    reached_s = [math.inf]
+    for choice in plain_choices(kind, job, given, floors_of, known_s=lambda: min(reached_s)):
+        if kept and time.monotonic() > deadline:
             break
+        seen.append(choice)
+        if choice.least_bytes > usable_bytes(job) + 1:
+            continue
         bound = search([choice.floor_tables()], usable_bytes(job) + 1, num_alternatives=0).best
-        if bound is not None and bound.score_s <= best_s:
+        if bound is not None and bound.score_s <= min(reached_s):
             kept.append(choice)
             found = search([choice.tables()], usable_bytes(job), num_alternatives=0).best
-            best_s = min(best_s, math.inf if found is None else found.score_s)
-    kept = kept or sorted(choices, key=lambda each: each.least_bytes)[:MOST_MISSES]
+            reached_s.append(math.inf if found is None else found.score_s)
+    kept = kept or sorted(seen, key=lambda each: each.least_bytes)[:MOST_MISSES]
     return [each.tables() for each in kept]
 
 
 def plain_choices(
-    kind: PlainKind, job: Job, settings: Sequence[CostTables], floors: Sequence[CostTables]
-) -> list[PlainChoice]:
-    """The choices of a plain kind that are legal for every layer, the one that promises the least time first."""
-    pairs = enumerate(zip(settings, floors, strict=True))
-    found = [choice for index, (setting, floor) in pairs for choice in _choices(index, setting, floor, job, kind)]
-    return sorted(found, key=lambda each: each.least_s)
+    kind: PlainKind,
+    job: Job,
+    given: Sequence[OnDemand],
+    floors_of: FloorsOf,
+    *,
+    known_s: Callable[[], float] = lambda: math.inf,
+) -> Iterator[PlainChoice]:
+    """The choices of a plain kind that are legal for every layer, the one that promises the least time first.
+
+    Ends where none that is left is as fast as ``known_s``, which is asked again before each: the tables of settings
+    that come to nothing are not made.
+    """
+    waiting: list[tuple[float, int, int, PlainChoice | None]] = [
+        (each.least_s, index, 0, None)
+        for index, each in enumerate(given)
+        if each.pipeline.num_stages == 1 or kind.has_pipeline
+    ]
+    heapq.heapify(waiting)
+    while waiting and waiting[0][0] <= known_s():
+        _, index, _, choice = heapq.heappop(waiting)
+        if choice is not None:
+            yield choice
+            continue
+        tables = given[index].tables
+        for number, each in enumerate(_choices(index, tables, floors_of(tables)[0], job, kind)):
+            heapq.heappush(waiting, (each.least_s, index, number, each))
 
 
 def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
@@ -136,8 +156,6 @@ def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
 def _choices(index: int, tables: CostTables, floor: CostTables, job: Job, kind: PlainKind) -> Iterator[PlainChoice]:
     """The choices of a setting that are of a plain kind and legal for every layer."""
     pipeline = tables.pipeline
-    if pipeline.num_stages > 1 and not kind.has_pipeline:
-        return
     roles = {each.name: each.role for each in job.chain.kinds}
     is_block = np.array([[roles[name.partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool)
     blocks, dense, ends = _triples(tables.strategies, kind.kinds)

@@ -89,8 +89,7 @@ def _plan_within(job: PooledJob, options: PlanOptions, top: int, *, missed: tupl
     search = found.acceptance.search
     result = PlanningResult(
         job=job,
-        problem=None,
-        num_left_out=0,
+        tables=(),
         search=search,
         plan=None,
         cost=None,

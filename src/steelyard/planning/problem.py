@@ -1,12 +1,11 @@
 """The cost tables of a job: every pipeline setting with every strategy that the options offer."""
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Literal
 
-from steelyard.cost.build import KnownCosts, build_tables, usable_bytes
+from steelyard.cost.build import KnownCosts, build_tables, least_times_s, usable_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
@@ -16,7 +15,17 @@ from steelyard.plan.kinds import KINDS, Value
 from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned
 from steelyard.schedules import SCHEDULES, PipelineConfig, Schedule, find_schedule
-from steelyard.search import TIME_LIMIT_S, Partition, Problem, SpaceOptions, enumerate_strategies, paper_kinds
+from steelyard.search import (
+    TIME_LIMIT_S,
+    OnDemand,
+    Partition,
+    Problem,
+    SpaceOptions,
+    enumerate_strategies,
+    paper_kinds,
+)
+from steelyard.search.layers import ROUNDING
+from steelyard.search.partition import quick_bound_s
 
 Space = Literal["full", "paper"]
 
@@ -38,7 +47,7 @@ class PlanOptions:
     """By name."""
     partition: Partition = "exact"
     time_limit_s: float | None = TIME_LIMIT_S
-    """Of every search with the tables that it builds; None lets it take what it takes."""
+    """Of every search with the tables that it makes; None lets it take what it takes."""
     pins: tuple[Pin, ...] = ()
 
     def __post_init__(self) -> None:
@@ -46,27 +55,60 @@ class PlanOptions:
             find_schedule(name)
 
 
-def make_problem(job: Job, options: PlanOptions, *, deadline: float = math.inf) -> Problem:
-    """The cost tables of every pipeline setting of a job, as `search` takes them and a problem file holds them.
+def make_tables(job: Job, options: PlanOptions) -> tuple[OnDemand, ...]:
+    """The cost tables of every pipeline setting of a job, in the order of `pipeline_settings`, as `search` takes them.
 
-    They come in the order of `pipeline_settings`; after ``deadline``, a `time.monotonic` value, no others than those
-    of the first setting are begun.
+    Each is made when it is first asked for; what is known before is what computing takes alone.
     """
-    settings = pipeline_settings(job, options)
-    sizes = {setting.devices_per_stage for setting in settings}
-    offered = {size: stage_strategies(job, size, options) for size in sizes}
+    offered: dict[int, tuple[Strategy, ...]] = {}
+    computed_s: dict[tuple[int, int], float] = {}
     known: KnownCosts = {}
-    tables: list[CostTables] = []
-    for setting in settings:
-        if tables and time.monotonic() > deadline:
-            break
-        tables.append(pinned(build_tables(setting, offered[setting.devices_per_stage], known), options.pins))
+    found = []
+    for setting in pipeline_settings(job, options):
+        size, pipeline = setting.devices_per_stage, setting.pipeline
+        if size not in offered:
+            offered[size] = stage_strategies(job, size, options)
+        place = size, pipeline.num_microbatches
+        if place not in computed_s:
+            least_s = least_times_s(_ways(offered[size]), setting)
+            computed_s[place] = sum(least_s[kind] for kind in job.chain.layers)
+        bubble = (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
+        least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
+        make = partial(_made, setting, offered[size], known, options.pins)
+        found.append(OnDemand(pipeline, least_s, make))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _ways(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """Of these strategies one for each way to compute."""
+    ways = {(str(each.shape), each.sample_degree, each.token_degree, each.expert_degree): each for each in strategies}
+    return tuple(ways.values())
+
+
+def _made(setting: Setting, offered: tuple[Strategy, ...], known: KnownCosts, pins: Sequence[Pin]) -> CostTables:
+    return pinned(build_tables(setting, offered, known), pins)
+
+
+def problem_of(job: Job, tables: Sequence[OnDemand]) -> Problem:
+    """The cost tables of all these settings of a job as a problem file holds them."""
     return Problem(
         name=f"{job.chain.name} on {job.cluster.name}",
         budget_bytes=usable_bytes(job),
-        settings=tuple(tables),
+        settings=tuple(each.tables for each in tables),
         samples=(job.global_batch,) * len(tables),
     )
+
+
+def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
+    """Whether every plan of a job takes more than ``step_s``, whatever memory it has.
+
+    By what computing alone takes, and the cost tables of the settings for which that is not enough. Never so where
+    processes share cores (`Profile.busy_speeds`), for which the sums of the search are no bound.
+    """
+    if job.profile.busy_speeds:
+        return False
+    return all(each.least_s > step_s or quick_bound_s(each.tables) > step_s for each in tables)
 
 
 def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:

@@ -22,7 +22,7 @@ from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
-from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
 from steelyard.search import nearest_miss
 
@@ -60,7 +60,7 @@ def search_for_report(
         options = replace(options, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
     contest = Contest(
         job=job,
-        tables=make_problem(job, options).settings,
+        tables=make_tables(job, options),
         step_s=cost.step_time_s,
         floors=Floors(job),
         time_limit_s=None if time_limit_s is None else SEARCH_SHARE * time_limit_s,
@@ -101,7 +101,7 @@ def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
 def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[FrontierPoint, ...]:
     """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
     most = SHOWN_BUDGETS * usable_bytes(contest.job)
-    misses = [miss for each in contest.tables if (miss := nearest_miss(each, 0)) is not None]
+    misses = [miss for each in contest.tables if (miss := nearest_miss(each.tables, 0)) is not None]
     least = min((miss.needed_bytes for miss in misses), default=most)
     found = [own] if own is not None else []
     budgets = [each for each in (most, least) if least <= each]

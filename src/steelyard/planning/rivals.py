@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.memory_floor import Floors
@@ -23,7 +23,7 @@ from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
 from steelyard.planning.restrictions import Keeps, means_of, restricted
 from steelyard.schedules import SCHEDULES, Schedule
-from steelyard.search import TIME_LIMIT_S
+from steelyard.search import TIME_LIMIT_S, OnDemand
 from steelyard.units import format_plural
 
 ANY_PLAN = "any plan"
@@ -43,13 +43,13 @@ class Contest:
     """A job, its cost tables, the step time that rivals are compared with, and for how long each may be searched."""
 
     job: Job
-    tables: tuple[CostTables, ...]
+    tables: tuple[OnDemand, ...]
     step_s: float
     floors: Floors
     """Of its own tables."""
     time_limit_s: float | None = TIME_LIMIT_S
 
-    def rival(self, name: str, tables: Sequence[CostTables]) -> Rival:
+    def rival(self, name: str, tables: Sequence[CostTables | OnDemand]) -> Rival:
         """The best plan of these tables within the budget of the job, or by how much it misses."""
         if not tables:
             return Rival(name=name)
@@ -88,23 +88,21 @@ def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Re
 
 
 def _plain(contest: Contest) -> list[Restriction]:
-    floors = cache(lambda: [contest.floors.of(each)[0] for each in contest.tables])
-
     def tables(kind: PlainKind) -> list[CostTables]:
         limit_s = math.inf if contest.time_limit_s is None else contest.time_limit_s
-        return plain_tables(kind, contest.job, contest.tables, floors(), deadline=time.monotonic() + limit_s)
+        return plain_tables(kind, contest.job, contest.tables, contest.floors.of, deadline=time.monotonic() + limit_s)
 
     return [_among(contest, each.name, partial(tables, each)) for each in PLAIN_KINDS]
 
 
-def _all_restricted(contest: Contest, keeps: Keeps) -> list[CostTables]:
-    return [restricted(tables, keeps) for tables in contest.tables]
+def _all_restricted(contest: Contest, keeps: Keeps) -> list[OnDemand]:
+    return [each.narrowed(partial(restricted, keeps=keeps)) for each in contest.tables]
 
 
 def with_baselines(
     plan: Plan,
     job: Job,
-    tables: Sequence[CostTables],
+    tables: Sequence[OnDemand],
     *,
     time_limit_s: float | None = TIME_LIMIT_S,
     floors: Floors | None = None,
@@ -162,11 +160,11 @@ def _other_schedules(contest: Contest, plan: Plan, options: PlanOptions) -> list
     return found
 
 
-def _among(contest: Contest, name: str, tables: Callable[[], Sequence[CostTables]]) -> Restriction:
+def _among(contest: Contest, name: str, tables: Callable[[], Sequence[CostTables | OnDemand]]) -> Restriction:
     return Restriction(name=name, rival=lambda: contest.rival(name, tables()))
 
 
-def _of_schedule(schedule: Schedule, tables: Sequence[CostTables]) -> list[CostTables]:
+def _of_schedule(schedule: Schedule, tables: Sequence[OnDemand]) -> list[OnDemand]:
     return [each for each in tables if each.pipeline.schedule == schedule]
 
 

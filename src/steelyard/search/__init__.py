@@ -14,6 +14,7 @@
 | `balance`          | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
 | `group_strategies` | equal strategies of a plan next to each other                                       |
 | `evaluate`         | time and bytes of a given choice, from the definition                               |
+| `on_demand`        | cost tables that are made when they are first asked for                             |
 | `solve`            | the search over all pipeline settings, with reasons and proof                       |
 | `reasons`          | which strategies are illegal or dominated, and by which                             |
 | `tradeoff`         | time against memory, in as many steps as are asked for                              |
@@ -23,6 +24,7 @@
 from steelyard.search.balance import Partition
 from steelyard.search.evaluate import evaluate
 from steelyard.search.least_memory import NearestMiss, nearest_miss
+from steelyard.search.on_demand import OnDemand
 from steelyard.search.partition import SettingResult, partition_exact
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts
@@ -33,6 +35,7 @@ from steelyard.search.tradeoff import SampledFrontier, sampled_frontier
 __all__ = [
     "TIME_LIMIT_S",
     "NearestMiss",
+    "OnDemand",
     "Partition",
     "Problem",
     "SampledFrontier",

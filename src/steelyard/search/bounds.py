@@ -76,16 +76,23 @@ class StageBounds:
 
     def farthest(self, start: int, limit_s: float) -> int:
         """The largest end whose bound from ``start`` stays within the limit; ``start`` if not even one layer does."""
-        ends = range(start + 1, self.prefix_s.shape[2])
-        return start + bisect_right(ends, limit_s, key=lambda end: self._bound_s(start, end))
+        return int(
+            kernels.farthest(
+                self.prefix_s,
+                self.missing,
+                self.prices,
+                self.lower,
+                self.room_bytes,
+                start,
+                self.transfer_s,
+                limit_s,
+            )
+        )
 
     def smallest_start(self, end: int, limit_s: float) -> int:
         """The smallest start whose bound to ``end`` stays within the limit; ``end`` if not even one layer does."""
         starts = range(end - 1, -1, -1)
-        return end - bisect_right(starts, limit_s, key=lambda start: self._bound_s(start, end))
-
-    def _bound_s(self, start: int, end: int) -> float:
-        return float(self.matrix((start, 1), (end, 1))[0, 0])
+        return end - bisect_right(starts, limit_s, key=lambda start: float(self.matrix((start, 1), (end, 1))[0, 0]))
 
 
 def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, transfer_s: float) -> StageBounds:

@@ -1,8 +1,9 @@
 r"""The fastest plan over all pipeline settings within a memory budget, with proof, alternatives and reasons.
 
 Every `CostTables` is one setting (stages, microbatches, schedule). They are visited in order of their lower bounds,
-and each is solved exactly unless it is proven slower than the alternatives already in hand. Ties are broken by the
-order in which the tables were given, so equal inputs give equal results.
+and each is solved exactly unless it is proven slower than the alternatives already in hand: where what is known
+beforehand tells it, its tables are never made (`steelyard.search.on_demand`). Ties are broken by the order in which
+the tables were given, so equal inputs give equal results.
 
 With ``samples`` (the global batch of each setting) settings compete on seconds per sample instead of seconds per step.
 """
@@ -17,9 +18,11 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
+from steelyard.schedules import PipelineConfig
 from steelyard.search.balance import Partition
 from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
+from steelyard.search.on_demand import OnDemand
 from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
 from steelyard.search.side_inputs import SideProspect, assess, partition_with, settle, sketch
 from steelyard.units import format_bytes, format_seconds
@@ -35,10 +38,20 @@ class SettingOutcome:
 
     index: int
     """position in the tables given"""
-    tables: CostTables
+    given: OnDemand
     result: SettingResult
     reason: str
     samples: int = 1
+
+    @property
+    def tables(self) -> CostTables:
+        """The tables that were searched, made if they were not."""
+        return self.given.tables
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """Stages, microbatches and schedule."""
+        return self.given.pipeline
 
     @property
     def solution(self) -> Solution:
@@ -92,7 +105,7 @@ class SearchResult:
 
 
 def search(
-    tables: Iterable[CostTables],
+    tables: Iterable[CostTables | OnDemand],
     budget_bytes: int,
     *,
     num_exact: int = 1,
@@ -110,10 +123,10 @@ def search(
     another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven.
     ``stand_in`` makes the tables that a setting is searched with in place of those given, of the same times; it is
     asked for settings that are not beaten by their times alone. Settings that cannot be as fast as ``cutoff_s`` are
-    beaten.
+    beaten. When the time is up, so are all others once there is a plan, and without one those that have no tables yet.
     Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
     """
-    given = tuple(tables)
+    given = [OnDemand.of(each) for each in tables]
     weights = tuple(samples) if samples is not None else (1,) * len(given)
     if not given or len(weights) != len(given) or min(weights) < 1:
         raise InvalidProblemError(
@@ -124,16 +137,15 @@ def search(
     budget_bytes = min(budget_bytes, IMPOSSIBLE - 1)  # a layer without a legal strategy fits into no budget
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if partition != "exact":
-        results = [partition_with(partition, each, budget_bytes) for each in given]
+        results = [partition_with(partition, each.tables, budget_bytes) for each in given]
         return _summary(given, weights, results, budget_bytes)
-    searched = list(given)
     wanted = max(1, num_exact), num_alternatives
-    results = _solve_in_order(searched, weights, budget_bytes, wanted, deadline, stand_in, cutoff_s)
-    return _summary(searched, weights, results, budget_bytes)
+    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, stand_in, cutoff_s)
+    return _summary(given, weights, results, budget_bytes)
 
 
 def _solve_in_order(
-    tables: list[CostTables],
+    given: list[OnDemand],
     samples: Sequence[int],
     budget_bytes: int,
     wanted: tuple[int, int],
@@ -143,43 +155,50 @@ def _solve_in_order(
 ) -> list[SettingResult]:
     """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it.
 
-    Tables that another one stands in for are replaced in the list.
+    A bound is that known beforehand, that of the tables, and that within the budget. Tables that another one stands in
+    for are replaced in the list.
     """
     num_exact, num_alternatives = wanted
     results: dict[int, SettingResult] = {}
     best: list[float] = []
-    waiting: list[tuple[float, int, Prospect | SideProspect | None]] = [
-        (quick_bound_s(each) / count, index, None)
-        for index, (each, count) in enumerate(zip(tables, samples, strict=True))
+    waiting: list[tuple[float, int, CostTables | Prospect | SideProspect | None]] = [
+        (each.least_s / count, index, None) for index, (each, count) in enumerate(zip(given, samples, strict=True))
     ]
     heapq.heapify(waiting)
+    num_begun = 0
     while waiting:
-        bound, index, prospect = heapq.heappop(waiting)
+        bound, index, known = heapq.heappop(waiting)
         cutoff = min(cutoff_s, -best[0] if len(best) == num_exact else np.inf)
-        is_late = bool(best) and deadline is not None and time.monotonic() > deadline
+        may_end = bool(best) or (num_begun > 0 and not given[index].is_made)
+        is_late = may_end and deadline is not None and time.monotonic() > deadline
         if is_late or (bound > cutoff and num_alternatives <= 0):
             results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
-        elif prospect is None:
-            tables[index] = tables[index] if stand_in is None else stand_in(index)
-            assessed = assess(tables[index], budget_bytes)
+        elif known is None:
+            num_begun += 1
+            tables = given[index].tables
+            heapq.heappush(waiting, (quick_bound_s(tables) / samples[index], index, tables))
+        elif isinstance(known, CostTables):
+            tables = known if stand_in is None else stand_in(index)
+            given[index] = given[index] if stand_in is None else OnDemand.of(tables)
+            assessed = assess(tables, budget_bytes)
             if isinstance(assessed, SettingResult):
                 results[index] = assessed
             else:
                 heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
         elif bound > cutoff:
-            results[index] = sketch(prospect)
+            results[index] = sketch(known)
             num_alternatives -= 1
         else:
-            result = results[index] = settle(prospect, cutoff_s=cutoff * samples[index], deadline=deadline)
+            result = results[index] = settle(known, cutoff_s=cutoff * samples[index], deadline=deadline)
             if result.solution is not None:
                 heapq.heappush(best, -result.solution.step_s / samples[index])
                 if len(best) > num_exact:
                     heapq.heappop(best)
-    return [results[index] for index in range(len(tables))]
+    return [results[index] for index in range(len(given))]
 
 
 def _summary(
-    tables: Sequence[CostTables], samples: Sequence[int], results: Sequence[SettingResult], budget_bytes: int
+    given: Sequence[OnDemand], samples: Sequence[int], results: Sequence[SettingResult], budget_bytes: int
 ) -> SearchResult:
     scores = [
         result.solution.step_s / count if result.solution else np.inf
@@ -190,12 +209,12 @@ def _summary(
     outcomes = tuple(
         SettingOutcome(
             index=index,
-            tables=each,
+            given=each,
             result=result,
             reason=_reason(each, result, scores[index], fastest, budget_bytes),
             samples=count,
         )
-        for index, (each, result, count) in enumerate(zip(tables, results, samples, strict=True))
+        for index, (each, result, count) in enumerate(zip(given, results, samples, strict=True))
     )
     ranked = tuple(sorted((each for each in outcomes if each.result.solution), key=lambda each: each.score_s))
     if not ranked:
@@ -225,10 +244,10 @@ def _nothing_fits(outcomes: tuple[SettingOutcome, ...], budget_bytes: int) -> Se
     )
 
 
-def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
+def _reason(given: OnDemand, result: SettingResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
     """One sentence on why a setting won, lost or does not fit."""
     if result.status == "infeasible" or result.lower_bound_s == np.inf:
-        return _why_infeasible(tables, result, budget_bytes)
+        return _why_infeasible(given, result, budget_bytes)
     if result.status == "beaten" and result.solution is None:
         return f"left unsolved: no plan of it takes less than {format_seconds(result.lower_bound_s)} a step"
     unproven = "" if result.status == "optimal" else f", not proven best of its setting (gap {result.gap:.1%})"
@@ -238,7 +257,10 @@ def _reason(tables: CostTables, result: SettingResult, score_s: float, fastest_s
     return slower + unproven
 
 
-def _why_infeasible(tables: CostTables, result: SettingResult, budget_bytes: int) -> str:
+def _why_infeasible(given: OnDemand, result: SettingResult, budget_bytes: int) -> str:
+    if result.miss is None and not given.is_made:
+        return "has a layer without a legal strategy"
+    tables = given.tables
     if len(tables.layers) < tables.pipeline.num_stages:
         return f"has {tables.pipeline.num_stages} stages for {len(tables.layers)} layers"
     if result.miss is None:

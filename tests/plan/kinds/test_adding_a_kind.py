@@ -39,7 +39,7 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions, make_problem
+from steelyard.planning.problem import PlanOptions, make_tables, problem_of
 from steelyard.report.html import ReportContents, report_page
 from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.sharding import shard_layer
@@ -174,13 +174,13 @@ def test_a_pinned_plan_has_it_on_every_layer() -> None:
 
 
 def test_it_is_searched_where_nothing_is_said() -> None:
-    (tables,) = make_problem(job(SLOW), PlanOptions(num_stages=1, num_microbatches=2)).settings
+    tables = make_tables(job(SLOW), PlanOptions(num_stages=1, num_microbatches=2))[0].tables
     assert {2, 4} <= {strategy.degree(RP) for strategy in tables.strategies}
 
 
 def test_one_of_its_variants_may_be_left_out() -> None:
     options = PlanOptions(num_stages=1, num_microbatches=2, variants={"rp_order": ("tree",)})
-    (tables,) = make_problem(job(SLOW), options).settings
+    tables = make_tables(job(SLOW), options)[0].tables
     assert {strategy.variant("rp_order") for strategy in tables.strategies if strategy.degree(RP) > 1} == {"tree"}
 
 
@@ -192,7 +192,7 @@ def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_a_problem_with_it_is_written_and_read(tmp_path: Path) -> None:
-    problem = make_problem(job(SLOW), PlanOptions(num_stages=1, num_microbatches=2))
+    problem = problem_of(job(SLOW), make_tables(job(SLOW), PlanOptions(num_stages=1, num_microbatches=2)))
     save_problem(tmp_path / "problem.json", problem)
     (tables,) = load_problem(tmp_path / "problem.json").settings
     assert tables.strategies == problem.settings[0].strategies
