@@ -1,5 +1,6 @@
 """The plan for what is left of a cluster."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,16 @@ from steelyard.errors import UserError
 from steelyard.plan.asked import Asked
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import NothingFitsError, PlanOptions, check_replannable, make_job, parse_pin, plan_job
+from steelyard.planning import (
+    NothingFitsError,
+    PlanOptions,
+    ahead,
+    check_replannable,
+    elastic,
+    make_job,
+    parse_pin,
+    plan_job,
+)
 from steelyard.planning.choose import NUM_RESCORED, PlanningResult
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import plan_or_reason, with_shape
@@ -178,3 +188,39 @@ def test_a_plan_whose_costs_are_not_known_is_refused_before_it_runs(plan: Plan) 
     foreign = plan.model_copy(update={"cluster": "our-machines", "hardware": None, "prediction": None})
     with pytest.raises(UserError, match=r"--elastic: .*: found 'our-machines'"):
         check_replannable(foreign, HERE)
+
+
+@pytest.mark.parametrize("hosts", [(4, 4), (4,)])
+def test_plans_made_ahead_are_those_that_a_loss_would_find(
+    plan: Plan, hosts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "MOST_S", math.inf)
+    losses = [left for left in ((*hosts[:-1], hosts[-1] - 1), hosts[:-1]) if sum(left)]
+    searched = {left: replan(plan, left, HERE) for left in losses}
+    write_plan(plan, tmp_path / "plan.json")
+    monkeypatch.setattr("os.nice", lambda _increment: 0)
+    ahead.main([str(tmp_path / "plan.json"), str(tmp_path / "new" / "spares.json"), *map(str, hosts)])
+    known = read_plan(tmp_path / "new" / "spares.json")
+    assert known.model_copy(update={"spares": ()}) == plan
+    monkeypatch.setattr(elastic, "fastest_plan", None)
+    for left, found in searched.items():
+        again = replan(known, left, HERE)
+        assert (again.plan.strategies, again.plan.pipeline) == (found.plan.strategies, found.plan.pipeline)
+        assert step_s(again.plan) == step_s(found.plan)
+        assert (again.taken, again.notice) == (found.taken, found.notice)
+
+
+def test_what_would_have_to_be_given_up_is_not_planned_ahead(job: Job) -> None:
+    pinned = plan_of(job, PlanOptions(num_stages=4))
+    kept = elastic.with_likely_losses(pinned, (1, 1), HERE).spares
+    assert all(pinned.spare_plan(each).pipeline.num_stages == 4 for each in kept)
+
+
+def test_a_plan_made_ahead_that_leaves_the_first_host_out_is_not_taken(plan: Plan) -> None:
+    """The first host holds the store of the rendezvous."""
+    best = elastic.fastest_plan(job_on("2x8xh100-80gb"), (4, 1), ())
+    assert best is not None
+    assert best[1] == (1, 4)
+    known = plan.model_copy(update={"spares": (elastic._as_spare(best[0], num_left=5),)})
+    assert replan(known, (4, 1), HERE).taken == (4, 0)
+    assert replan(known, (1, 4), HERE).taken[0] > 0

@@ -1,4 +1,4 @@
-"""The plan for what is there of a cluster, as the search gives it to the runtime of an elastic run."""
+"""What the runtime of an elastic run asks of the search, which it does not know."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,14 @@ class Replanned:
     """What it costs, for people; nothing where the plan is the one that was given."""
 
 
-Replan = Callable[[Plan, Sequence[int], Path], Replanned]
-"""From a plan, the processes of each host and the folder of the plan's file to the plan for them; raises `UserError`
-where there is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replanner:
+    """How plans for other devices are found."""
+
+    replan: Callable[[Plan, Sequence[int], Path], Replanned]
+    """From a plan, the processes of each host and the folder of the plan's file to the plan for them.
+
+    Raises `UserError` where there is none."""
+    ahead: str
+    """The module that is run with the paths of a plan and of a file to write, and the processes of each host: writes
+    the plan with those for the likeliest next losses among its spares."""

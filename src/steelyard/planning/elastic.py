@@ -42,12 +42,9 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
     _check_one_pool(plan)
     if sum(hosts) == plan.num_devices:
         return Replanned(plan=plan, taken=tuple(hosts))
-    for spare in plan.spares:
-        found = plan.spare_plan(spare)
-        machines = found.machines()
-        taken = _taken(hosts, (machines.num_nodes, machines.devices_per_node), has_hosts=plan.machines().num_nodes > 1)
-        if spare.num_left == sum(hosts) and sum(taken) == found.num_devices:
-            return Replanned(plan=found, taken=taken, notice=_notice(plan, found, ()))
+    made = _made_before(plan, hosts)
+    if made is not None:
+        return made
     job = job_of(plan, folder=folder)
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
     best, given_up = fastest_plan(job, hosts, demands), ()
@@ -67,6 +64,19 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
         taken=_taken(hosts, shape, has_hosts=job.cluster.num_nodes > 1),
         notice=_notice(plan, found, given_up),
     )
+
+
+def _made_before(plan: Plan, hosts: Sequence[int]) -> Replanned | None:
+    """What the plan holds for hosts with so many processes each, where it does and the first host takes part."""
+    for spare in plan.spares:
+        if spare.num_left != sum(hosts):
+            continue
+        found = plan.spare_plan(spare)
+        machines = found.machines()
+        taken = _taken(hosts, (machines.num_nodes, machines.devices_per_node), has_hosts=plan.machines().num_nodes > 1)
+        if taken[0] and sum(taken) == found.num_devices:
+            return Replanned(plan=found, taken=taken, notice=_notice(plan, found, ()))
+    return None
 
 
 def fastest_plan(job: Job, hosts: Sequence[int], demands: Sequence[Demand]) -> tuple[Plan, tuple[int, int]] | None:
@@ -141,6 +151,30 @@ def with_spares(plan: Plan, job: Job, *, num_spares: int) -> Plan:
             break
         spares.append(_as_spare(best[0], num_left=sum(hosts)))
     return plan.model_copy(update={"spares": tuple(spares)})
+
+
+def with_likely_losses(plan: Plan, hosts: Sequence[int], folder: Path) -> Plan:
+    """The plan with those among its spares for one device less on a host, and for one host less.
+
+    Where what was asked of the plan would have to be given up there is none: what is given up is said when it is.
+    ``hosts`` and ``folder`` as in `replan`, which raises the same errors.
+    """
+    _check_one_pool(plan)
+    job = job_of(plan, folder=folder)
+    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+    for left in _likely_losses(hosts):
+        best = None if _made_before(plan, left) else fastest_plan(job, left, demands)
+        if best is not None:
+            plan = plan.model_copy(update={"spares": (*plan.spares, _as_spare(best[0], num_left=sum(left)))})
+    return plan
+
+
+def _likely_losses(hosts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """What is left when a device of the last host is lost, and when the host is."""
+    if hosts[-1] > 1:
+        yield (*hosts[:-1], hosts[-1] - 1)
+    if len(hosts) > 1:
+        yield tuple(hosts[:-1])
 
 
 def hosts_without(cluster: Cluster, lost: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.plan.replanned import Replan
+from steelyard.plan.replanned import Replanner
 from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
 from steelyard.runtime.checks import check_elastic, check_world_size
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, *, replanner: Replanner | None = None) -> None:
     """Runs this rank's part of a training run and ends the process: 0 done, 1 failed, 2 a mistake of the user.
 
-    ``replan`` finds the plan of an elastic run for what is there: the search, which the runtime does not know.
+    ``replanner`` finds the plan of an elastic run for what is there.
     """
     namespace = _parser().parse_args(arguments)
-    run_rank(lambda: _begin(namespace, replan))
+    run_rank(lambda: _begin(namespace, replanner))
 
 
-def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
+def _begin(namespace: argparse.Namespace, replanner: Replanner | None) -> None:
     options = TrainOptions.from_namespace(namespace)
     check_elastic(options)
     num_processes = world_size()
-    if not options.elastic or replan is None:
+    if not options.elastic or replanner is None:
         plan = read_plan(namespace.plan)
         check_world_size(plan, num_processes)
         _train(plan, namespace.data, options)
@@ -42,7 +42,7 @@ def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
     from steelyard.runtime.elastic import settled_plan
 
     path = Path(namespace.plan)
-    with settled_plan(path, replan, folder=options.checkpoint_dir, timeout_s=options.timeout_s) as mine:
+    with settled_plan(path, replanner, folder=options.checkpoint_dir, timeout_s=options.timeout_s) as mine:
         if mine is not None:
             _train(mine[0], namespace.data, options, store=mine[1])
 

@@ -1,0 +1,29 @@
+"""Plans for the likeliest next losses, made while a run trains: ``python -m steelyard.planning.ahead PLAN OUT HOST …``.
+
+HOST is how many processes a host has. It takes only what the training leaves of a core, and writes OUT once, when done:
+the plan with `steelyard.planning.elastic.with_likely_losses` among its spares.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.planning.elastic import with_likely_losses
+
+_LEAST_URGENT = 19
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Writes the plans; raises `UserError` for a plan that nothing can be found for."""
+    if hasattr(os, "nice"):
+        os.nice(_LEAST_URGENT)
+    path, out, *hosts = arguments
+    found = with_likely_losses(read_plan(path), [int(each) for each in hosts], Path(path).parent)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write_plan(found, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
