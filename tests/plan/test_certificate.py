@@ -25,6 +25,8 @@ OLD_WORDS = {
     "best so far, gap 1.23%, searched within 512 B less than there is": GAP.model_copy(update={"spared_bytes": 512}),
 }
 NEW_WORDS = {
+    "optimal for the cost tables to 0.01%: no plan that fits is faster by more": Certificate(status="gap", gap=0.0001),
+    "best found, gap 0.01%: no plan that fits is faster by more": Certificate(status="gap", gap=0.00011),
     "best found, gap 1.23%: no plan that fits is faster by more": GAP,
     "best so far, gap 1.23%: the search ended at its limit of 300 s": GAP.model_copy(update={"time_limit_s": 300.0}),
 }

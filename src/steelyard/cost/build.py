@@ -1,7 +1,8 @@
 """Builds the tables that a search works on, from a job, for one pipeline setting."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,24 +37,66 @@ PIPELINE_CHANNEL_BYTES = 1024 * MIB
 """Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Costs:
-    """What no schedule changes of the tables of a number of stages and microbatches; as in `CostTables`."""
+class LayerCosts:
+    """Costs of every layer kind under every strategy, those of a kind made when first asked for; as in `CostTables`.
 
-    strategies: tuple[Strategy, ...]
-    legal: NDArray[np.bool_]
-    microbatch_s: NDArray[np.float64]
-    once_s: NDArray[np.float64]
-    """Once a step, without what tied matrices take."""
-    static_bytes: NDArray[np.int64]
-    activation_bytes: NDArray[np.int64]
-    transient_bytes: NDArray[np.int64]
-    switch_s: NDArray[np.float64]
-    """[K, S, S]"""
+    Of a number of stages and microbatches: what no schedule changes of their tables.
+    """
+
+    def __init__(self, setting: Setting, strategies: tuple[Strategy, ...]) -> None:
+        self._setting, self.strategies = setting, strategies
+        kinds = setting.job.chain.kinds
+        legal = [[refusal(kind, strategy, setting) is None for strategy in strategies] for kind in kinds]
+        self.legal = np.array(legal, dtype=bool).reshape(len(kinds), len(strategies))
+        self._is_made = [False for _ in kinds]
+        self._microbatch_s, self._once_s = np.zeros(self.legal.shape), np.zeros(self.legal.shape)
+        self._bytes = np.zeros((3, *self.legal.shape), dtype=np.int64)
+
+    @cached_property
+    def switch_s(self) -> NDArray[np.float64]:
+        """[K, S, S]"""
+        return switch_table(self.strategies, self._setting)
+
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        """[3, K, S] static, of activations and transient."""
+        self._make(range(len(self._is_made)))
+        return self._bytes
+
+    def time_s(self, kinds: Sequence[int], setting: Setting) -> NDArray[np.float64]:
+        """[len(kinds), S] in a setting: tied matrices alone depend on how far apart its stages are."""
+        self._make(kinds)
+        rows = list(kinds)
+        tied = np.zeros((len(rows), len(self.strategies)))
+        if setting.job.chain.tied_embeddings:
+            for place, kind in enumerate(rows):
+                for s in np.flatnonzero(self.legal[kind]).tolist():
+                    seconds = tied_s(setting.job.chain.kinds[kind], self.strategies[s], setting)
+                    tied[place, s] = setting.job.time_factor * seconds
+        return self._microbatch_s[rows] + (self._once_s[rows] + tied) / setting.pipeline.num_microbatches
+
+    def _make(self, kinds: Sequence[int]) -> None:
+        for k in kinds:
+            passes: KnownPasses = {}
+            for s in np.flatnonzero(self.legal[k]).tolist() if not self._is_made[k] else ():
+                cost = layer_cost(self._setting.job.chain.kinds[k], self.strategies[s], self._setting, passes)
+                self._microbatch_s[k, s] = cost.microbatch_s
+                self._once_s[k, s] = sum(seconds for name, seconds in cost.once_s.items() if name != "tied")
+                held = sum(cost.static_bytes.values()), cost.activation_bytes, cost.transient_bytes
+                self._bytes[:, k, s] = [min(each, MOST_BYTES) for each in held]
+            self._is_made[k] = True
 
 
-KnownCosts = dict[tuple[int, int, bool], Costs]
+KnownCosts = dict[tuple[int, int, bool], LayerCosts]
 """Of a job, by ranks of a stage, number of microbatches and whether there are several stages."""
+
+
+def layer_costs(setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts) -> LayerCosts:
+    """The costs of layers in a setting, those that are ``known`` or new ones."""
+    place = setting.devices_per_stage, setting.pipeline.num_microbatches, setting.pipeline.num_stages > 1
+    if place not in known or known[place].strategies != strategies:
+        known[place] = LayerCosts(setting, strategies)
+    return known[place]
 
 
 def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts | None = None) -> CostTables:
@@ -62,24 +105,22 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
 
     ``known`` saves work between settings of one job.
     """
-    job, pipeline, known = setting.job, setting.pipeline, {} if known is None else known
-    place = setting.devices_per_stage, pipeline.num_microbatches, pipeline.num_stages > 1
-    if place not in known or known[place].strategies != strategies:
-        known[place] = _costs(setting, strategies)
-    costs = known[place]
+    job, pipeline = setting.job, setting.pipeline
+    costs = layer_costs(setting, strategies, {} if known is None else known)
     buffer_bytes = pipeline_buffer_bytes(setting)
     buffers = np.array([_buffer_bytes(strategy, setting, buffer_bytes) for strategy in strategies])
     has_chunks = pipeline.num_chunks > 1
+    static, activation, transient = costs.num_bytes
     tables = CostTables(
         pipeline=replace(pipeline, num_chunks=1, schedule=USUAL) if has_chunks else pipeline,
         kinds=tuple(kind.name for kind in job.chain.kinds),
         layers=job.chain.layers,
         strategies=strategies,
         legal=costs.legal,
-        time_s=costs.microbatch_s + (costs.once_s + _tied_s(costs, setting)) / pipeline.num_microbatches,
-        static_bytes=costs.static_bytes,
-        activation_bytes=costs.activation_bytes,
-        transient_bytes=np.where(costs.legal, np.minimum(costs.transient_bytes + buffers, MOST_BYTES), 0),
+        time_s=costs.time_s(range(len(job.chain.kinds)), setting),
+        static_bytes=static,
+        activation_bytes=activation,
+        transient_bytes=np.where(costs.legal, np.minimum(transient + buffers, MOST_BYTES), 0),
         switch_s=costs.switch_s,
         transfer_s=transfer_s(setting),
         overhead_bytes=overhead_bytes(setting),
@@ -92,47 +133,6 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
         overhead_bytes=overhead_bytes(setting),
         round_trip_s=transfer_s(setting, pipeline.num_stages - 1),
     )
-
-
-def _costs(setting: Setting, strategies: tuple[Strategy, ...]) -> Costs:
-    job = setting.job
-    shape = (len(job.chain.kinds), len(strategies))
-    legal = np.zeros(shape, dtype=bool)
-    microbatch_s, once_s = np.zeros(shape), np.zeros(shape)
-    static, activation, transient = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    for k, kind in enumerate(job.chain.kinds):
-        passes: KnownPasses = {}
-        for s, strategy in enumerate(strategies):
-            if refusal(kind, strategy, setting) is not None:
-                continue
-            cost = layer_cost(kind, strategy, setting, passes)
-            legal[k, s] = True
-            microbatch_s[k, s] = cost.microbatch_s
-            once_s[k, s] = sum(seconds for name, seconds in cost.once_s.items() if name != "tied")
-            static[k, s] = min(sum(cost.static_bytes.values()), MOST_BYTES)
-            activation[k, s] = min(cost.activation_bytes, MOST_BYTES)
-            transient[k, s] = min(cost.transient_bytes, MOST_BYTES)
-    return Costs(
-        strategies=strategies,
-        legal=legal,
-        microbatch_s=microbatch_s,
-        once_s=once_s,
-        static_bytes=static,
-        activation_bytes=activation,
-        transient_bytes=transient,
-        switch_s=switch_table(strategies, setting),
-    )
-
-
-def _tied_s(costs: Costs, setting: Setting) -> NDArray[np.float64] | float:
-    """[K, S] seconds once a step that tied matrices take, which alone depend on how far apart the stages are."""
-    job = setting.job
-    if not job.chain.tied_embeddings:
-        return 0.0
-    seconds = np.zeros(costs.legal.shape)
-    for k, s in np.argwhere(costs.legal).tolist():
-        seconds[k, s] = job.time_factor * tied_s(job.chain.kinds[k], costs.strategies[s], setting)
-    return seconds
 
 
 def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[float]:

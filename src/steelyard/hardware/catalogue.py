@@ -37,7 +37,7 @@ def find_device(name: str) -> Device:
 
 def known_device(name: str) -> Device | None:
     """The catalogue device of that name or alias, in any case, or None where the catalogue has none."""
-    row = _rows_by_name(_device_catalogue().devices, where="devices.yaml").get(name.strip().lower())
+    row = _device_rows().get(name.strip().lower())
     return None if row is None else row.to_device()
 
 
@@ -53,7 +53,7 @@ def is_same_device(found: str, device: Device) -> bool:
 
 def find_link(name: str) -> Link:
     """The catalogue link of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
-    return _look_up(name, _rows_by_name(_link_catalogue().links, where="links.yaml"), field="link").to_link()
+    return _look_up(name, _link_rows(), field="link").to_link()
 
 
 def find_network(text: str, *, devices_per_node: int) -> Link:
@@ -63,7 +63,7 @@ def find_network(text: str, *, devices_per_node: int) -> Link:
     otherwise. What is no network (NVLink) has the rate of its name for every device. Raises `InvalidClusterError` with
     the nearest names.
     """
-    rows = _rows_by_name(_link_catalogue().links, where="links.yaml")
+    rows = _link_rows()
     key, ports = text.strip().lower(), _PORTS.match(text)
     row = _look_up(text if ports is None or key in rows else text[ports.end() :], rows, field="network")
     if not row.is_network or key.endswith(" per gpu"):
@@ -85,7 +85,7 @@ def default_links(device_name: str, *, num_devices: int) -> tuple[Link, Link]:
 
 
 def _device_row(name: str) -> DeviceRow:
-    return _look_up(name, _rows_by_name(_device_catalogue().devices, where="devices.yaml"), field="device")
+    return _look_up(name, _device_rows(), field="device")
 
 
 def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
@@ -123,6 +123,16 @@ def _device_catalogue() -> DeviceCatalogue:
 @cache
 def _link_catalogue() -> LinkCatalogue:
     return checked(_packaged("links.yaml"), LinkCatalogue, where="links.yaml")
+
+
+@cache
+def _device_rows() -> Mapping[str, DeviceRow]:
+    return _rows_by_name(_device_catalogue().devices, where="devices.yaml")
+
+
+@cache
+def _link_rows() -> Mapping[str, LinkRow]:
+    return _rows_by_name(_link_catalogue().links, where="links.yaml")
 
 
 def _packaged(name: str) -> Any:

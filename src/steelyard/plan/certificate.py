@@ -10,6 +10,8 @@ from steelyard.limits import Seconds
 from steelyard.plan.part import PlanPart
 from steelyard.units import format_bytes, format_seconds, parse_bytes
 
+TOLERANCE = 1e-4
+"""A gap that solvers of integer programs by custom leave (HiGHS and Gurobi: ``mip_rel_gap``, ``MIPGap``)."""
 Status = Literal["optimal", "gap", "simulated", "priced"]
 
 
@@ -17,7 +19,7 @@ class Certificate(PlanPart):
     """How sure the planner is that no plan is faster.
 
     ``optimal``: none is, by the cost tables. ``gap``: it is the best that was found, in the time that
-    there was or of those that fit. ``simulated``: the
+    there was or of those that fit; optimal to so much where that is within `TOLERANCE`. ``simulated``: the
     fastest in simulation of several that the search found. ``priced``: given, not searched.
     """
 
@@ -56,11 +58,17 @@ class Certificate(PlanPart):
         return self.status == "optimal"
 
     @property
+    def _is_within_tolerance(self) -> bool:
+        return self.gap is not None and self.gap <= TOLERANCE
+
+    @property
     def brief(self) -> tuple[str, str]:
         """A word or two, and what they mean."""
         match self.status:
             case "optimal":
                 return "optimal", "none that was searched is faster"
+            case "gap" if self._is_within_tolerance:
+                return f"optimal to {TOLERANCE:.2%}", "no plan that fits is faster by more"
             case "gap":
                 ended = (
                     "left when the time was up"
@@ -81,6 +89,8 @@ class Certificate(PlanPart):
         match self.status:
             case "optimal":
                 return "optimal for the cost tables"
+            case "gap" if self._is_within_tolerance:
+                return f"optimal for the cost tables to {TOLERANCE:.2%}: no plan that fits is faster by more"
             case "gap":
                 if self.time_limit_s is not None:
                     limit = format_seconds(self.time_limit_s)

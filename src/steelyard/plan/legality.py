@@ -20,11 +20,11 @@ def illegal_reason(kind: LayerKind, strategy: Strategy, batch: Batch) -> str | N
 
     Nothing is ever rounded: a degree that does not divide is illegal.
     """
-    used = strategy.kinds
-    reasons = (each.illegal(kind, strategy, batch) for each in KINDS.values() if each in used)
-    found = next((reason for reason in reasons if reason is not None), None)
-    if found is not None:
-        return found
+    for each in KINDS.values():
+        if each in strategy.kinds:
+            found = each.illegal(kind, strategy, batch)
+            if found is not None:
+                return found
     if strategy.remat is Remat.SELECTIVE and kind.role is not LayerRole.BLOCK:
         return f"selective remat, which keeps matrix products, is for blocks: {_PRODUCTS[kind.role]}"
     if not strategy.is_aligned:

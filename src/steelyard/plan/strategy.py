@@ -183,7 +183,10 @@ class Strategy:
 
     def variant(self, key: str) -> Value:
         """The value of a variant, its default where the strategy says nothing; raises `KeyError` for an unknown one."""
-        return next((value for name, value in self.variants if name == key), variants()[key][1].default)
+        for name, value in self.variants:
+            if name == key:
+                return value
+        return variants()[key][1].default
 
     def without_remat(self) -> "Strategy":
         """The strategy with everything kept for the backward pass."""
@@ -197,11 +200,15 @@ class Strategy:
 
     def level(self, kind: Kind) -> Level | None:
         """The level of a kind, None where it is not used."""
-        return next((level for level in self.levels if level.kind is kind), None)
+        for level in self.levels:
+            if level.kind is kind:
+                return level
+        return None
 
     def degree(self, kind: Kind) -> int:
         """The degree of a kind's level; 1 where it is not used."""
-        return degree_of(tuple(level for level in self.levels if level.kind is kind))
+        level = self.level(kind)
+        return 1 if level is None else level.degree
 
     @property
     def head_degree(self) -> int:

@@ -22,6 +22,7 @@ from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledFloors, PooledJob, stage_settings, usable_of
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.tables import CostTables
+from steelyard.plan.certificate import TOLERANCE
 from steelyard.plan.plan import Plan
 from steelyard.planning.plain import PLAIN_N_D, plain_choices
 from steelyard.planning.plan_from_search import bare_plan, grouped_plan
@@ -192,11 +193,19 @@ class _Contest:
         best = sorted(each.outcome.score_s for each in self.accepted.values())
         return min(self.known_s, best[self.num_exact - 1] if len(best) >= self.num_exact else np.inf)
 
+    @property
+    def enough_s(self) -> float:
+        """A setting of which no plan is faster than this is not searched further.
+
+        Over unlike pools, of which each search takes long, it need not be searched for less than `TOLERANCE`.
+        """
+        return self.cutoff_s * (1 - (TOLERANCE if isinstance(self.job, PooledJob) else SAME))
+
     def open(self) -> list[int]:
         """The settings of which a faster plan may be accepted, most promising first."""
-        cutoff_s = self.cutoff_s * (1 - SAME)
+        enough_s = self.enough_s
         found = [
-            index for index, bound_s in enumerate(self.bounds_s) if bound_s < cutoff_s and not self.is_settled(index)
+            index for index, bound_s in enumerate(self.bounds_s) if bound_s < enough_s and not self.is_settled(index)
         ]
         return sorted(found, key=lambda index: self.bounds_s[index])
 
@@ -271,9 +280,9 @@ def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, n
     for index in contest.open():
         if contest.left_s == 0 and not contest.given[index].is_made:
             continue
-        if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
+        if contest.bounds_s[index] < contest.enough_s:
             _between(contest, index, found.settings[index])
-        if contest.bounds_s[index] < contest.cutoff_s * (1 - SAME):
+        if contest.bounds_s[index] < contest.enough_s:
             _beyond(contest, index)
 
 
@@ -311,7 +320,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome) -> None:
     floors = [AnyBudget(each) for each in contest.floors(index)]
     for floor in floors[outcome is not None :]:
         outcome = _within(contest, index, floor, 0) or outcome
-        if contest.bounds_s[index] >= contest.cutoff_s * (1 - SAME):
+        if contest.bounds_s[index] >= contest.enough_s:
             return
     refused, spared = 0, 0
     for _ in range(MAX_TRIES):
@@ -325,7 +334,7 @@ def _between(contest: _Contest, index: int, known: SettingOutcome) -> None:
         outcome = _within(contest, index, floor, spared)
     for _ in range(HALVINGS):
         middle = (refused + spared) // 2
-        if not refused < middle < spared or contest.left_s == 0:
+        if not refused < middle < spared or contest.left_s == 0 or contest.bounds_s[index] >= contest.enough_s:
             return
         outcome = _within(contest, index, floor, middle)
         if outcome is None or contest.excess_bytes(outcome) == 0:
@@ -342,7 +351,7 @@ def _beyond(contest: _Contest, index: int) -> None:
     accepted, refused, whole = 0, NO_LIMIT_BYTES, AnyBudget(tables)
     granted = _peak_bytes(tables, known.outcome) - walked_bytes(known.plan, contest.job)
     for _ in range(HALVINGS):
-        if not accepted < granted < refused or contest.left_s == 0:
+        if not accepted < granted < refused or contest.left_s == 0 or contest.bounds_s[index] >= contest.enough_s:
             return
         outcome = _within(contest, index, whole, -granted)
         if outcome is None or contest.excess_bytes(outcome) == 0:

@@ -19,9 +19,9 @@ from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpa
 from steelyard.search.least_memory import IMPOSSIBLE
 
 RIVALS = 8
-"""Settings that are searched at most, with the first, though only the simulator may find them the faster."""
-ROUND = 24
-"""Settings that are searched together after those."""
+"""Settings that are searched at most though only the simulator may find them the faster."""
+ROUNDS = (1, 7, 24)
+"""Settings that are searched together at first, then, and from then on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,19 @@ def search_pools(
     best: dict[int, Accepted] = {}
     bounds: list[float] = []
     refused: list[int] = []
-    found, nearest, num_searched, goal_s = None, None, 0, math.inf
-    while waiting and waiting[0][0] < goal_s * (1 - SAME):
+    found, nearest, num_rounds, num_rivals = None, None, 0, 0
+    while num_rivals < RIVALS:
         if found is not None and time.monotonic() > deadline:
             break
-        most, limit = (1, math.inf) if found is None else (max(RIVALS - num_searched, 0) or ROUND, deadline)
+        most, limit = ROUNDS[min(num_rounds, len(ROUNDS) - 1)], math.inf if found is None else deadline
+        goal_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
         taken = _most_promising(waiting, space, settings, refused, goal_s, most, limit)
+        if not taken and best:
+            goal_s = _simulated_s(job, best.values())
+            taken = _most_promising(waiting, space, settings, refused, goal_s, RIVALS - num_rivals, limit)
+            num_rivals += len(taken)
         if not taken:
-            continue  # none is left, or no time
+            break  # none is left, or no time
         found = accept(
             job,
             [space.tables(settings[index]) for index in taken],
@@ -64,11 +69,10 @@ def search_pools(
             floors=space.floors,
             cutoff_s=goal_s,
         )
-        num_searched += len(taken)
+        num_rounds += 1
         bounds.append(found.search.lower_bound_s)
         nearest = found if nearest is None or _missing_bytes(found) < _missing_bytes(nearest) else nearest
         best.update({taken[each.outcome.index]: each for each in found.ranked})
-        goal_s = _goal_s(job, best.values(), has_rivals=num_searched < RIVALS)
     if not best:
         nearest = _nearest(job, space, [settings[index] for index in refused], nearest)
     if nearest is None:
@@ -97,13 +101,9 @@ def search_pools(
     )
 
 
-def _goal_s(job: PooledJob, best: Collection[Accepted], *, has_rivals: bool) -> float:
-    """What a setting has to promise to be searched: to be faster than the best plan, with rivals as it is simulated."""
-    fastest = min(best, key=lambda each: each.outcome.score_s, default=None)
-    if fastest is None:
-        return math.inf
-    simulated_s = predict(fastest.plan, job).step_time_s if has_rivals else 0.0
-    return max(fastest.outcome.score_s, simulated_s)
+def _simulated_s(job: PooledJob, best: Collection[Accepted]) -> float:
+    """What a setting has to promise to be a rival: to be faster than the fastest of these as they are simulated."""
+    return min(predict(each.plan, job).step_time_s for each in best)
 
 
 def _nearest(

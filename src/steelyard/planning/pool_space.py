@@ -12,14 +12,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from steelyard.cost.build import KnownCosts, build_tables, context_bytes, least_times_s, usable_bytes
+from steelyard.cost.build import (
+    KnownCosts,
+    LayerCosts,
+    build_tables,
+    context_bytes,
+    layer_costs,
+    least_times_s,
+    transfer_s,
+    usable_bytes,
+)
 from steelyard.cost.memory_floor import IntTable, KnownLayers, floor_likeness, held_floors
 from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
+from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Strategy, divisors
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
@@ -59,7 +70,7 @@ class PooledSpace:
         self._job, self._options = job, options
         self._known: list[KnownCosts] = [{} for _ in job.pools]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
-        self._stage_layers: dict[tuple[int, int, int, int], _StageLayers] = {}
+        self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
         self._known_runs: dict[tuple[int, ...], PoolRuns] = {}
         self.floors = PooledFloors(job)
         """Of the tables of all settings."""
@@ -94,7 +105,7 @@ class PooledSpace:
             stages = self._stages(setting)
             return self._least_s(setting, [each.fastest for each in stages], [each.transfer_s for each in stages])
         slowest_s = self._slowest_s(setting, cutoff_s) if level == 2 else 0.0
-        return slowest_s if math.isinf(slowest_s) else self._bound_within_s(setting, slowest_s)
+        return slowest_s if math.isinf(slowest_s) else self._bound_within_s(setting, slowest_s, are_made=level == 2)
 
     def tables(self, setting: PooledSetting) -> CostTables:
         """The cost tables of a setting."""
@@ -106,8 +117,8 @@ class PooledSpace:
             self._made[key] = pooled_tables(self._job, *key, offered, known)
         return self._made[key]
 
-    def _bound_within_s(self, setting: PooledSetting, slowest_s: float) -> float:
-        pipeline, stages = setting.pipeline, self._stages(setting)
+    def _bound_within_s(self, setting: PooledSetting, slowest_s: float, *, are_made: bool) -> float:
+        pipeline, stages = setting.pipeline, self._stages(setting, are_made=are_made)
         in_flight = [pipeline.in_flight(stage) if pipeline.num_chunks == 1 else 1 for stage in range(len(stages))]
         has_gradients = pipeline.num_chunks == 1 and max(in_flight) < pipeline.num_microbatches
         priced = [
@@ -148,10 +159,11 @@ class PooledSpace:
             self._known_runs[key] = PoolRuns(self.floors.of_part(pool, tables)[0], usable_bytes(job) + 1)
         return self._known_runs[key]
 
-    def _stages(self, setting: PooledSetting) -> list["_StageLayers"]:
+    def _stages(self, setting: PooledSetting, *, are_made: bool = False) -> list["_StageLayers"]:
+        """``are_made`` where the tables of the stages are known, or may as well be."""
         placement, pipeline = setting.placement, _without_chunks(setting.pipeline)
         pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
-        return [each for pool, size, count in pools for each in [self._layers(pool, size, pipeline)] * count]
+        return [each for pool, size, count in pools for each in [self._layers(pool, size, pipeline, are_made)] * count]
 
     def _alone(self) -> Iterator[PooledSetting]:
         for pool, job in enumerate(self._job.pools):
@@ -209,19 +221,27 @@ class PooledSpace:
     def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> PricedLayers:
         key = pool, size, pipeline.num_microbatches
         if key not in self._computed:
-            setting = Setting(job=self._job.pools[pool], pipeline=_without_chunks(pipeline), stage_size=size)
-            least_s = least_times_s(self._strategies(pool, size), setting)
-            self._computed[key] = PricedLayers.unpriced(least_s, self._counts)
+            self._computed[key] = PricedLayers.unpriced(self._least_times_s(pool, size, pipeline), self._counts)
         return self._computed[key]
 
-    def _layers(self, pool: int, size: int, pipeline: PipelineConfig) -> "_StageLayers":
+    def _least_times_s(self, pool: int, size: int, pipeline: PipelineConfig) -> list[float]:
+        setting = Setting(job=self._job.pools[pool], pipeline=_without_chunks(pipeline), stage_size=size)
+        return least_times_s(self._strategies(pool, size), setting)
+
+    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool) -> "_StageLayers":
         stages = pipeline.num_stages if self._job.chain.tied_embeddings else min(pipeline.num_stages, 2)
-        key = pool, size, pipeline.num_microbatches, stages
+        key = pool, size, pipeline.num_microbatches, stages, are_made
         if key not in self._stage_layers:
             setting = Setting(job=self._job.pools[pool], pipeline=pipeline, stage_size=size)
-            tables = build_tables(setting, self._strategies(pool, size), self._known[pool])
+            costs = layer_costs(setting, self._strategies(pool, size), self._known[pool])
+            kinds = self._job.chain.kinds
+            made = [place for place, kind in enumerate(kinds) if are_made or kind.role is LayerRole.BLOCK]
+            time_s = np.repeat(
+                np.array(self._least_times_s(pool, size, pipeline))[:, None], costs.legal.shape[1], axis=1
+            )
+            time_s[made] = costs.time_s(made, setting)
             self._stage_layers[key] = _StageLayers(
-                setting=setting, tables=tables, known=self._known_layers[pool], counts=self._counts
+                setting=setting, costs=costs, time_s=time_s, known=self._known_layers[pool], counts=self._counts
             )
         return self._stage_layers[key]
 
@@ -236,14 +256,26 @@ def _without_chunks(pipeline: PipelineConfig) -> PipelineConfig:
 
 
 class _StageLayers:
-    """What the layers take on stages of one size of one pool, with one number of microbatches."""
+    """What the layers take on stages of one size of one pool, with one number of microbatches.
 
-    def __init__(self, *, setting: Setting, tables: CostTables, known: KnownLayers, counts: Sequence[int]) -> None:
-        self._setting, self._tables, self._known_layers = setting, tables, known
+    ``time_s`` [K, S] is what they take at least: of those that are no blocks, which are few, it may be what computing
+    takes at its fastest.
+    """
+
+    def __init__(
+        self,
+        *,
+        setting: Setting,
+        costs: LayerCosts,
+        time_s: NDArray[np.float64],
+        known: KnownLayers,
+        counts: Sequence[int],
+    ) -> None:
+        self._setting, self._costs, self._time_s, self._known_layers = setting, costs, time_s, known
         self._held: IntTable | None = None
         self._within: dict[tuple[int, bool], PricedLayers] = {}
-        self.transfer_s = tables.transfer_s
-        self.fastest = priced_layers(tables.legal, tables.time_s, np.zeros_like(tables.static_bytes), counts)
+        self.transfer_s = transfer_s(setting)
+        self.fastest = priced_layers(costs.legal, time_s, np.zeros(costs.legal.shape, dtype=np.int64), counts)
         """By their times alone."""
         self.room_bytes = usable_bytes(setting.job) + 1 - context_bytes(setting)
 
@@ -251,12 +283,12 @@ class _StageLayers:
         """With the bytes that they hold with so many microbatches in flight, at least."""
         key = in_flight, has_gradients
         if key not in self._within:
-            tables = self._tables
+            costs = self._costs
             if self._held is None:
-                self._held = held_floors(tables.strategies, tables.legal, self._setting, self._known_layers)
+                self._held = held_floors(costs.strategies, costs.legal, self._setting, self._known_layers)
             static, saved, gradients = self._held
             num_bytes = static + in_flight * saved + has_gradients * gradients
-            self._within[key] = priced_layers(tables.legal, tables.time_s, num_bytes, counts)
+            self._within[key] = priced_layers(costs.legal, self._time_s, num_bytes, counts)
         return self._within[key]
 
 
