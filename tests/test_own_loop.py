@@ -13,7 +13,7 @@ from tests.processes.forking_agent import PRELOAD, ROOT
 from tests.runtime.models import CONFIGS, make_plan
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
-HANG_LIMIT_S = 240
+HANG_LIMIT_S = 900
 
 
 def run_example(folder: Path, *stages: str) -> dict[int, float]:

@@ -59,5 +59,5 @@ def test_the_python_example_trains(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "example.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr[-4000:]

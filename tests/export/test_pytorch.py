@@ -253,7 +253,7 @@ def test_the_script_trains_under_torchrun_without_steelyard(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=900,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     assert len(trained(tmp_path / "script.jsonl")) == 2 * 2

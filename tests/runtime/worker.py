@@ -100,7 +100,7 @@ def run_rank(rank: int, world_size: int, folder: Path, store: Path, cases: Cases
         store=dist.FileStore(str(store), world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=100),
+        timeout=datetime.timedelta(seconds=300),
     )
     for name, case in cases.items():
         reference = torch.load(folder / reference_file(case.plan), weights_only=False)
