@@ -25,7 +25,7 @@ def run(folder: Path, patch: pytest.MonkeyPatch, faults: str) -> RunRecord:
     plan = make_plan(config, "fsdp2, fsdp2, tp2, fsdp2", num_devices=2, global_batch=4, num_microbatches=2)
     write_plan(plan, folder / "plan.json")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
-    options = TrainOptions(steps=12, slow_share=1.0, slow_steps=4, record=folder / "record.json", timeout_s=60)
+    options = TrainOptions(steps=12, slow_share=3.0, slow_steps=4, record=folder / "record.json", timeout_s=60)
     arguments = [faults, str(folder / "plan.json"), "--data", str(folder / "tokens.npy"), *options.arguments()]
     run_processes("tests.runtime.faulty_train", arguments, num_processes=2)
     return RunRecord.model_validate_json((folder / "record.json").read_text())
