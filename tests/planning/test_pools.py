@@ -80,8 +80,8 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
     space = PooledSpace(job, options)
     every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
     found = search_pools(job, PooledSpace(job, options))
-    assert found.accepted[0].outcome.score_s == pytest.approx(every.ranked[0].outcome.score_s, rel=1e-6)
-    assert found.lower_bound_s <= found.accepted[0].outcome.score_s
+    assert found.accepted[0].outcome.score_s <= every.ranked[0].outcome.score_s * (1 + 1e-6)
+    assert max(found.lower_bound_s, every.search.lower_bound_s) <= found.accepted[0].outcome.score_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("memory", ["4GiB", "8GiB", None])

@@ -26,6 +26,7 @@ from steelyard.plan.certificate import TOLERANCE
 from steelyard.plan.plan import Plan
 from steelyard.planning.plain import PLAIN_N_D, plain_choices
 from steelyard.planning.plan_from_search import bare_plan, grouped_plan
+from steelyard.planning.refine import refined
 from steelyard.planning.restrictions import means_of, restricted
 from steelyard.search import (
     NearestMiss,
@@ -51,6 +52,8 @@ MAX_TRIES = 8
 """Budgets within which a floor is searched until the walk accepts a plan; then that of its own tables is left."""
 HALVINGS = 4
 """How often the room between the least budget that was too much and the largest accepted is halved."""
+NUM_REFINED = 3
+"""Settings whose best plans are refined."""
 NUM_SMALL = 8
 """Strategies of least memory by a floor that are tried for the layers of the plan of least memory."""
 
@@ -105,6 +108,7 @@ def accept(
         contest.admit(found.ranked)
         return _summary(contest, found)
     found = _settle(contest, num_alternatives)
+    _refine(contest)
     _without_means(contest)
     return _summary(contest, found)
 
@@ -126,6 +130,21 @@ def _settle(contest: "_Contest", num_alternatives: int) -> SearchResult:
     if contested:
         _compete(contest, contested, found, num_alternatives)
     return found
+
+
+def _refine(contest: "_Contest") -> None:
+    """Refines the best plans of the settings of which a faster one may be accepted."""
+    known = [index for index in contest.open() if index in contest.accepted]
+    for index in sorted(known, key=lambda index: contest.accepted[index].outcome.score_s)[:NUM_REFINED]:
+        outcome = contest.accepted[index].outcome
+        solution = refined(
+            outcome.tables,
+            outcome.solution,
+            fits=partial(contest.fits, outcome.tables),
+            is_over=lambda: contest.left_s == 0,
+        )
+        result = SettingResult(status="feasible", solution=solution, lower_bound_s=contest.bounds_s[index])
+        contest.excess_bytes(_outcome(index, outcome.tables, result))
 
 
 def _without_means(contest: "_Contest") -> None:
@@ -232,6 +251,10 @@ class _Contest:
                     self.accepted[outcome.index] = Accepted(outcome=outcome, plan=plan)
                 break
         return excess
+
+    def fits(self, tables: CostTables, solution: Solution) -> bool:
+        """Whether the walk accepts the plan of a solution."""
+        return self._walk(tables, solution)[1] == 0
 
     def _walk(self, tables: CostTables, solution: Solution) -> tuple[Plan, int]:
         """The plan of a solution and by how much its walk exceeds the room, of any tables of the pipeline setting."""
