@@ -50,6 +50,12 @@ def test_more_experts_of_a_token_than_there_are_is_named(name: str, experts: int
         chain_from_config(config(name, num_experts_per_tok=experts + change), name="wrong")
 
 
+def test_an_auxiliary_loss_of_routers_is_refused_and_not_left_out_in_silence() -> None:
+    chain_from_config(config("mixtral-8x7b", output_router_logits=False), name="without")
+    with pytest.raises(InvalidModelError, match=r"(?s)^output_router_logits: found True.*set this to false"):
+        chain_from_config(config("mixtral-8x7b", output_router_logits=True), name="with")
+
+
 @pytest.mark.parametrize("key", ["dtype", "rope_scaling", "sliding_window"])
 def test_a_null_where_transformers_takes_one_is_no_mistake(key: str) -> None:
     assert chain_from_config(config(**{key: None}), name="fine").num_layers == 10

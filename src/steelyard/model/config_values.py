@@ -33,6 +33,8 @@ _LISTS = ("layer_types", "mlp_only_layers")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _TOP_K = "num_experts_per_tok"
 _MOST = 1e15
+_ROUTER_LOSS = "output_router_logits"
+"""Where it is true, models of transformers add the auxiliary loss of their routers to what they are trained on."""
 
 
 def check_values(config: Mapping[str, Any]) -> None:
@@ -51,6 +53,9 @@ def check_values(config: Mapping[str, Any]) -> None:
     if top_k is not None and not (_is_count(top_k) and (experts is None or top_k <= experts)):
         most = "" if experts is None else f", at most the {experts} experts"
         raise _wrong(_TOP_K, top_k, f"a whole number of 1 or more{most}")
+    if config.get(_ROUTER_LOSS) not in (None, False):
+        hint = "the auxiliary loss of routers is not trained here: to train without it, set this to false"
+        raise _wrong(_ROUTER_LOSS, config[_ROUTER_LOSS], "false or nothing", hint)
 
 
 def _is_number(value: object) -> bool:
