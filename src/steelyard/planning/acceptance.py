@@ -91,25 +91,36 @@ def accept(
     time_limit_s: float | None = None,
     floors: Floors | PooledFloors | None = None,
     cutoff_s: float = np.inf,
+    to_the_end: bool = True,
 ) -> Acceptance:
     """The fastest accepted plans of a job, of all settings whose cost tables are given.
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
     ``floors`` saves making those of the tables again for another budget. Plans that are no faster than ``cutoff_s`` are
-    of no use.
+    of no use. Not ``to_the_end`` leaves out what takes most of the time and finds some percent at most: the tables
+    within more than there is, refinement, the search without each means; what is proven holds all the same.
     """
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
     given = [OnDemand.of(each) for each in tables]
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    contest = _Contest(job=job, given=given, num_exact=num_exact, made=made, known_s=cutoff_s, deadline=deadline)
+    contest = _Contest(
+        job=job,
+        given=given,
+        num_exact=num_exact,
+        made=made,
+        known_s=cutoff_s,
+        deadline=deadline,
+        to_the_end=to_the_end,
+    )
     if partition != "exact":
         found = search(given, usable_of(job), partition=partition)
         contest.bounds_s = [quick_bound_s(each.tables) for each in given]
         contest.admit(found.ranked)
         return _summary(contest, found)
     found = _settle(contest, num_alternatives)
-    _refine(contest)
-    _without_means(contest)
+    if to_the_end:
+        _refine(contest)
+        _without_means(contest)
     return _summary(contest, found)
 
 
@@ -185,6 +196,8 @@ class _Contest:
     """What a plan of another contest takes."""
     deadline: float | None
     """A `time.monotonic` value."""
+    to_the_end: bool = True
+    """As `accept` was asked for."""
     room_bytes: int = field(init=False)
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
@@ -305,7 +318,7 @@ def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, n
             continue
         if contest.bounds_s[index] < contest.enough_s:
             _between(contest, index, found.settings[index])
-        if contest.bounds_s[index] < contest.enough_s:
+        if contest.to_the_end and contest.bounds_s[index] < contest.enough_s:
             _beyond(contest, index)
 
 

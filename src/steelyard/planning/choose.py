@@ -133,12 +133,13 @@ def plan_job(
     top: int = NUM_RESCORED,
     tables: tuple[OnDemand, ...] | None = None,
     floors: Floors | None = None,
+    to_the_end: bool = True,
 ) -> PlanningResult:
     """Searches every pipeline setting of a job and turns the best into a plan.
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
     making the cost tables again where `make_tables` was asked for those of this job and these options, ``floors``
-    making those of this job.
+    making those of this job. ``to_the_end`` as in `accept`.
 
     Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
@@ -151,11 +152,11 @@ def plan_job(
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
     floors, tables = floors or Floors(job), tables or make_tables(job, options)
-    found = _plan_within(job, options, top, tables, floors)
+    found = _plan_within(job, options, top, tables, floors, to_the_end)
     if found.plan is not None or not job.margin_bytes:
         return found
     whole = without_margin(job)
-    found = _plan_within(whole, options, top, tables, floors)
+    found = _plan_within(whole, options, top, tables, floors, to_the_end)
     if found.plan is None or found.plan.prediction is None:
         return found
     told = pressure(whole, found.plan.prediction.stages, missed_bytes=job.margin_bytes)
@@ -164,7 +165,7 @@ def plan_job(
 
 
 def _plan_within(
-    job: Job, options: PlanOptions, top: int, tables: tuple[OnDemand, ...], floors: Floors
+    job: Job, options: PlanOptions, top: int, tables: tuple[OnDemand, ...], floors: Floors, to_the_end: bool
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
     started, limit_s = time.monotonic(), options.time_limit_s
@@ -177,6 +178,7 @@ def _plan_within(
         partition=options.partition,
         time_limit_s=limit_s,
         floors=floors,
+        to_the_end=to_the_end,
     )
     searched_s = time.monotonic() - started
     result = PlanningResult(

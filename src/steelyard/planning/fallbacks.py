@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
@@ -31,7 +32,7 @@ def with_fallbacks(
     tables: Sequence[OnDemand],
     floors: Floors | None = None,
 ) -> Plan:
-    """The plan with up to ``num_fallbacks`` others in it, each the fastest within a share of the memory of the plan.
+    """The plan with up to ``num_fallbacks`` others in it, each a fast one within a share of the memory of the plan.
 
     Where nothing fits into a share, the last is the plan of least memory. ``tables`` are the cost tables of this job
     and these options; ``floors`` of the job save making them.
@@ -82,13 +83,17 @@ def _most_promising(result: PlanningResult) -> list[OnDemand]:
 def _fastest_within(
     budget_bytes: int, job: Job, options: PlanOptions, tables: tuple[OnDemand, ...], floors: Floors
 ) -> Plan | None:
-    """The fastest plan within a budget, or where none fits the one that misses it least."""
+    """A fast plan within a budget, or where none fits the one that misses it least.
+
+    One that saves a run from ending, not the plan to train with: the search does not go to the end.
+    """
     tight = replace(job, budget_bytes=budget_bytes, margin_bytes=0)
-    result = plan_job(tight, options, top=1, tables=tables, floors=floors)
+    search = partial(plan_job, options=options, top=1, tables=tables, floors=floors, to_the_end=False)
+    result = search(tight)
     if result.plan is not None or result.miss is None:
         return result.plan
     least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return plan_job(replace(tight, budget_bytes=least_bytes), options, top=1, tables=tables, floors=floors).plan
+    return search(replace(tight, budget_bytes=least_bytes)).plan
 
 
 def _as_fallback(plan: Plan) -> Fallback:
