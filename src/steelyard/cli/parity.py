@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from steelyard.cli.options import AsJson, print_json
 from steelyard.installed import require_training
@@ -50,9 +50,9 @@ def parity(
 
 def _show(small: Plan, report: dict[str, Any]) -> None:
     chain = small.chain()
-    table = Table(title=f"{chain.name} at width {chain.hidden_size}: the plan against one process")
-    for column in ("step", "loss of the plan", "of one process", "gradient norm", "of one process"):
-        table.add_column(column, justify="right")
+    columns = ("step", "loss of the plan", "of one process", "gradient norm", "of one process")
+    title = f"{chain.name} at width {chain.hidden_size}: the plan against one process"
+    table = Table(*(Column(each, justify="right") for each in columns), title=title)
     rows = zip(report["losses"], report["expected_losses"], report["norms"], report["expected_norms"], strict=True)
     for number, values in enumerate(rows, start=1):
         table.add_row(str(number), *(f"{value:.7f}" for value in values))

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.plan import Plan
+from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_plural, format_ranges, format_seconds
 
 ALLOWANCES = ("context", "allocator slack")
@@ -90,11 +91,8 @@ def check_view(plan: Plan, checked: Sequence[CheckedRank]) -> RenderableType:
 
 def term_table(checked: Sequence[CheckedRank]) -> Table:
     """For each rank a column of what was found and one of what was predicted, by term."""
-    table = Table(title="Found and predicted, per rank", title_justify="left", header_style="bold")
-    table.add_column("")
-    for rank in checked:
-        table.add_column(f"rank {rank.rank}", justify="right")
-        table.add_column("predicted", justify="right")
+    columns = (number(name) for rank in checked for name in (f"rank {rank.rank}", "predicted"))
+    table = framed_table("Found and predicted, per rank", "", *columns)
     names = dict.fromkeys(name for rank in checked for terms in (rank.budget.predicted, rank.terms) for name in terms)
     for name in names:
         if name not in ALLOWANCES:
@@ -121,9 +119,11 @@ def term_table(checked: Sequence[CheckedRank]) -> Table:
 
 def total_table(checked: Sequence[CheckedRank]) -> Table:
     """A row for every rank that was run: its peak, the prediction, and what is left of the budget."""
-    table = Table(title="Found and predicted, per rank", title_justify="left", header_style="bold")
-    for column in ("rank", "stage", "stands for", "found", "predicted", "ratio", "at", "left", "took"):
-        table.add_column(column, justify="left" if column in ("stands for", "at") else "right")
+    table = framed_table(
+        "Found and predicted, per rank",
+        *(number("rank"), number("stage"), "stands for", number("found"), number("predicted"), number("ratio")),
+        *("at", number("left"), number("took")),
+    )
     for rank in checked:
         table.add_row(
             str(rank.rank),

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from steelyard.plan.plan import Plan, Prediction
 from steelyard.report.plan_table import headline, layers_text
-from steelyard.report.tables import plain_table
+from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
 
 LEAST = 1e-9
@@ -56,9 +56,7 @@ def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> Renderable
     chain, rows = first.chain(), list(changed_layers(first, second))
     if not rows:
         return Text("All layers have the same stage and strategy in both.")
-    table = plain_table("Layers that differ")
-    for column in ("layers", *names):
-        table.add_column(column)
+    table = plain_table("Layers that differ", "layers", *names)
     for start, end, before, after in rows:
         table.add_row(layers_text(chain, start, end), before, after)
     return table
@@ -75,10 +73,7 @@ def _layers(plan: Plan) -> list[str]:
 def _term_table(
     title: str, terms: tuple[dict[str, float], dict[str, float]], names: tuple[str, str], show: Callable[[float], str]
 ) -> Table:
-    table = plain_table(title)
-    table.add_column("")
-    for column in (*names, "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = plain_table(title, "", *(number(column, whole=True) for column in (*names, "difference")))
     first, second = terms
     for name in dict.fromkeys((*first, *second)):
         before, after = first.get(name, 0.0), second.get(name, 0.0)

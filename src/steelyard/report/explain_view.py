@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from steelyard.plan.choices import ExcludedValues, Explanation, Rival, SlowNode, StrategyVerdict, Verdict
@@ -22,7 +22,7 @@ from steelyard.report.plan_table import (
     total_table,
     warning_lines,
 )
-from steelyard.report.tables import plain_table
+from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_change, format_seconds
 
 SHOWN_ROWS = 14
@@ -146,12 +146,9 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
 
     A row takes one line, cut off where it is longer, unless ``whole``.
     """
-    table = plain_table(title)
+    plan = Column("plan", no_wrap=not whole, overflow="fold" if whole else "ellipsis", ratio=1)
+    table = plain_table(title, Column("", no_wrap=True), number("step", whole=True), number("slower", whole=True), plan)
     table.expand = True  # a ratio has a meaning then: the last column takes what the others leave
-    table.add_column("", no_wrap=True)
-    for column in ("step", "slower"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("plan", no_wrap=not whole, overflow="fold" if whole else "ellipsis", ratio=1)
     for rival in rivals:
         if rival.step_time_s is None:
             missing = rival.missing_bytes
@@ -166,9 +163,7 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
 
 def excluded_table(excluded: Sequence[ExcludedValues]) -> Table:
     """Pipeline settings that were never searched."""
-    table = plain_table("Never searched")
-    for column in ("", "values", "why"):
-        table.add_column(column)
+    table = plain_table("Never searched", "", "values", "why")
     for each in excluded:
         table.add_row(each.what, each.values, each.reason)
     return table
@@ -182,9 +177,8 @@ def verdict_table(verdicts: Sequence[StrategyVerdict]) -> Table:
     strategies: dict[tuple[str, str, str], list[str]] = {}
     for (verdict, reason, strategy), found in kinds.items():
         strategies.setdefault((verdict, reason, ", ".join(found)), []).append(strategy)
-    table = plain_table("Strategies in the pipeline setting of this plan")
-    for column in ("verdict", "layers", "strategies", "why"):
-        table.add_column(column)
+    title = "Strategies in the pipeline setting of this plan"
+    table = plain_table(title, "verdict", "layers", "strategies", "why")
     order = list(get_args(Verdict))
     for (verdict, reason, layers), found in sorted(strategies.items(), key=lambda item: -order.index(item[0][0])):
         table.add_row(verdict, layers, ", ".join(found), reason)

@@ -1,11 +1,11 @@
 """Trade-offs as tables for the terminal: time against memory, time and money against devices."""
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from steelyard.plan.choices import DevicePoint, TradeOffs
-from steelyard.report.tables import plain_table
+from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_count, format_seconds
 
 SAMPLED = (
@@ -48,11 +48,9 @@ def frontier_note(found: TradeOffs) -> str:
 
 def frontier_table(found: TradeOffs) -> Table:
     """A row for every point, most memory first; the plan within the budget is marked, and what takes of the margin."""
-    table = plain_table(f"Least step time within a memory budget (here {found.limit_text})")
-    table.add_column("")
-    for column in ("memory", "step", "tokens/s", "stages", "micro\nbatches"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("strategies")
+    figures = [number(each, whole=True) for each in ("memory", "step", "tokens/s", "stages", "micro\nbatches")]
+    title = f"Least step time within a memory budget (here {found.limit_text})"
+    table = plain_table(title, "", *figures, "strategies")
     for point in found.points:
         over = point.memory_bytes > found.budget_bytes
         table.add_row(
@@ -71,11 +69,10 @@ def frontier_table(found: TradeOffs) -> Table:
 def device_table(found: TradeOffs) -> Table:
     """A row for every number of devices: its best plan, or why there is none."""
     priced = found.price_per_device_hour is not None
-    table = plain_table(f"Best plan on a number of devices, {format_bytes(found.device_bytes)} each")
     cost = ("cost of\n10⁹ tokens",) if priced else ()
-    for column in ("devices", "step", "tokens/s", *cost, "stages", "micro\nbatches"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("strategies")
+    names = ("devices", "step", "tokens/s", *cost, "stages", "micro\nbatches")
+    title = f"Best plan on a number of devices, {format_bytes(found.device_bytes)} each"
+    table = plain_table(title, *(number(each, whole=True) for each in names), "strategies")
     for point in found.devices:
         here = point.cluster == found.cluster
         table.add_row(*_device_cells(point, priced), style="bold" if here else "")
@@ -84,12 +81,9 @@ def device_table(found: TradeOffs) -> Table:
 
 def offer_table(found: TradeOffs) -> Table:
     """A row for every part of the cluster: its best plan and what it costs, or why there is none."""
-    table = plain_table("Offers: the best plan on parts of the cluster")
-    table.add_column("")
-    table.add_column("devices", no_wrap=True)
-    for column in ("an hour", "cost of\n10⁹ tokens", "step", "tokens/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("plan")
+    figures = [number(each, whole=True) for each in ("an hour", "cost of\n10⁹ tokens", "step", "tokens/s")]
+    title = "Offers: the best plan on parts of the cluster"
+    table = plain_table(title, "", Column("devices", no_wrap=True), *figures, "plan")
     for offer in found.offers:
         cells = (
             None if offer.cost_per_billion_tokens is None else _money(offer.cost_per_billion_tokens),

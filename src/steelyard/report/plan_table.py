@@ -13,6 +13,7 @@ from steelyard.plan.choices import Rival
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Alternative, Baseline, Plan, Prediction
+from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
@@ -207,10 +208,9 @@ def gain_sentence(plan: Plan) -> str:
 def stage_table(plan: Plan) -> Table:
     """A row for every run of equal layers: stage (and its chunk), ranks, layers, strategy."""
     chain = plan.chain()
-    table = Table(title="Strategies", title_justify="left", header_style="bold")
     pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else []
-    for column in ("stage", *(["pool"] if pools else []), "ranks", "layers", "parallel", "remat"):
-        table.add_column(column)
+    columns = ("stage", *(["pool"] if pools else []), "ranks", "layers", "parallel", "remat")
+    table = framed_table("Strategies", *columns)
     for index, part in enumerate(plan.parts):
         for run_index, run in enumerate(part.runs):
             first = run_index == 0
@@ -228,10 +228,8 @@ def stage_table(plan: Plan) -> Table:
 
 def term_table(prediction: Prediction) -> Table:
     """Time and memory of each stage by term, against the budget."""
-    table = Table(title="Predicted, per stage", title_justify="left", header_style="bold")
-    table.add_column("")
-    for index in range(len(prediction.stages)):
-        table.add_column(f"stage {index}", justify="right")
+    columns = (number(f"stage {index}") for index in range(len(prediction.stages)))
+    table = framed_table("Predicted, per stage", "", *columns)
     for name in _terms([stage.time_s for stage in prediction.stages]):
         table.add_row(name, *(format_seconds(stage.time_s.get(name, 0.0)) for stage in prediction.stages))
     table.add_row(
@@ -249,9 +247,8 @@ def term_table(prediction: Prediction) -> Table:
 
 def total_table(prediction: Prediction) -> Table:
     """A row for every stage: its time, its largest terms, its memory and what is left of the budget."""
-    table = Table(title="Predicted, per stage", title_justify="left", header_style="bold")
-    for column in ("stage", "a microbatch", "of it compute", "memory", "of it activations", "left"):
-        table.add_column(column, justify="right")
+    columns = ("stage", "a microbatch", "of it compute", "memory", "of it activations", "left")
+    table = framed_table("Predicted, per stage", *map(number, columns))
     for index, (stage, left) in enumerate(zip(prediction.stages, _all_left(prediction), strict=True)):
         table.add_row(
             str(index),
@@ -267,9 +264,7 @@ def total_table(prediction: Prediction) -> Table:
 def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -> Table:
     """The best candidates that lost, and why."""
     title = f"What lost (best {min(shown, len(prediction.alternatives))} of {len(prediction.alternatives)})"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for column in ("candidate", "step", "why"):
-        table.add_column(column)
+    table = framed_table(title, "candidate", "step", "why")
     for alternative in prediction.alternatives[:shown]:
         table.add_row(alternative.description, alternative_step(alternative), why_lost(prediction, alternative))
     return table

@@ -7,15 +7,14 @@ from rich.table import Table
 
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import RunRecord
+from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_seconds
 
 
 def comparison_table(record: RunRecord) -> Table:
     """Step time and memory per rank, predicted and measured, with the prediction's error."""
-    table = Table(title="Predicted against measured", title_justify="left", header_style="bold")
-    table.add_column("")
-    for column in ("predicted", "measured", "predicted / measured"):
-        table.add_column(column, justify="right")
+    columns = map(number, ("predicted", "measured", "predicted / measured"))
+    table = framed_table("Predicted against measured", "", *columns)
     table.add_row(*beside("step time", record.predicted_step_s, record.median_step_s, format_seconds), end_section=True)
     num_stages = 1 + max(rank.stage for rank in record.ranks)  # an elastic run may end under another plan
     for stage in range(num_stages if num_stages > 1 else 0):
@@ -42,18 +41,15 @@ def beside(
 
 def trial_table(trials: Sequence[tuple[Plan, RunRecord | None, str]]) -> Table:
     """A row for each plan that was tried with its words: predicted and measured step and memory of a rank."""
-    table = Table(title="Predicted and measured", title_justify="left", header_style="bold")
-    table.add_column("")
-    for column in ("predicted", "measured", "ratio", "memory", "measured"):
-        table.add_column(column, justify="right")
-    table.add_column("plan")
-    for number, (plan, record, words) in enumerate(trials):
+    columns = map(number, ("predicted", "measured", "ratio", "memory", "measured"))
+    table = framed_table("Predicted and measured", "", *columns, "plan")
+    for index, (plan, record, words) in enumerate(trials):
         expected_s = plan.prediction.step_time_s if plan.prediction else None
         expected = max(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else None
         peak = None if record is None else max(rank.peak_bytes for rank in record.ranks)
         ratio = None if record is None or expected_s is None else expected_s / record.median_step_s
         table.add_row(
-            str(number),
+            str(index),
             "–" if expected_s is None else format_seconds(expected_s),
             "–" if record is None else format_seconds(record.median_step_s),
             "–" if ratio is None else f"{ratio:.2f}",

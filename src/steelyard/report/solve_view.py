@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from steelyard.report.tables import plain_table
+from steelyard.report.tables import number, plain_table
 from steelyard.search import SampledFrontier, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural, format_seconds
 
@@ -50,10 +50,7 @@ def choice_lines(outcome: SettingOutcome) -> list[str]:
 
 def setting_table(result: SearchResult) -> Table:
     """Every pipeline setting of the tables, best first, and why it won, lost or does not fit."""
-    table = plain_table("Settings")
-    table.add_column("setting")
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("why")
+    table = plain_table("Settings", "setting", number("step", whole=True), "why")
     unsolved = [outcome for outcome in result.settings if outcome.result.solution is None]
     for outcome in (*result.ranked, *unsolved):
         found = outcome.result.solution
@@ -64,10 +61,7 @@ def setting_table(result: SearchResult) -> Table:
 def step_table(frontier: SampledFrontier) -> Table:
     """Time against memory, most memory first."""
     title = "Time against memory" + ("" if frontier.is_complete else " (sampled)")
-    table = plain_table(title)
-    for column in ("memory", "bytes", "step"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("setting")
+    table = plain_table(title, *(number(column, whole=True) for column in ("memory", "bytes", "step")), "setting")
     for step in frontier.steps:
         table.add_row(
             format_bytes(step.peak_bytes),
