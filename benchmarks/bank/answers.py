@@ -345,8 +345,6 @@ def played(schedule: str, chunks: int, way: Mapping[str, Any]) -> Record:
             backward_s=0.02 + 0.005 * (index % 4),
             once_s=0.004 * (index + 1),
             transfer_s=0.0015,
-            latency_s=0.0001,
-            sync_s=0.006 if index % 2 else 0.0,
         )
         for index in range(4 * chunks)
     ]

@@ -16,9 +16,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[StageTimes], int, str, int]:
     num_stages, schedule = draw(st.integers(2, 4)), draw(st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b"]))
     num_chunks = 2 if schedule == "interleaved-1f1b" else 1
     size = num_stages * num_chunks
-    times = st.builds(
-        StageTimes, forward_s=seconds, backward_s=seconds, once_s=seconds, transfer_s=seconds, latency_s=seconds
-    )
+    times = st.builds(StageTimes, forward_s=seconds, backward_s=seconds, once_s=seconds, transfer_s=seconds)
     parts = draw(st.lists(times, min_size=size, max_size=size))
     return parts, num_stages * draw(st.integers(1, 3)), schedule, num_chunks
 
@@ -39,7 +37,7 @@ def num_stages_of(pipeline: tuple[list[StageTimes], int, str, int]) -> int:
 
 def with_transfers(parts: list[StageTimes]) -> list[StageTimes]:
     """Parts without transfers, whose passes take as much longer as it takes to hand over what they take and make."""
-    handed_s = [0.0, *(part.transfer_s + part.latency_s for part in parts[1:]), 0.0]
+    handed_s = [0.0, *(part.transfer_s for part in parts[1:]), 0.0]
     return [
         StageTimes(
             forward_s=part.forward_s + handed_s[index] + handed_s[index + 1],

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.simulator import Event, StageTimes, Timeline
+from steelyard.cost.simulator import StageTimes, Timeline
 from steelyard.errors import InvalidPlanError, InvalidProblemError
 from steelyard.plan.strategy import parse_strategy
 from tests.cost.examples import setting, simulated
@@ -166,8 +166,6 @@ def interleaved(draw: st.DrawFn) -> tuple[list[StageTimes], int, int]:
         backward_s=seconds,
         once_s=seconds,
         transfer_s=seconds,
-        latency_s=seconds,
-        sync_s=seconds,
     )
     count = num_stages * num_chunks
     parts = draw(st.lists(times, min_size=count, max_size=count))
@@ -202,11 +200,11 @@ def test_an_interleaved_pass_starts_after_what_it_needs_has_arrived(
     for (part, kind, microbatch), event in found.items():
         if kind == "forward" and part:
             before = found[part - 1, "forward", microbatch]
-            travel_s = parts[part].transfer_s + parts[part].latency_s if num_stages > 1 else 0.0
+            travel_s = parts[part].transfer_s if num_stages > 1 else 0.0
             assert event.start_s >= before.end_s + travel_s
         if kind == "backward" and part < len(parts) - 1:
             before = found[part + 1, "backward", microbatch]
-            travel_s = parts[part + 1].transfer_s + parts[part + 1].latency_s if num_stages > 1 else 0.0
+            travel_s = parts[part + 1].transfer_s if num_stages > 1 else 0.0
             assert event.start_s >= before.end_s + travel_s
 
 
@@ -250,7 +248,7 @@ def test_a_link_carries_one_transfer_at_a_time(pipeline: tuple[list[StageTimes],
 
 
 def test_the_chunks_of_one_stage_hand_over_without_a_transfer() -> None:
-    parts = [StageTimes(forward_s=1, backward_s=2, transfer_s=50, latency_s=50)] * 3
+    parts = [StageTimes(forward_s=1, backward_s=2, transfer_s=50)] * 3
     timeline = simulated(parts, 2, "interleaved-1f1b", num_chunks=3)
     assert timeline.step_time_s == 18
     assert timeline.sends == ((),)
@@ -262,24 +260,10 @@ def test_a_slow_link_holds_transfers_back_one_behind_the_other() -> None:
     assert arrivals == [11, 21, 31]
 
 
-def test_latency_delays_arrivals_and_occupies_nothing() -> None:
-    parts = [StageTimes(forward_s=1, backward_s=1, latency_s=10)] * 2
-    arrivals = [event.start_s for event in simulated(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
-    assert arrivals == [11, 12, 13]
-
-
 def test_a_stage_waits_for_sends_that_are_not_overlapped() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, transfer_s=10)] * 2
     events = simulated(parts, 2, "gpipe", overlap_sends=False).stages[0]
     assert [event.start_s for event in events if event.kind == "forward"] == [0, 11]
-
-
-def test_a_chunk_reduces_its_gradients_after_its_last_backward() -> None:
-    parts = [StageTimes(forward_s=1, backward_s=1, sync_s=3)] * 4
-    for events in simulated(parts, 2, "interleaved-1f1b", num_chunks=2).stages:
-        assert [each.chunk for each in events if each.kind == "sync"] == [1, 0]
-        for sync in (event for event in events if event.kind == "sync"):
-            assert sync.start_s >= _last_backward(events, sync.chunk).end_s
 
 
 def test_bubbles_are_named_by_what_the_stage_waits_for() -> None:
@@ -296,10 +280,6 @@ def test_microbatches_that_cannot_be_interleaved_are_an_error() -> None:
 def test_tables_of_the_search_refuse_an_interleaved_stage_of_one_chunk() -> None:
     with pytest.raises(InvalidProblemError, match="two or more chunks"):
         build_tables(setting(num_stages=2, schedule="interleaved-1f1b"), (parse_strategy("fsdp4"),))
-
-
-def _last_backward(events: tuple[Event, ...], chunk: int) -> Event:
-    return [event for event in events if event.kind == "backward" and event.chunk == chunk][-1]
 
 
 def _by_pass(timeline: Timeline) -> dict[tuple[int, str, int], tuple[float, float]]:

@@ -13,7 +13,7 @@ from steelyard.plan.plan import Plan
 from steelyard.report.trace_events import default_num_shown, trace_events
 from tests.cost.examples import cluster, job, plan, simulated
 
-TIMES = StageTimes(forward_s=1e-3, backward_s=2e-3, once_s=5e-4, transfer_s=1e-4, sync_s=3e-4)
+TIMES = StageTimes(forward_s=1e-3, backward_s=2e-3, once_s=5e-4, transfer_s=1e-4)
 
 
 def interleaved(num_microbatches: int = 8) -> tuple[Plan, Timeline]:
@@ -64,7 +64,7 @@ def test_every_pass_send_and_bubble_is_shown_and_named() -> None:
     found = Counter(event["cat"] for event in events)
     assert found["forward"] == found["backward"] == 2 * 2 * 8
     assert found["send"] == 2 * 3 * 8
-    assert found["sync"] == found["once"] == 4
+    assert found["once"] == 4
     assert found["bubble"] == sum(len(timeline.bubbles(stage)) for stage in range(2))
     names = {event["name"] for event in events}
     assert {"forward 0 chunk 0", "backward 7 chunk 1", "send activation 3 to stage 1 chunk 0"} <= names

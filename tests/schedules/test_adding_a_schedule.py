@@ -45,7 +45,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_simulated_in_its_own_order() -> None:
-    timeline = simulated([StageTimes(forward_s=1, backward_s=2, sync_s=5)] * 3, 4, NAME)
+    timeline = simulated([StageTimes(forward_s=1, backward_s=2)] * 3, 4, NAME)
     backwards = [event.microbatch for event in timeline.stages[2] if event.kind == "backward"]
     assert backwards == [3, 2, 1, 0]
 
@@ -53,13 +53,6 @@ def test_it_is_simulated_in_its_own_order() -> None:
 def test_it_takes_the_time_of_gpipe_on_equal_stages() -> None:
     parts = [StageTimes(forward_s=1, backward_s=2, once_s=1)] * 3
     assert simulated(parts, 4, NAME).step_time_s == simulated(parts, 4, "gpipe").step_time_s
-
-
-def test_gradients_are_reduced_after_the_backward_pass_that_its_order_ends_with() -> None:
-    timeline = simulated([StageTimes(forward_s=1, backward_s=2, sync_s=5)] * 2, 3, NAME)
-    for events in timeline.stages:
-        last = max(event.end_s for event in events if event.kind == "backward")
-        assert [event.start_s >= last for event in events if event.kind == "sync"] == [True]
 
 
 def test_the_search_holds_as_many_microbatches_as_its_passes_do() -> None:

@@ -56,10 +56,8 @@ class _Play:
         self._table = table
         self._count = num_microbatches
         self._work_s = _with_transfers(table)
-        parts = table.num_parts
-        self._arrival_s = [_NEVER] * (3 * parts * num_microbatches)
+        self._arrival_s = [_NEVER] * (2 * table.num_parts * num_microbatches)
         self._arrival_s[:num_microbatches] = [0.0] * num_microbatches
-        self._arrival_s[2 * parts * num_microbatches :] = [0.0] * (parts * num_microbatches)
         self._free_s = [0.0] * len(runs)
         self._left_s: dict[int, float] = {}
 
@@ -119,7 +117,6 @@ def _with_transfers(table: PassTable) -> list[float]:
     work_s = list(table.duration_s)
     for group, target in enumerate(table.consumer):
         if target >= 0:
-            handed_s = table.transfer_s[group] + table.latency_s[group]
-            work_s[group] += handed_s
-            work_s[target] += handed_s
+            work_s[group] += table.transfer_s[group]
+            work_s[target] += table.transfer_s[group]
     return work_s

@@ -28,6 +28,5 @@ class PassTable:
     receiver: list[int]
     """Stage of that pass."""
     transfer_s: list[float]
-    latency_s: list[float]
     link: list[int]
     """Of the stage's links, that which the result takes."""

@@ -2,9 +2,8 @@ r"""Plays a pipeline schedule event by event and yields the step time and the ti
 
 Each stage does its forward and backward passes in the schedule's order (`steelyard.schedules`), one at a time; a
 pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
-stages, for ``transfer_s`` and arrives ``latency_s`` later; the sender goes on meanwhile, or waits for the link where
-sends are not overlapped. After the last backward of a chunk its gradients are reduced, before the passes that are left
-(the cool-down); after everything a stage does its once-a-step work (optimizer).
+stages, for ``transfer_s`` and arrives then; the sender goes on meanwhile, or waits for the link where
+sends are not overlapped. After its passes a stage does its once-a-step work (optimizer).
 
 Without transfers and with backward passes that take the same multiple of the forward pass on every stage, GPipe takes
 exactly $\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes that on equal stages and up to a fifth less on unequal ones, since
@@ -35,16 +34,15 @@ from steelyard.cost.shared_cores import play_on_shared_cores
 from steelyard.cost.simulated_passes import PassTable, StageRun
 from steelyard.schedules import Phase, PipelineConfig
 
-Work = Literal["forward", "backward", "sync", "once"]
-Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "waits for sync", "step ends"]
+Work = Literal["forward", "backward", "once"]
+Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "step ends"]
 
-_PASSES: tuple[Work, ...] = ("forward", "backward", "sync")
-_FORWARD, _BACKWARD, _SYNC = range(3)
+_PASSES: tuple[Work, ...] = ("forward", "backward")
+_FORWARD, _BACKWARD = range(2)
 _WAITS: dict[Work, Wait] = {
     "forward": "waits for activation",
     "backward": "waits for gradient",
-    "sync": "waits for sync",
-    "once": "waits for sync",
+    "once": "step ends",
 }
 _NOT_YET = -1.0
 
@@ -58,10 +56,6 @@ class StageTimes:
     once_s: float = 0.0
     transfer_s: float = 0.0
     """For which the link from the part before is occupied; the gradient takes as long back."""
-    latency_s: float = 0.0
-    """From the end of a transfer to its arrival."""
-    sync_s: float = 0.0
-    """Reducing the gradients of all microbatches over the ranks of the stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +147,6 @@ class Timeline:
         events = []
         for code, start, end in zip(run.codes, run.starts_s, run.ends_s, strict=True):
             kind, chunk, microbatch = self._place(code)
-            microbatch = -1 if kind == _SYNC else microbatch
             events.append(
                 Event(stage=stage, kind=_PASSES[kind], microbatch=microbatch, start_s=start, end_s=end, chunk=chunk)
             )
@@ -202,12 +195,7 @@ def simulate(
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
     table = _pass_table(parts, num_stages)
-    runs = []
-    for stage in range(num_stages):
-        codes = _codes(stage, pipeline)
-        if any(part.sync_s for part in parts):
-            codes = _with_sync(codes, parts, num_microbatches)
-        runs.append(StageRun(codes=codes))
+    runs = [StageRun(codes=_codes(stage, pipeline)) for stage in range(num_stages)]
     if speeds:
         play_on_shared_cores(runs, table, num_microbatches, speeds)
     else:
@@ -224,22 +212,19 @@ def simulate(
 
 def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
     count = len(parts)
-    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * count]
-    receiver, transfer_s, latency_s = [], [], []
+    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1)]
+    receiver, transfer_s = [], []
     for group, target in enumerate(consumer):
         sender, receiving = group % count % num_stages, target % count % num_stages
-        crossed = parts[max(group % count, target % count)]
         is_sent = target >= 0 and sender != receiving
         receiver.append(receiving)
-        transfer_s.append(crossed.transfer_s if is_sent else 0.0)
-        latency_s.append(crossed.latency_s if is_sent else 0.0)
+        transfer_s.append(parts[max(group % count, target % count)].transfer_s if is_sent else 0.0)
     return PassTable(
         num_parts=count,
-        duration_s=[getattr(part, name) for name in ("forward_s", "backward_s", "sync_s") for part in parts],
+        duration_s=[getattr(part, name) for name in ("forward_s", "backward_s") for part in parts],
         consumer=consumer,
         receiver=receiver,
         transfer_s=transfer_s,
-        latency_s=latency_s,
         link=[group % count % num_stages * num_stages + stage for group, stage in enumerate(receiver)],
     )
 
@@ -254,33 +239,14 @@ def _codes(stage: int, pipeline: PipelineConfig) -> list[int]:
     return codes
 
 
-def _with_sync(codes: list[int], parts: Sequence[StageTimes], num_microbatches: int) -> list[int]:
-    """The order with the reduction of its gradients after the last backward of every chunk that has one."""
-    last = _last_backwards(codes, len(parts), num_microbatches)
-    syncs = {index: part for part, index in last.items() if parts[part].sync_s}
-    result = []
-    for index, code in enumerate(codes):
-        result.append(code)
-        if index in syncs:
-            result.append((_SYNC * len(parts) + syncs[index]) * num_microbatches)
-    return result
-
-
-def _last_backwards(codes: Sequence[int], num_parts: int, num_microbatches: int) -> dict[int, int]:
-    """For each part of a stage, in the order in which they are first worked backwards, where its last backward is."""
-    first, end = (kind * num_parts * num_microbatches for kind in (_BACKWARD, _BACKWARD + 1))
-    return {(code - first) // num_microbatches: index for index, code in enumerate(codes) if first <= code < end}
-
-
 def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, overlap_sends: bool) -> None:
     """Fills in the times of every run: each stage goes on until an input is missing, and again when it has arrived."""
     count, num_stages = table.num_parts, len(runs)
-    arrival_s = [_NOT_YET] * (3 * count * num_microbatches)
+    arrival_s = [_NOT_YET] * (2 * count * num_microbatches)
     arrival_s[:num_microbatches] = [0.0] * num_microbatches
-    arrival_s[2 * count * num_microbatches :] = [0.0] * (count * num_microbatches)
     free_s, link_free_s = [0.0] * num_stages, [0.0] * num_stages**2
-    duration_s, consumer, receiver, link = table.duration_s, table.consumer, table.receiver, table.link
-    transfer_s, latency_s = table.transfer_s, table.latency_s
+    duration_s, transfer_s = table.duration_s, table.transfer_s
+    consumer, receiver, link = table.consumer, table.receiver, table.link
     awaited, ready = [-1] * num_stages, list(range(num_stages))
     while ready:
         stage = ready.pop()
@@ -304,7 +270,7 @@ def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, 
                     link_free_s[link[group]] = sent
                     now = now if overlap_sends else sent
                 target = target * num_microbatches + microbatch
-                arrival_s[target] = sent + latency_s[group]
+                arrival_s[target] = sent
                 if awaited[receiver[group]] == target:
                     awaited[receiver[group]] = -1
                     ready.append(receiver[group])

@@ -120,7 +120,7 @@ def stage_slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[Sl
 
 
 def _pass_slice(event: Event, num_chunks: int) -> Slice:
-    name = {"sync": "gradient sync", "once": "optimizer"}.get(event.kind, event.kind)
+    name = "optimizer" if event.kind == "once" else event.kind
     return Slice(
         track=PASSES,
         name=name if event.microbatch < 0 else f"{name} {event.microbatch}",

@@ -23,7 +23,6 @@ MOST_PASSES = 12_000
 KINDS = {
     "forward": "forward",
     "backward": "backward",
-    "sync": "gradient sync",
     "once": "optimizer",
     "bubble": "bubble",
     "not shown": "not shown",
