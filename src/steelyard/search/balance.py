@@ -8,17 +8,14 @@ accepted if
 - (b) every stage of $p'$ fits into the budget, and
 - (c) no stage of $p'$ takes more memory than the fullest stage of the time-balanced cuts $p_t$,
 
-and moves are tried from every accepted partition until there is none left. The balance degrees
-$\alpha_t = 1 - \max_i t_i / \sum_i t_i$ and $\alpha_m = 1 - \max_i M_i / \sum_i M_i$ are reported with every move;
-$(P-1)/P$ is perfect balance. Here $p_m$ is the partition whose fullest stage needs the fewest bytes, and $p_t$ the
-one whose slowest stage is fastest when memory is no object.
+and moves are tried from every accepted partition until there is none left. Here $p_m$ is the partition whose fullest
+stage needs the fewest bytes, and $p_t$ the one whose slowest stage is fastest when memory is no object.
 
 Source: Wang et al. 2023 (arXiv 2307.02031), section 4.2. The method is greedy: unlike `partition_exact` it is not
 monotone in the budget or in the space, and it proves nothing.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -29,34 +26,12 @@ from steelyard.schedules import names_of
 from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.partition import Prospect, SettingResult, assess, best_for_boundaries
+from steelyard.search.runs import PreparedTables
 
 Partition = Literal["exact", "bmw", "even", "memory-balanced"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """One step that was tried: a boundary layer of the slowest stage goes to a neighbouring stage."""
-
-    layer: int
-    from_stage: int
-    to_stage: int
-    accepted: bool
-    reason: str
-    boundaries: tuple[int, ...]
-    solution: Solution | None
-    """what the new partition costs; None if it does not fit"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancedResult:
-    """Outcome of a partition that does not search all cuts; ``moves`` is empty except for `bmw`."""
-
-    result: SettingResult
-    start: Solution | None
-    moves: tuple[Move, ...] = ()
-
-
-def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> BalancedResult:
+def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> SettingResult:
     """The plan that this method of cutting finds; at most feasible, as other cuts may be faster."""
     if tables.pipeline.num_chunks > 1:
         raise InvalidProblemError(
@@ -66,14 +41,12 @@ def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> Ba
         )
     prospect = assess(tables, budget_bytes)
     if isinstance(prospect, SettingResult):
-        return BalancedResult(result=prospect, start=None)
+        return prospect
     if method == "exact":
         raise ValueError("the exact partition is partition_exact")
-    if method == "bmw":
-        return _adjust(prospect)
     cuts = even_boundaries if method == "even" else memory_balanced_boundaries
-    solution = best_for_boundaries(prospect.setting, cuts(tables))
-    return BalancedResult(result=_unproven(prospect, solution), start=solution)
+    start = best_for_boundaries(prospect.setting, cuts(tables))
+    return _unproven(prospect, _adjusted(prospect.setting, start) if method == "bmw" and start is not None else start)
 
 
 def even_boundaries(tables: CostTables) -> tuple[int, ...]:
@@ -113,64 +86,39 @@ def _unproven(prospect: Prospect, solution: Solution | None) -> SettingResult:
     return SettingResult(status=status, solution=solution, lower_bound_s=prospect.lower_bound_s)
 
 
-def _adjust(prospect: Prospect) -> BalancedResult:
-    """Galvatron-BMW's adjustment from the memory-balanced cuts; keeps the fastest partition that it meets."""
-    setting = prospect.setting
-    tables = setting.tables
-    start = best_for_boundaries(setting, memory_balanced_boundaries(tables))
-    if start is None:
-        return BalancedResult(result=_unproven(prospect, None), start=None)
-    by_time = best_for_boundaries(setting, time_balanced_boundaries(tables))
+def _adjusted(setting: PreparedTables, start: Solution) -> Solution:
+    """The fastest partition that Galvatron-BMW's adjustment meets on its way from the memory-balanced cuts."""
+    by_time = best_for_boundaries(setting, time_balanced_boundaries(setting.tables))
     most_bytes = by_time.peak_bytes if by_time else setting.budget_bytes
-    best, moves = start, []
-    queue, seen = deque([start]), {start.boundaries}
+    best, queue, seen = start, deque([start]), {start.boundaries}
     while queue:
         current = queue.popleft()
-        for layer, giver, taker, boundaries in _neighbours(current):
+        for boundaries in neighbours(current):
             if boundaries in seen:
                 continue
             seen.add(boundaries)
             found = best_for_boundaries(setting, boundaries)
-            accepted, reason = _judge(found, current, most_bytes)
-            moves.append(
-                Move(
-                    layer=layer,
-                    from_stage=giver,
-                    to_stage=taker,
-                    accepted=accepted,
-                    reason=reason,
-                    boundaries=boundaries,
-                    solution=found,
-                )
-            )
-            if accepted and found is not None:
+            if found is not None and is_accepted(found, current, most_bytes):
                 queue.append(found)
                 best = min(best, found, key=lambda plan: plan.step_s)
-    return BalancedResult(result=_unproven(prospect, best), start=start, moves=tuple(moves))
+    return best
 
 
-def _judge(found: Solution | None, current: Solution, most_bytes: int) -> tuple[bool, str]:
-    """Whether a move is accepted, and which of the three conditions it breaks if not."""
-    if found is None:
-        return False, "(b) a stage does not fit"
-    if max(stage.time_s for stage in found.stages) > max(stage.time_s for stage in current.stages):
-        return False, "(a) a stage is slower than the slowest before"
-    if found.peak_bytes > most_bytes:
-        return False, "(c) a stage takes more memory than the time-balanced partition"
-    return True, "accepted"
+def is_accepted(found: Solution, current: Solution, most_bytes: int) -> bool:
+    """Whether a partition that fits, one move from ``current``, meets (a), and (c) with ``most_bytes``."""
+    is_slower = max(stage.time_s for stage in found.stages) > max(stage.time_s for stage in current.stages)
+    return not is_slower and found.peak_bytes <= most_bytes
 
 
-def _neighbours(current: Solution) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    """(layer, from stage, to stage, boundaries) for both boundary layers of the slowest stage."""
+def neighbours(current: Solution) -> list[tuple[int, ...]]:
+    """The boundaries of stages where a boundary layer of the slowest stage goes to the stage beside it."""
     slowest = int(np.argmax([stage.time_s for stage in current.stages]))
     first, end = current.boundaries[slowest], current.boundaries[slowest + 1]
     if end - first < 2:
         return []
     found = []
     if slowest > 0:
-        moved = (*current.boundaries[:slowest], first + 1, *current.boundaries[slowest + 1 :])
-        found.append((first, slowest, slowest - 1, moved))
+        found.append((*current.boundaries[:slowest], first + 1, *current.boundaries[slowest + 1 :]))
     if slowest < len(current.stages) - 1:
-        moved = (*current.boundaries[: slowest + 1], end - 1, *current.boundaries[slowest + 2 :])
-        found.append((end - 1, slowest, slowest + 1, moved))
+        found.append((*current.boundaries[: slowest + 1], end - 1, *current.boundaries[slowest + 2 :]))
     return found

@@ -103,11 +103,11 @@ def sketch(prospect: Prospect | SideProspect) -> SettingResult:
 def partition_with(method: Partition, tables: CostTables, budget_bytes: int) -> SettingResult:
     """The plan that this method of cutting finds; with side inputs, the fastest of those it finds per condition."""
     if not tables.side_inputs:
-        return partition_by(method, tables, budget_bytes).result
+        return partition_by(method, tables, budget_bytes)
     found = assess(tables, budget_bytes)
     if isinstance(found, SettingResult):
         return found
-    results = [partition_by(method, conditioned(tables, each), budget_bytes).result for each in all_conditions(tables)]
+    results = [partition_by(method, conditioned(tables, each), budget_bytes) for each in all_conditions(tables)]
     plans = [_priced(tables, each.solution) for each in results if each.solution is not None]
     return SettingResult(
         status="feasible" if plans else "infeasible",
