@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_runs.rows import OPEN_RUNS, PublishedRun, read_runs
 
 from steelyard.cost.predict import predict
-from steelyard.hardware import Cluster, MixedCluster, cluster_from_yaml, find_network, hardware_file, parse_pools
+from steelyard.hardware import Cluster, MixedCluster, find_network, hardware_file, parse_pools
+from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.kinds import DP, TP
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Strategy
@@ -61,7 +62,7 @@ def node(card: str, count: int, name: str, nodes: int = 1) -> Cluster:
         f"version: 1\nname: '{name}'\nnum_nodes: {nodes}\ndevices_per_node: {count}\ndevice: {CARDS[card]}\n"
         f"intra_link: pcie-4-host\ninter_link: {NETWORK}\n"
     )
-    return cluster_from_yaml(text)
+    return pools_from_yaml(text)
 
 
 def joined(*pools: Cluster) -> MixedCluster:

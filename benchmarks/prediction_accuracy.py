@@ -34,7 +34,7 @@ from steelyard.cost.setting import Job
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning import PlanOptions, make_job, plan_job, price_plan
+from steelyard.planning import PlanOptions, job_of, make_job, plan_job, with_price
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds
@@ -206,7 +206,7 @@ def measure_rounds(processes: int, options: argparse.Namespace) -> list[list[Row
                 profile=profile,
             )
             plans = named_plans(job)
-        named = [(name, price_plan(plan, memory=MEMORY, profile=profile)) for name, plan in plans]
+        named = [(name, with_price(plan, job_of(plan, memory=MEMORY, profile=profile))) for name, plan in plans]
         records = run_plans([plan for _, plan in named], processes, options.steps)
         rounds.append([row_of(name, plan, record) for (name, plan), record in zip(named, records, strict=True)])
     return rounds

@@ -34,7 +34,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning import PlanOptions, make_job, plan_job, price_plan
+from steelyard.planning import PlanOptions, make_job, plan_job, with_price
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -139,9 +139,7 @@ def plans_of(name: str, profiles: Path | None) -> dict[str, dict[str, Plan]]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
         roomy = job_of(path, "4GiB", profile)
-        uniforms = {
-            text: price_plan(plan, memory="4GiB", profile=profile) for text, plan in uniform_plans(roomy).items()
-        }
+        uniforms = {text: with_price(plan, roomy) for text, plan in uniform_plans(roomy).items()}
         replicated = peak_bytes(uniforms["dp4, 1 microbatches, 1 stages"])
         found = {}
         for share in BUDGET_SHARES:

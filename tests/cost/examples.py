@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from steelyard.cost.communication import Group, collective
+from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.hardware import Backend, Cluster, parse_cluster
@@ -248,3 +250,15 @@ def plan(of: Job, *stages: str, num_microbatches: int, schedule: str = "1f1b", n
             "stages": parts,
         }
     )
+
+
+def collective_s(
+    kind: CollectiveKind,
+    num_bytes: float,
+    group: Group,
+    machines: Cluster,
+    profile: Profile,
+    reached: LinkEfficiency = IDEAL_LINKS,
+) -> float:
+    """Seconds of one collective over two ranks or more."""
+    return collective(kind, group, machines, profile, reached)(num_bytes)

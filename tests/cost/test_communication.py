@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.cost.communication import Group, collective_s, send_recv_s
+from steelyard.cost.communication import Group, send_recv_s
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import find_link, parse_cluster
 from steelyard.profiles.profile import CollectiveKind, CollectiveProfile
-from tests.cost.examples import cluster, job, unprofiled_job
+from tests.cost.examples import cluster, collective_s, job, unprofiled_job
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 kinds = st.sampled_from(KINDS)

@@ -15,7 +15,7 @@ from steelyard.cost.build import (
     overhead_bytes,
     usable_bytes,
 )
-from steelyard.cost.communication import Group, collective_s
+from steelyard.cost.communication import Group
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
 from steelyard.cost.execution import OURS, TORCHTITAN, Execution, StateBytes
@@ -24,7 +24,7 @@ from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import ShardingTime
-from tests.cost.examples import PARAMS, SEQ_LEN, cluster, job, setting, unprofiled_job
+from tests.cost.examples import PARAMS, SEQ_LEN, cluster, collective_s, job, setting, unprofiled_job
 
 BLOCK = PARAMS["block"]
 STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steelyard.cost.communication import Group, collective_s
+from steelyard.cost.communication import Group
 from steelyard.cost.switching import moves, switch_table
 from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import mesh_axes, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
-from tests.cost.examples import job, setting
+from tests.cost.examples import collective_s, job, setting
 from tests.runtime.models import FAMILY_CONFIGS
 
 PLACEMENTS: dict[str, Placement] = {"B": Shard(0), "S": Shard(1), "R": Replicate()}

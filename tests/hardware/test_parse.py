@@ -12,13 +12,13 @@ from steelyard.hardware import (
     Backend,
     ClusterFile,
     cluster_file,
-    cluster_from_yaml,
     cluster_of,
     find_device,
     find_link,
     parse_cluster,
     with_network,
 )
+from steelyard.hardware.parse import pools_from_yaml
 
 FILE = {"version": 1, "num_nodes": 2, "devices_per_node": 8, "device": "a100-80gb"}
 OWN_DEVICE = {
@@ -32,7 +32,7 @@ OWN_LINK = {"name": "wire", "bandwidth_GBps": 3, "latency_us": 20}
 
 
 def read(**changes):
-    return cluster_from_yaml(yaml.safe_dump({**FILE, **changes}))
+    return pools_from_yaml(yaml.safe_dump({**FILE, **changes}))
 
 
 @given(st.integers(1, 1000), st.integers(1, 64))
@@ -236,7 +236,7 @@ def test_a_mistake_in_a_file_is_named(changes, message):
 @pytest.mark.parametrize("text", ["", "- 1", "just words", "a: [", "version: 1"])
 def test_a_text_that_is_no_cluster_file_is_a_user_error(text):
     with pytest.raises(InvalidClusterError):
-        cluster_from_yaml(text)
+        pools_from_yaml(text)
 
 
 def test_a_missing_file_is_a_user_error(tmp_path):

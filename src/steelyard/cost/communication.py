@@ -79,28 +79,14 @@ class Path:
     tree_latency_s: float = 0.0
 
 
-def collective_s(
-    kind: CollectiveKind,
-    tensor_bytes: float,
-    group: Group,
-    cluster: Cluster,
-    profile: Profile,
-    reached: LinkEfficiency = IDEAL_LINKS,
-) -> float:
-    """Seconds of one collective; 0 for a group of one rank.
+def collective(
+    kind: CollectiveKind, group: Group, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
+) -> Callable[[float], float]:
+    """Seconds of one collective over two ranks or more, by the bytes of its tensor.
 
     Raises `InvalidProfileError` for a kind that has no cost here (`send_recv_s` prices transfers), and where the
     cluster's rates are unknown and the profile did not measure this collective.
     """
-    if group.size == 1 or tensor_bytes == 0:
-        return 0.0
-    return collective(kind, group, cluster, profile, reached)(tensor_bytes)
-
-
-def collective(
-    kind: CollectiveKind, group: Group, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
-) -> Callable[[float], float]:
-    """Seconds of one collective over two ranks or more, by the bytes of its tensor; raises as `collective_s`."""
     if kind not in _PASSES:
         raise InvalidProfileError(
             field="collectives",

@@ -134,8 +134,6 @@ class Execution:
     between nodes. Seen, not explained: in nanotron a block takes 3 ms per microbatch and rank, however small it is."""
     step_s: float = 0.0
     """Once a step, beside what every framework spends: what it does rank after rank."""
-    remat_fraction: float = 1.0
-    """Part of what remat repeats in a layer that is really repeated: less than 1 where only every n-th layer is."""
     fused_kernels: bool = False
     """Whether norms, rotary embedding, gated activation and loss are a kernel each, and a rank of sp keeps its own part
     of what it gathers, gathering it again beside the backward pass."""

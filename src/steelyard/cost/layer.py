@@ -295,8 +295,7 @@ def _microbatch_time(
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
     if strategy.remat is not Remat.NONE:
-        again_s = _recomputation_s(busiest, sent, setting, samples)
-        backward["remat"] = setting.job.execution.remat_fraction * again_s
+        backward["remat"] = _recomputation_s(busiest, sent, setting, samples)
     for level in strategy.levels:
         kind = level.kind
         if kind.states is States.SHARDED:

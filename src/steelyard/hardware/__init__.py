@@ -13,7 +13,6 @@ from steelyard.hardware.catalogue import (
 from steelyard.hardware.files import ClusterFile, HardwareFile, PoolsFile
 from steelyard.hardware.parse import (
     cluster_file,
-    cluster_from_yaml,
     cluster_of,
     hardware_file,
     is_as_named,
@@ -36,7 +35,6 @@ __all__ = [
     "MixedCluster",
     "PoolsFile",
     "cluster_file",
-    "cluster_from_yaml",
     "cluster_of",
     "default_links",
     "devices",

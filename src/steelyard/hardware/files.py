@@ -317,11 +317,6 @@ class LinkCatalogue(FileModel):
     links: tuple[LinkRow, ...]
 
 
-def read_yaml(text: str, model: type[FileModelT], *, where: str) -> FileModelT:
-    """The checked contents of a YAML text; raises `InvalidClusterError` naming the key that is wrong."""
-    return checked(read_mapping(text, where=where), model, where=where)
-
-
 def read_mapping(text: str, *, where: str) -> Any:
     """What a YAML text holds, unchecked; raises `InvalidClusterError` where it is none."""
     try:

@@ -21,7 +21,6 @@ from steelyard.hardware.files import (
     checked,
     read_mapping,
     read_text,
-    read_yaml,
 )
 from steelyard.hardware.values import Cluster, Device, Link, MixedCluster
 from steelyard.limits import MOST_DEVICES
@@ -102,13 +101,8 @@ def _short(text: str) -> Cluster:
     )
 
 
-def cluster_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster:
-    """The cluster that a YAML text describes; ``name`` is used when the text gives none, ``where`` in errors."""
-    return cluster_of(read_yaml(text, ClusterFile, where=where), name=name)
-
-
 def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster | MixedCluster:
-    """The same where the text may list several pools."""
+    """The cluster, or the pools, of a YAML text; ``name`` is for one that gives none, ``where`` for errors."""
     content = read_mapping(text, where=where)
     if not isinstance(content, dict) or "pools" not in content:
         return cluster_of(checked(content, ClusterFile, where=where), name=name)

@@ -56,7 +56,7 @@ from steelyard.planning.pools import (
     price_pools,
     with_pool_baselines,
 )
-from steelyard.planning.price import job_of, job_or_reason, price_plan, uniform_plan, with_cost, with_price
+from steelyard.planning.price import job_of, job_or_reason, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_tables, pipeline_settings, problem_of, stage_strategies
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
@@ -98,7 +98,6 @@ __all__ = [
     "plan_job",
     "plan_pools",
     "pooled_job_of",
-    "price_plan",
     "price_pools",
     "problem_of",
     "samples_not_measured",

@@ -20,17 +20,6 @@ from steelyard.profiles.profile import Profile
 from steelyard.schedules import USUAL, PipelineConfig
 
 
-def price_plan(
-    plan: Plan, *, cluster: str | None = None, memory: str | None = None, profile: str | Path | Profile | None = None
-) -> Plan:
-    """The plan with its predictions filled in, as for one written by hand.
-
-    The prediction makes no claim about other plans. Raises `UserError` where the cluster's rates are not known and no
-    profile is given.
-    """
-    return with_price(plan, job_of(plan, cluster=cluster, memory=memory, profile=profile))
-
-
 def job_of(
     plan: Plan,
     *,
@@ -103,7 +92,7 @@ def job_or_reason(
 
 
 def with_price(plan: Plan, job: Job) -> Plan:
-    """The plan with its prediction for a job of the same model and batch."""
+    """The plan with its prediction for a job of the same model and batch, which claims nothing of other plans."""
     return with_cost(plan, job, predict(plan, job))
 
 
