@@ -167,7 +167,8 @@ class _Trainer:
         return statistics.fmean(found.values()) if found else None
 
     def _step(self, step: int) -> tuple[Tensor, Tensor]:
-        loss = self.model.train_step(self._data.reader(self.persistence.first_sample(step), 1))
+        first = self.persistence.first_sample(step)
+        loss = self.model.train_step(lambda samples: self._data.read([first + sample for sample in samples]))
         norm = self.model.clip_gradients(self._options.max_grad_norm)
         with self.model.clock.working():
             for optimizer in self._optimizers:

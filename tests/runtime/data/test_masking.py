@@ -53,8 +53,8 @@ def test_most_hidden_tokens_become_the_mask_token() -> None:
 
 
 def test_a_sample_is_hidden_alike_whichever_others_are_read() -> None:
-    everything = masked().reader(2, 8)(list(range(8)))
-    some = masked().reader(2, 8)([5, 1])
+    everything = masked().read(list(range(16, 24)))
+    some = masked().read([21, 17])
     assert some.inputs.tolist() == [everything.inputs[5].tolist(), everything.inputs[1].tolist()]
     assert some.labels.tolist() == [everything.labels[5].tolist(), everything.labels[1].tolist()]
 

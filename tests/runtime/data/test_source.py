@@ -28,7 +28,7 @@ def open_small(
 
 
 def all_tokens(data: TokenData, num_samples: int) -> list[list[int]]:
-    return sorted(data.reader(0, num_samples)(list(range(num_samples))).tolist())
+    return sorted(data.read(list(range(num_samples))).tolist())
 
 
 @pytest.fixture(name="words")
@@ -110,15 +110,15 @@ def test_no_more_text_is_read_than_allowed(tmp_path: Path) -> None:
 
 def test_a_sample_is_the_same_whichever_other_samples_a_rank_reads(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(chr(33 + place % 90) for place in range(401)))
-    read = open_small(tmp_path / "a.txt").reader(3, 16)
-    everything = read(list(range(16)))
-    assert read([5, 2]).tolist() == [everything[5].tolist(), everything[2].tolist()]
+    data = open_small(tmp_path / "a.txt")
+    everything = data.read(list(range(48, 64)))
+    assert data.read([53, 50]).tolist() == [everything[5].tolist(), everything[2].tolist()]
 
 
 def test_steps_read_one_after_another(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(401))
     data = open_small(tmp_path / "a.npy", vocab_size=401)
-    assert data.reader(1, 8)([0]).tolist() == data.reader(0, 16)([8]).tolist()
+    assert data.read([8, 9])[0].tolist() == data.read([8])[0].tolist()
 
 
 @pytest.mark.parametrize(("content", "found"), [(None, "nothing at"), ("", "0 tokens in"), ("abcd", "4 tokens in")])
@@ -187,14 +187,14 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path, token: int, dtype: str) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4, token], dtype=dtype))
     with pytest.raises(InvalidDataError, match=f"token {token} between tokens 0 and 4"):
-        open_small(tmp_path / "a.npy").reader(0, 1)([0])
+        open_small(tmp_path / "a.npy").read([0])
 
 
 def test_made_up_tokens_are_the_same_however_they_are_read_and_others_for_another_seed() -> None:
     data, again = open_small(Path("synthetic")), open_small(Path("synthetic"), seq_len=8)
-    first = data.reader(0, 1)([0])
-    assert first.tolist() == open_small(Path("synthetic")).reader(0, 1)([0]).tolist()
-    assert first.tolist() != open_small(Path("synthetic"), seed=1).reader(0, 1)([0]).tolist()
+    first = data.read([0])
+    assert first.tolist() == open_small(Path("synthetic")).read([0]).tolist()
+    assert first.tolist() != open_small(Path("synthetic"), seed=1).read([0]).tolist()
     tokens = MadeUpTokens(vocab_size=11, seed=3)
     assert tokens.read(5, 4).tolist() == tokens.read(0, 9)[5:].tolist()
     assert again.num_samples == data.num_samples // 2

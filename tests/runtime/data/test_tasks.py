@@ -22,7 +22,7 @@ def read(path: Path | str, config: str, **options: int) -> Samples:
     chain = chain_from_config(FAMILY_CONFIGS[config], name=config)
     data = open_samples(path, TextOptions(**options), chain, seq_len=SEQ_LEN, seed=0)
     assert data.num_samples > 0
-    return Samples.of(data.reader(0, 4)([0, 3]))
+    return Samples.of(data.read([0, 3]))
 
 
 @pytest.fixture(name="tokens")

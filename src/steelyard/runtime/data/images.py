@@ -10,7 +10,6 @@ to -1…1. Needs Pillow. Not done: random crops, flips and other augmentation.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,15 +47,10 @@ class ImageData(ABC):
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
         """The values [C, H, W], from -1 to 1, of one image, and its class."""
 
-    def reader(self, step: int, global_batch: int) -> Callable[[list[int]], Samples]:
-        """What `ParallelModel.train_step` reads with: indices into the global batch to images [len, C, H, W]."""
-
-        def read(indices: list[int]) -> Samples:
-            pairs = [self.image(self._order.data_sample(step * global_batch + index)) for index in indices]
-            images, classes = zip(*pairs, strict=True)
-            return Samples(inputs=torch.from_numpy(np.stack(images)), labels=torch.tensor(classes))
-
-        return read
+    def read(self, samples: list[int]) -> Samples:
+        """Images [len, C, H, W] and their classes."""
+        images, classes = zip(*(self.image(self._order.data_sample(sample)) for sample in samples), strict=True)
+        return Samples(inputs=torch.from_numpy(np.stack(images)), labels=torch.tensor(classes))
 
 
 class SyntheticImages(ImageData):

@@ -8,8 +8,6 @@ replaced by the mask token, 10 % by any token, and 10 % stay. Labels elsewhere a
 Source: Devlin et al. 2019, section 3.1. Differs: the number is exact per sample where theirs is 15 % on average.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -48,15 +46,11 @@ class MaskedData:
         self._vocab_size = vocab_size
         self._seed = seed
 
-    def reader(self, step: int, global_batch: int) -> Callable[[list[int]], Samples]:
-        """What `ParallelModel.train_step` reads with: indices into the global batch to their samples [len, S]."""
-
-        def read(indices: list[int]) -> Samples:
-            pairs = [self.sample(step * global_batch + index) for index in indices]
-            inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-            return Samples(inputs=inputs, labels=labels)
-
-        return read
+    def read(self, samples: list[int]) -> Samples:
+        """Inputs and labels [len, S]."""
+        pairs = [self.sample(sample) for sample in samples]
+        inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
+        return Samples(inputs=inputs, labels=labels)
 
     def sample(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Input [S] and labels [S] of the ``sample``-th sample of the run."""

@@ -1,6 +1,5 @@
 """Samples for a user's own module: tensors of a file, by the names that they have in the sample, or that sample."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +45,12 @@ class OwnData:
         self._tensors = tensors
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
-    def reader(self, step: int, global_batch: int) -> Callable[[list[int]], Any]:
-        """What `ParallelModel.train_step` reads with: indices into the step's global batch to what the sample is."""
-
-        def read(indices: list[int]) -> Any:
-            rows = [self._order.data_sample(step * global_batch + index) for index in indices]
-            taken = iter(torch.stack([each[row : row + 1][0] for row in rows]) for each in self._tensors)
-            leaves = [next(taken) if isinstance(each, Tensor) else each for each in self._leaves]
-            return pytree.tree_unflatten(leaves, self._tree)
-
-        return read
+    def read(self, samples: list[int]) -> Any:
+        """What the sample that was planned with is, for these samples."""
+        rows = [self._order.data_sample(sample) for sample in samples]
+        taken = iter(torch.stack([each[row : row + 1][0] for row in rows]) for each in self._tensors)
+        leaves = [next(taken) if isinstance(each, Tensor) else each for each in self._leaves]
+        return pytree.tree_unflatten(leaves, self._tree)
 
 
 def _opened(path: Path, names: list[str]) -> list[Any]:

@@ -1,6 +1,5 @@
 """What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, images are folders."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -31,8 +30,8 @@ class SampleData(Protocol):
     def num_samples(self) -> int:
         """Samples of an epoch."""
 
-    def reader(self, step: int, global_batch: int) -> Callable[[list[int]], Tensor | Samples]:
-        """What `ParallelModel.train_step` reads with: indices into the step's global batch to their samples."""
+    def read(self, samples: list[int]) -> Tensor | Samples:
+        """These samples of the run, counted from its first step on."""
 
 
 def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int) -> SampleData:

@@ -1,6 +1,5 @@
 """Samples of next-token prediction: ``seq_len`` + 1 consecutive tokens, sample ``i`` from token ``i · seq_len`` on."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -61,13 +60,9 @@ class TokenData:
         self._vocab_size = vocab_size
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
-    def reader(self, step: int, global_batch: int) -> Callable[[list[int]], Tensor]:
-        """What `ParallelModel.train_step` reads with: indices into the step's global batch to tokens [len, S + 1]."""
-
-        def read(indices: list[int]) -> Tensor:
-            return torch.stack([self.sample(step * global_batch + index) for index in indices])
-
-        return read
+    def read(self, samples: list[int]) -> Tensor:
+        """Tokens [len, S + 1]."""
+        return torch.stack([self.sample(sample) for sample in samples])
 
     def sample_position(self, sample: int) -> int:
         """First token of the ``sample``-th sample of the run, counted from its first step on."""
