@@ -82,8 +82,7 @@ def demo(
     console.print(comparison_table(record))
     console.print(f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json")
     if as_json:
-        found = {"profile": profile, "plan": result.plan, "record": record}
-        print_json({name: each.model_dump(mode="json", exclude_none=True) for name, each in found.items()})
+        print_json({"profile": profile, "plan": result.plan, "record": record})
 
 
 def _replication_text(replicated: Plan, budget_bytes: int) -> str:

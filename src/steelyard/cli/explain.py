@@ -95,8 +95,7 @@ def explain(
     if output is not None:
         write_plan(plan, output)
     if as_json:
-        content = {"plan": plan, "explanation": explanation}
-        print_json({name: each.model_dump(mode="json", exclude_none=True) for name, each in content.items()})
+        print_json({"plan": plan, "explanation": explanation})
     else:
         view = explain_view if explanation.why_not is None else why_not_view
         Console().print(view(plan, explanation, everything=everything))

@@ -201,7 +201,7 @@ def _content(
         "left_out": exported.left_out,
         "step_time_s": prediction.step_time_s if prediction else None,
         "slowdown": fitted.slowdown,
-        "plan": fitted.plan.model_dump(mode="json", exclude_none=True),
+        "plan": fitted.plan,
         "written": [str(file) for file in written],
         "files": dict(exported.files),
     }

@@ -104,7 +104,7 @@ def frontier(
     if output is not None:
         write_file(output, frontier_page(found), "--output")
     if as_json:
-        print_json(found.model_dump(mode="json", exclude_none=True))
+        print_json(found)
     else:
         console = Console()
         console.print(frontier_view(found))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from steelyard.cli.completion import complete_cluster, complete_model, complete_network
 from steelyard.errors import UserError
@@ -111,9 +112,16 @@ def tried_file_or_folder(context: typer.Context, parameter: typer.CallbackParam,
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as indented JSON on standard output, in whatever characters that can show."""
+    """Prints a value as indented JSON on standard output, in whatever characters that can show.
+
+    What is one of our files, or part of one, has the keys of that file, absent ones left out.
+    """
+
+    def content(part: BaseModel) -> Any:
+        return part.model_dump(mode="json", exclude_none=True)
+
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    print(json.dumps(value, indent=2, ensure_ascii=not is_unicode))
+    print(json.dumps(value, indent=2, ensure_ascii=not is_unicode, default=content))
 
 
 def most_tp(degree: int | None) -> dict[str, int]:

@@ -271,7 +271,7 @@ def plan(
     if output is not None:
         write_plan(result.plan, output)
     if as_json:
-        print_json(result.plan.model_dump(mode="json", exclude_none=True))
+        print_json(result.plan)
         return
     _print_plan(result.plan, output, top, builder=f" --builder {model}" if own else "")
 

@@ -74,7 +74,7 @@ def profile(
         measured = merge_profiles(earlier, measured)
     write_file(output, dump_json(measured) + "\n", "--output")
     if as_json:
-        print_json(measured.model_dump(mode="json", exclude_none=True))
+        print_json(measured)
         return
     Console().print(profile_view(measured))
     machine = "NODESxDEVICESxDEVICE of any number" if processes == 1 else f"1x{processes}xcpu"

@@ -143,9 +143,9 @@ def _short(value: object) -> str:
 def _as_json(found: ReportContents) -> dict[str, Any]:
     timeline = found.timeline
     return {
-        "plan": found.plan.model_dump(mode="json", exclude_none=True),
-        "study": found.study.model_dump(mode="json", exclude_none=True),
+        "plan": found.plan,
+        "study": found.study,
         "bubble_share": None if timeline is None else timeline.bubble_share(),
-        "record": None if found.record is None else found.record.model_dump(mode="json", exclude_none=True),
+        "record": found.record,
         "notes": list(found.notes),
     }

@@ -56,7 +56,7 @@ def train(
     if finished is None:
         Console(stderr=True).print("this host's part is done; the host of rank 0 has the record", highlight=False)
     elif as_json:
-        print_json(finished.model_dump(mode="json", exclude_none=True))
+        print_json(finished)
     else:
         Console().print(comparison_table(finished))
 
