@@ -4,6 +4,7 @@ File keys carry their unit (``bandwidth_GBps``, ``latency_us``, ``memory_GiB``, 
 here, once, to bytes, seconds and FLOP. GB is 10^9 bytes, GiB is 2^30 bytes, a TFLOP is 10^12 FLOP.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -32,6 +33,8 @@ Count = Annotated[StrictInt, Field(gt=0, le=MOST_DEVICES)]
 DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
+_MEASURED_TIMES = ("start", "step", "climb")
+"""What of a link is measured in time: in microseconds in a file."""
 _TAGS = ("by name", "by ports", "in full", "one pool")
 
 
@@ -77,32 +80,20 @@ class MeasuredSpec(FileModel):
 
     def to_measured(self) -> MeasuredLink:
         """The same in seconds."""
-        return MeasuredLink(
-            rate=self.rate,
-            start_s=self.start_us * MICRO,
-            step_s=None if self.step_us is None else self.step_us * MICRO,
-            climb_s=self.climb_us * MICRO,
-            few_ranks=self.few_ranks,
-            crowding=self.crowding,
-            all_reduce_gain=self.all_reduce_gain,
-            tree_rate=self.tree_rate,
-            has_low_latency=self.has_low_latency,
-        )
+        values = dict(self)
+        for name in _MEASURED_TIMES:
+            microseconds = values.pop(f"{name}_us")
+            values[f"{name}_s"] = None if microseconds is None else microseconds * MICRO
+        return MeasuredLink(**values)
 
     @classmethod
     def of(cls, measured: MeasuredLink) -> "MeasuredSpec":
         """The same in microseconds."""
-        return cls(
-            rate=measured.rate,
-            start_us=measured.start_s / MICRO,
-            step_us=None if measured.step_s is None else measured.step_s / MICRO,
-            climb_us=measured.climb_s / MICRO,
-            few_ranks=measured.few_ranks,
-            crowding=measured.crowding,
-            all_reduce_gain=measured.all_reduce_gain,
-            tree_rate=measured.tree_rate,
-            has_low_latency=measured.has_low_latency,
-        )
+        values = asdict(measured)
+        for name in _MEASURED_TIMES:
+            seconds = values.pop(f"{name}_s")
+            values[f"{name}_us"] = None if seconds is None else seconds / MICRO
+        return cls(**values)
 
 
 class LinkSpec(FileModel):

@@ -243,6 +243,11 @@ class Cluster:
             )
 
     @property
+    def pools(self) -> "tuple[Cluster]":
+        """Itself, as the one pool that it is."""
+        return (self,)
+
+    @property
     def num_devices(self) -> int:
         """Devices in all nodes together, which is the number of ranks."""
         return self.num_nodes * self.devices_per_node

@@ -404,8 +404,7 @@ class Plan(PlanPart):
 
     def pools(self) -> tuple[Cluster, ...]:
         """The pools of devices in the order of the ranks: one where all devices are alike."""
-        found = self.hardware_value()
-        return found.pools if isinstance(found, MixedCluster) else (found,)
+        return self.hardware_value().pools
 
     def stage_pools(self) -> tuple[Cluster, ...]:
         """The pool that each stage lies in."""

@@ -106,27 +106,25 @@ def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
 def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | None) -> DevicePoint:
     """The best plan of a job as a point of time and money against devices."""
     result = plan_or_reason(job, options, top=1)
-    count = job.cluster.num_devices
+    bare = DevicePoint(num_devices=job.cluster.num_devices, cluster=job.cluster.name)
     plan = None if isinstance(result, str) else result.plan
     if plan is None or plan.prediction is None:
         reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
-        return DevicePoint(num_devices=count, cluster=job.cluster.name, reason=reason)
+        return bare.model_copy(update={"reason": reason})
     point = frontier_point(job, plan)
-    cost = None
-    if price_per_device_hour is not None:
-        cost = price_per_device_hour * count / SECONDS_PER_HOUR * BILLION / point.tokens_per_s
-    return DevicePoint(
-        num_devices=count,
-        cluster=job.cluster.name,
-        step_time_s=point.step_time_s,
-        tokens_per_s=point.tokens_per_s,
-        memory_bytes=point.memory_bytes,
-        cost_per_billion_tokens=cost,
-        num_stages=point.num_stages,
-        num_microbatches=point.num_microbatches,
-        setting=point.setting,
-        strategies=point.strategies,
-    )
+    price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
+    return filled(bare, point, tokens_per_s=point.tokens_per_s, price_per_hour=price)
+
+
+def filled(
+    bare: DevicePoint, point: FrontierPoint, *, tokens_per_s: float, price_per_hour: float | None
+) -> DevicePoint:
+    """The point of devices with what their best plan takes, and costs where an hour of all of them has a price."""
+    names = [name for name in FrontierPoint.model_fields if name in DevicePoint.model_fields]
+    found = {name: getattr(point, name) for name in names} | {"tokens_per_s": tokens_per_s}
+    if price_per_hour is not None:
+        found["cost_per_billion_tokens"] = price_per_hour / SECONDS_PER_HOUR * BILLION / tokens_per_s
+    return bare.model_copy(update=found)
 
 
 def frontier_point(job: Job, plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:

@@ -12,13 +12,10 @@ from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import DevicePoint
-from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import with_shape
-from steelyard.planning.frontier import BILLION
-from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.frontier import filled, priced_point
 from steelyard.planning.pools import plan_pools
-from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_plural
 
@@ -60,13 +57,12 @@ def find_offers(
 
 def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
     """The machines with none, 1, 2, 4, … or all nodes of each pool."""
-    pools = machines.pools if isinstance(machines, MixedCluster) else (machines,)
     links = machines.links if isinstance(machines, MixedCluster) else (None,)
     found: list[Cluster | MixedCluster] = []
-    for nodes in itertools.product(*(_node_counts(pool) for pool in pools)):
+    for nodes in itertools.product(*(_node_counts(pool) for pool in machines.pools)):
         taken = [
             (with_shape(pool, count, pool.devices_per_node), link)
-            for pool, link, count in zip(pools, links, nodes, strict=True)
+            for pool, link, count in zip(machines.pools, links, nodes, strict=True)
             if count
         ]
         if len(taken) == 1:
@@ -83,8 +79,7 @@ def _node_counts(pool: Cluster) -> list[int]:
 
 
 def _check_prices(machines: Cluster | MixedCluster, prices: Mapping[str, float]) -> None:
-    pools = machines.pools if isinstance(machines, MixedCluster) else (machines,)
-    names = sorted({pool.device.name for pool in pools})
+    names = sorted({pool.device.name for pool in machines.pools})
     if sorted(prices) != names:
         raise UserError(
             field="--price",
@@ -95,8 +90,7 @@ def _check_prices(machines: Cluster | MixedCluster, prices: Mapping[str, float])
 
 
 def _offer(job: AnyJob, part: Cluster | MixedCluster, options: PlanOptions, prices: Mapping[str, float]) -> DevicePoint:
-    pools = part.pools if isinstance(part, MixedCluster) else (part,)
-    price = sum(prices[pool.device.name] * pool.num_devices for pool in pools)
+    price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
     bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
     try:
         result = plan_pools(job, options) if isinstance(job, PooledJob) else plan_job(job, options)
@@ -106,21 +100,8 @@ def _offer(job: AnyJob, part: Cluster | MixedCluster, options: PlanOptions, pric
         return bare.model_copy(update={"reason": f"no plan: {error.expected} is needed"})
     if result.plan is None or result.plan.prediction is None:
         return bare.model_copy(update={"reason": f"does not fit: {result.miss_text}"})
-    plan, prediction = result.plan, result.plan.prediction
-    tokens_per_s = plan.global_batch * plan.seq_len / prediction.step_time_s
-    return DevicePoint(
-        num_devices=part.num_devices,
-        cluster=part.name,
-        price_per_hour=price,
-        step_time_s=prediction.step_time_s,
-        tokens_per_s=tokens_per_s,
-        memory_bytes=peak_bytes(plan),
-        cost_per_billion_tokens=price / SECONDS_PER_HOUR * BILLION / tokens_per_s,
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
-        setting=describe(plan.pipeline),
-        strategies=summarise(plan),
-    )
+    tokens_per_s = result.plan.global_batch * result.plan.seq_len / result.plan.prediction.step_time_s
+    return filled(bare, priced_point(result.plan), tokens_per_s=tokens_per_s, price_per_hour=price)
 
 
 def _is_worth_having(offer: DevicePoint, offers: Sequence[DevicePoint]) -> bool:

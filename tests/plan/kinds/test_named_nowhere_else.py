@@ -36,7 +36,6 @@ MAY_NAME = {
     "modules/split_tp.py": "supposes and proves how the modules of a model without a family divide",
     "modules/styles.py": "has the styles, each with and without sequence parallelism",
     "planning/plain.py": "the plans that a user would take without a search, in a user's own words",
-    "report/html/palette.py": "what is gathered has the colour of the kind that shards it",
     "runtime/observed_strategies.py": "reads back from the modules of a model what has made them so",
     "runtime/distinct_ranks.py": "divides seeds of experts as the experts are divided",
     "runtime/train.py": "reports the imbalance of the routing",

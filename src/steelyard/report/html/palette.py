@@ -12,7 +12,8 @@ does: stripes for recomputation, hatching for what is no work.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from steelyard.plan.kinds import FSDP, KINDS
+from steelyard.plan.kinds import KINDS
+from steelyard.plan.kinds.kind import States
 from steelyard.plan.strategy import Remat, Strategy
 
 _TIME_COLOURS = {
@@ -29,7 +30,7 @@ MEMORY_COLOURS = {
     "parameters": "indigo",
     "gradients": "wine",
     "optimizer": "slate",
-    "gathered parameters": FSDP.hue,
+    "gathered parameters": next(kind.hue for kind in KINDS.values() if kind.states is States.SHARDED),
     "activations": "sky",
     "working set": "blue",
     "pipeline buffers": "green",

@@ -1,6 +1,6 @@
 """Trade-offs as charts: time against memory; time, throughput and money against devices."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
@@ -54,28 +54,37 @@ def memory_chart(
 
 
 def _device_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
-    marks = tuple(
+    def words(point: DevicePoint) -> str:
+        return f"{format_seconds(point.step_time_s or 0.0)} a step; {point.setting}; {point.strategies}"
+
+    marks = _device_marks(found, counted, lambda point: point.step_time_s, words)
+    return _by_devices("Least step time on a number of devices", "step time (s)", marks)
+
+
+def _device_marks(
+    found: TradeOffs,
+    counted: list[DevicePoint],
+    height: Callable[[DevicePoint], float | None],
+    words: Callable[[DevicePoint], str],
+) -> tuple[Mark, ...]:
+    return tuple(
         _mark(
             point.num_devices,
-            point.step_time_s or 0.0,
-            f"{point.cluster}: {format_seconds(point.step_time_s or 0.0)} a step; {point.setting}; {point.strategies}",
+            height(point) or 0.0,
+            f"{point.cluster}: {words(point)}",
             is_chosen=point.cluster == found.cluster,
         )
         for point in counted
     )
-    return _by_devices("Least step time on a number of devices", "step time (s)", marks)
 
 
 def _throughput_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
     """Tokens a second, beside what they would be if all devices were worth as much as on the fewest."""
-    marks = tuple(
-        _mark(
-            point.num_devices,
-            point.tokens_per_s or 0.0,
-            f"{point.cluster}: {format_count(point.tokens_per_s or 0.0)} tokens/s",
-            is_chosen=point.cluster == found.cluster,
-        )
-        for point in counted
+    marks = _device_marks(
+        found,
+        counted,
+        lambda point: point.tokens_per_s,
+        lambda point: f"{format_count(point.tokens_per_s or 0.0)} tokens/s",
     )
     fewest = min(marks, key=lambda mark: mark.x)
     ideal = Line(points=tuple((mark.x, fewest.y * mark.x / fewest.x) for mark in marks), look="ideal")
@@ -85,14 +94,11 @@ def _throughput_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
 
 
 def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
-    marks = tuple(
-        _mark(
-            point.num_devices,
-            point.cost_per_billion_tokens or 0.0,
-            f"{point.cluster}: {point.cost_per_billion_tokens or 0.0:,.2f} per billion tokens",
-            is_chosen=point.cluster == found.cluster,
-        )
-        for point in counted
+    marks = _device_marks(
+        found,
+        counted,
+        lambda point: point.cost_per_billion_tokens,
+        lambda point: f"{point.cost_per_billion_tokens or 0.0:,.2f} per billion tokens",
     )
     return _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
 
