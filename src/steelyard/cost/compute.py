@@ -110,6 +110,10 @@ def wait_s(job: Job) -> float:
 
 def work_s(work: Work, samples: float, job: Job) -> float:
     """Seconds of work on the device once it is launched."""
+    return job.once(work, samples, lambda: _busy_s(work, samples, job))
+
+
+def _busy_s(work: Work, samples: float, job: Job) -> float:
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
     busy = (

@@ -56,6 +56,9 @@ from steelyard.schedules import PipelineConfig
 _RECOMPUTED_INPUTS = 4
 """What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
 
+Calls = dict[Phase, tuple[tuple[CollectiveKind, int, float], ...]]
+"""Collectives of a layer: kind, number of calls, bytes of all of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
@@ -215,31 +218,38 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     whole, held = setting.microbatch_samples // strategy.sample_degree, held_params(layer, strategy)
     experts = 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
-    collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
-        "forward": layer.forward_collectives,
-        "backward": layer.backward_collectives,
-    }
-    if strategy.remat is not Remat.NONE:
-        collectives["recomputation"] = layer.recomputation(strategy.remat).collectives
-    sent = {
-        phase: tuple((each.kind, each.count, each.tensor_bytes.at(samples)) for each in found)
-        for phase, found in collectives.items()
-    }
+    traced, exchanged = job.once(
+        layer, (strategy.remat, samples), lambda: _calls(layer, strategy.remat, samples, job.imbalance)
+    )
     return Load(
         strategy=strategy,
         parameter_bytes=(held - experts) * job.compute_bytes,
         gradient_bytes=(held - experts) * reduced,
         expert_parameter_bytes=experts * job.compute_bytes,
         expert_gradient_bytes=experts * reduced,
-        traced={phase: tuple(call for call in calls if call[0] != "all_to_all") for phase, calls in sent.items()},
-        exchanged={
-            phase: tuple((name, count, job.imbalance * size) for name, count, size in calls if name == "all_to_all")
-            for phase, calls in sent.items()
-        },
+        traced=traced,
+        exchanged=exchanged,
         exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
     )
+
+
+def _calls(layer: LayerProfile, remat: Remat, samples: float, imbalance: float) -> tuple[Calls, Calls]:
+    """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart."""
+    collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
+        "forward": layer.forward_collectives,
+        "backward": layer.backward_collectives,
+    }
+    if remat is not Remat.NONE:
+        collectives["recomputation"] = layer.recomputation(remat).collectives
+    traced: Calls = {}
+    exchanged: Calls = {}
+    for phase, found in collectives.items():
+        sent = [(each.kind, each.count, each.tensor_bytes.at(samples)) for each in found]
+        traced[phase] = tuple(call for call in sent if call[0] != "all_to_all")
+        exchanged[phase] = tuple((name, count, imbalance * size) for name, count, size in sent if name == "all_to_all")
+    return traced, exchanged
 
 
 def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
@@ -335,7 +345,6 @@ class _Sent:
         self, layer: LayerProfile, strategy: Strategy, setting: Setting, *, beyond: "_Sent | None" = None
     ) -> None:
         self.strategy, self._job = strategy, setting.job
-        load = layer_load(layer, strategy, setting)
         self._once: dict[Kind, list[Traffic]] = {kind: [] for kind in strategy.kinds}
         self._waits = {kind for kind in strategy.kinds if kind.shape(strategy)}
         self._seconds: defaultdict[tuple[Kind, Phase, bool], float] = defaultdict(float)
@@ -346,8 +355,11 @@ class _Sent:
         if beyond is not None:
             self._once, self._last, self._waits = beyond._once, beyond._last, set(beyond._waits)
             self._seconds, self._calls = beyond._seconds.copy(), beyond._calls.copy()
-        waits_for_last = self._job.execution.keeps_whole_gradients(strategy)
-        for kind in strategy.kinds:
+        kinds = [kind for kind in strategy.kinds if beyond is None or kind.divides is not Divides.SAMPLES]
+        if not kinds:
+            return
+        load, waits_for_last = layer_load(layer, strategy, setting), self._job.execution.keeps_whole_gradients(strategy)
+        for kind in kinds:
             for each in kind.traffic(load):
                 if beyond is not None and each.phase != "recomputation":
                     continue

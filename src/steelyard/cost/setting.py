@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar, cast
 
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
@@ -19,7 +20,7 @@ COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
-
+Made = TypeVar("Made")
 
 ASSUMED_IMBALANCE = 1.2
 """Most tokens of a rank over the mean, where routed experts are divided over ranks: assumed, not measured. Training
@@ -75,6 +76,17 @@ class Job:
                 found = found.with_divided_experts(expert_degree, uneven)
             self._layers[key] = found
         return self._layers[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, object], tuple[object, object]]:
+        return {}
+
+    def once(self, of: object, key: object, make: Callable[[], Made]) -> Made:
+        """What ``make`` makes of a part of the profile, once for that very object and each ``key``."""
+        known = self._made.get((id(of), key))
+        if known is None:
+            known = self._made[id(of), key] = of, make()  # which keeps the object, so that no other has its id
+        return cast(Made, known[1])
 
     @cached_property
     def _collectives(self) -> dict[tuple[CollectiveKind, Group], Callable[[float], float]]:

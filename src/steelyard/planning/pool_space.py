@@ -77,7 +77,7 @@ class PooledSpace:
         self._known_layers: list[KnownLayers] = [{} for _ in job.pools]
         self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
-        self._computed: dict[tuple[int, int, int], PricedLayers] = {}
+        self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
 
     @property
     def asked_stages(self) -> str:
@@ -198,7 +198,7 @@ class PooledSpace:
     def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PooledSetting:
         setting = PooledSetting(placement=placement, pipeline=pipeline, bound_s=0.0)
         pools = zip(placement.pools, placement.sizes(self._job), placement.stages, strict=True)
-        priced = [each for pool, size, count in pools for each in [self._compute(pool, size, pipeline)] * count]
+        priced = [each for pool, size, count in pools for each in [self._compute(pool, size, pipeline)[1]] * count]
         return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced)))
 
     def _least_s(
@@ -210,7 +210,10 @@ class PooledSpace:
         slowest_s: float = 0.0,
     ) -> float:
         handed = self._handed_s(setting, transfers)
-        found = least_step_s(stages, self._counts, handed, setting.pipeline.num_passes, rooms, slowest_s)
+        passes = setting.pipeline.num_passes
+        layers = self._job.chain.layers
+        ends = (layers[0], layers[-1]) if rooms is not None and setting.pipeline.num_chunks == 1 else None
+        found = least_step_s(stages, self._counts, handed, passes, rooms, slowest_s, ends)
         return found / setting.pipeline.num_chunks * (1 - SAME)
 
     def _handed_s(self, setting: PooledSetting, transfers: Sequence[float]) -> list[float]:
@@ -218,15 +221,14 @@ class PooledSpace:
         chunks, borders = setting.pipeline.num_chunks, {0, *itertools.accumulate(setting.placement.stages)}
         return [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
 
-    def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> PricedLayers:
+    def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> tuple[list[float], PricedLayers]:
+        """What computing alone takes on stages of a size: by kind, and of all layers."""
         key = pool, size, pipeline.num_microbatches
         if key not in self._computed:
-            self._computed[key] = PricedLayers.unpriced(self._least_times_s(pool, size, pipeline), self._counts)
+            setting = Setting(job=self._job.pools[pool], pipeline=_without_chunks(pipeline), stage_size=size)
+            times_s = least_times_s(self._strategies(pool, size), setting)
+            self._computed[key] = times_s, PricedLayers.unpriced(times_s, self._counts)
         return self._computed[key]
-
-    def _least_times_s(self, pool: int, size: int, pipeline: PipelineConfig) -> list[float]:
-        setting = Setting(job=self._job.pools[pool], pipeline=_without_chunks(pipeline), stage_size=size)
-        return least_times_s(self._strategies(pool, size), setting)
 
     def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool) -> "_StageLayers":
         stages = pipeline.num_stages if self._job.chain.tied_embeddings else min(pipeline.num_stages, 2)
@@ -236,9 +238,8 @@ class PooledSpace:
             costs = layer_costs(setting, self._strategies(pool, size), self._known[pool])
             kinds = self._job.chain.kinds
             made = [place for place, kind in enumerate(kinds) if are_made or kind.role is LayerRole.BLOCK]
-            time_s = np.repeat(
-                np.array(self._least_times_s(pool, size, pipeline))[:, None], costs.legal.shape[1], axis=1
-            )
+            least_s, _ = self._compute(pool, size, pipeline)
+            time_s = np.repeat(np.array(least_s)[:, None], costs.legal.shape[1], axis=1)
             time_s[made] = costs.time_s(made, setting)
             self._stage_layers[key] = _StageLayers(
                 setting=setting, costs=costs, time_s=time_s, known=self._known_layers[pool], counts=self._counts

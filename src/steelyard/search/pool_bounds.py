@@ -23,7 +23,8 @@ Source: weak Lagrangian duality.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,14 +92,19 @@ def least_step_s(
     num_passes: int,
     rooms: Sequence[float] | None = None,
     slowest_s: float = 0.0,
+    ends: tuple[int, int] | None = None,
 ) -> float:
     """Seconds of a step, at least; without ``rooms``, the bytes of each stage, by the times alone.
 
     ``counts`` [K] layers of each kind; ``handed_s`` what each stage takes for handing over; ``slowest_s`` what the
-    slowest stage takes at least, as far as that is known.
+    slowest stage takes at least, as far as that is known; ``ends`` the kinds of the first and the last layer, where the
+    stages are in their order.
     """
-    more, used = num_passes - 1, np.asarray(counts) > 0
+    more, layers = num_passes - 1, np.array(counts)
     handed = np.asarray(handed_s, dtype=np.float64)
+    alike = np.ones(len(stages))
+    if rooms is None:
+        stages, alike, handed = _alike(stages, handed)
     whole = np.stack([stage.whole_s for stage in stages])
     places = np.zeros(len(stages), dtype=np.int64)
     paid = np.zeros_like(whole)
@@ -106,19 +112,24 @@ def least_step_s(
         paid = np.stack([stage.prices for stage in stages]) * np.asarray(rooms)[:, None]
         places = _best_prices(whole, paid)
     own = np.arange(len(stages)), places
-    priced = np.stack([stage.priced_s[used, place] for stage, place in zip(stages, places, strict=True)])
+    fixed = np.zeros_like(whole)
+    for place, kind in zip((0, -1), ends or (), strict=False):
+        fixed[place] += stages[place].priced_s[kind]
+        layers[kind] -= 1
+    free = layers > 0
+    priced = np.stack([stage.priced_s[free, place] for stage, place in zip(stages, places, strict=True)])
 
     def dual_s(passes: int) -> float:
-        weights = 1 + passes * _shares(whole[own], passes)
-        layers_s = (weights[:, None] * priced).min(axis=0) @ np.asarray(counts)[used]
-        return float(weights @ (handed - paid[own]) + layers_s)
+        weights = 1 + passes * _shares(whole[own], alike, passes)
+        layers_s = (weights[:, None] * priced).min(axis=0) @ layers[free]
+        return float(weights @ (handed + fixed[own] - paid[own]) + layers_s)
 
     bound_s = dual_s(more)
     if rooms is None or not math.isfinite(bound_s):
         return bound_s
-    commonest = int(np.argmax(counts))
+    commonest = int(layers.argmax())
     block = np.stack([stage.priced_s[commonest] for stage in stages])
-    slowest_s = max(slowest_s, _whole_layers_s(block, paid - handed[:, None], counts[commonest]))
+    slowest_s = max(slowest_s, _whole_layers_s(block, paid - fixed - handed[:, None], int(layers[commonest])))
     parts = {0, len(stages) // 2, len(stages), 2 * len(stages)}
     return max(bound_s, *(dual_s(each) + (more - each) * slowest_s for each in parts if each <= more))
 
@@ -161,18 +172,29 @@ def _best_prices(whole_s: FloatArray, paid_s: FloatArray) -> NDArray[np.int64]:
     return np.asarray(held(high).argmin(axis=1))
 
 
-def _shares(whole_s: FloatArray, more: int) -> FloatArray:
-    """[P] the weights of the stages; none of those that are too slow for a layer."""
-    speeds = 1 / np.maximum(whole_s, 1e-300)
+def _alike(
+    stages: Sequence[PricedLayers], handed_s: FloatArray
+) -> tuple[Sequence[PricedLayers], FloatArray, FloatArray]:
+    """Each kind of stage, how many there are of it, and what these together take for handing over."""
+    places: dict[int, int] = {}
+    of_stages = [places.setdefault(id(stage), len(places)) for stage in stages]
+    kinds = list({id(stage): stage for stage in stages}.values())
+    counts, handed = np.bincount(of_stages), np.bincount(of_stages, weights=handed_s)
+    return kinds, counts.astype(np.float64), handed.astype(np.float64)
+
+
+def _shares(whole_s: FloatArray, alike: FloatArray, more: int) -> FloatArray:
+    """[P] the weights of the stages, of which so many are ``alike``; none of those that are too slow for a layer."""
     taking = np.isfinite(whole_s)
+    speeds = 1 / np.maximum(whole_s, 1e-300)
     while more and taking.any():
-        level = (more + taking.sum()) / speeds[taking].sum()
+        level = (more + alike[taking].sum()) / (alike * speeds)[taking].sum()
         slow = taking & (whole_s > level)
         if not slow.any():
             shares = np.where(taking, np.maximum(level * speeds - 1, 0.0), 0.0)
-            return np.asarray(shares / shares.sum())
+            return np.asarray(shares / (alike @ shares))
         taking &= ~slow
-    return np.full(len(whole_s), 1 / len(whole_s))
+    return np.full(len(whole_s), 1 / alike.sum())
 
 
 class PoolRuns:
@@ -184,41 +206,34 @@ class PoolRuns:
     def __init__(self, floor: CostTables, room_bytes: int) -> None:
         self._floor, self._room_bytes = floor, room_bytes - floor.overhead_bytes
         self._options = option_table(floor)
-        self._made: dict[int, tuple[FloatArray, IntArray, StageMemory]] = {}
+        self._least_s: dict[int, FloatArray] = {}
+        self._memories: dict[int, StageMemory] = {}
 
-    def farthest(self, in_flight: int, limit_s: float) -> list[int]:
-        """[L] the largest end of a run within so many seconds, from any layer up to each; that layer if none is."""
-        seconds, fits, _ = self._runs(in_flight)
-        ends = np.arange(len(fits)) + (seconds <= limit_s).sum(axis=1)
-        found: list[int] = np.maximum.accumulate(np.minimum(fits, ends)).tolist()
-        return found
+    def farthest(self, in_flight: int, first: int, limit_s: float) -> int:
+        """The largest end of a run within so many seconds from ``first`` or a layer before; ``first`` if none is."""
+        if in_flight not in self._least_s:
+            self._least_s[in_flight] = self._ending(in_flight)
+        return max(first, int(self._least_s[in_flight][first].searchsorted(limit_s, side="right")))
 
     def fitting(self, in_flight: int, more_bytes: int) -> list[int]:
-        """[L] the same of runs that take any time, with so much more memory."""
-        memory = self._runs(in_flight)[2]
-        found: list[int] = np.maximum.accumulate(memory.all_farthest(self._room_bytes + more_bytes)).tolist()
+        """[L] the same from any layer of runs that take any time, with so much more memory."""
+        found: list[int] = np.maximum.accumulate(self._farthest_held(in_flight, more_bytes)).tolist()
         return found
 
-    def _runs(self, in_flight: int) -> tuple[FloatArray, IntArray, StageMemory]:
-        """[L, L] least seconds from a first to a last layer, [L] the largest end within memory, and that memory."""
-        if in_flight not in self._made:
-            floor, room_bytes = self._floor, self._room_bytes
-            bounds = stage_bounds(self._options.costs(in_flight), floor.layers, room_bytes, 0.0)
-            (memory,) = memories_of(floor, floor.legal, [in_flight])
-            count = len(floor.layers)
-            fits = memory.all_farthest(room_bytes)
-            self._made[in_flight] = bounds.matrix((0, count), (1, count)), fits, memory
-        return self._made[in_flight]
+    def _ending(self, in_flight: int) -> FloatArray:
+        """[L, L] rising, the least seconds from a layer or one before to an end or beyond, of runs that fit."""
+        bounds = stage_bounds(self._options.costs(in_flight), self._floor.layers, self._room_bytes, 0.0)
+        count = len(self._floor.layers)
+        seconds = bounds.matrix((0, count), (1, count))
+        seconds[np.arange(1, count + 1) > self._farthest_held(in_flight, 0)[:, None]] = np.inf
+        from_any = np.minimum.accumulate(seconds, axis=0)
+        return np.ascontiguousarray(np.minimum.accumulate(from_any[:, ::-1], axis=1)[:, ::-1])
 
-
-def are_held(num_layers: int, reaches: Iterable[Sequence[int]]) -> bool:
-    """Whether stages of these reaches, of `PoolRuns`, can hold all layers, at most: or with fewer on those before."""
-    place = 0
-    for reach in reaches:
-        place = reach[place]
-        if place == num_layers:
-            return True
-    return False
+    def _farthest_held(self, in_flight: int, more_bytes: int) -> IntArray:
+        """[L] the largest end from each layer with so much more memory."""
+        if in_flight not in self._memories:
+            (self._memories[in_flight],) = memories_of(self._floor, self._floor.legal, [in_flight])
+        return self._memories[in_flight].all_farthest(self._room_bytes + more_bytes)
 
 
 def least_slowest_s(
@@ -231,11 +246,14 @@ def least_slowest_s(
     """
 
     def is_enough(limit_s: float) -> bool:
-        pairs = list(zip(stages, handed_s, strict=True))
-        known = {pair: pair[0][0].farthest(pair[0][1], limit_s - pair[1]) for pair in dict.fromkeys(pairs)}
-        return are_held(num_layers, (known[pair] for pair in pairs))
+        place = 0
+        for (runs, in_flight), spent_s in zip(stages, handed_s, strict=True):
+            place = runs.farthest(in_flight, place, limit_s - spent_s)
+            if place == num_layers:
+                return True
+        return False
 
-    if not is_enough(math.inf):
+    if not is_enough(sys.float_info.max):
         return math.inf
     low, high = least_s, 2 * least_s
     while not is_enough(high):
@@ -255,8 +273,12 @@ def missing_bytes(stages: Sequence[tuple[PoolRuns, int]], num_layers: int, most:
     """
 
     def is_enough(more_bytes: int) -> bool:
-        known = {stage: stage[0].fitting(stage[1], more_bytes) for stage in dict.fromkeys(stages)}
-        return are_held(num_layers, (known[stage] for stage in stages))
+        reaches, place = {stage: stage[0].fitting(stage[1], more_bytes) for stage in dict.fromkeys(stages)}, 0
+        for stage in stages:
+            place = reaches[stage][place]
+            if place == num_layers:
+                return True
+        return False
 
     low, high = 0, most
     if not is_enough(most - 1):
