@@ -6,18 +6,23 @@ authors measured on (rows ``mixed_devices`` of the second set of published runs,
 more papers' are in ``data/pools`` with where each number is stated, the others are sizes that users ask for. Words in
 place of `clusters` choose the clusters whose names hold one of them.
 
-`sailor` predicts the measured plans in which every stage lies on one kind of card. The rows do not say which links the
-machines have, nor whether fp32 matmuls are in TF32. Assumed are 10 Gb/s Ethernet between nodes, true fp32, and inside a
-node PCIe through the host's memory, since these cards have no peer access, at the rates measured on such servers
-(``pcie-4-host``); with cards that reach each other directly (``pcie-3``) the second and third row come out at a third
-of what was measured. OPT-350M is priced as a GPT-2 of its sizes.
+`sailor` predicts the measured plans. The rows do not say which links the machines have, nor whether fp32 matmuls are in
+TF32. Assumed are 10 Gb/s Ethernet between nodes, true fp32, and inside a node PCIe through the host's memory, since
+these cards have no peer access, at the rates measured on such servers (``pcie-4-host``); with cards that reach each
+other directly (``pcie-3``) plans of tp 8 come out at a third of what was measured. OPT-350M is priced as a GPT-2 of its
+sizes. A stage whose replicas lie on several kinds of card is priced as if all lay on the slowest of them, for which the
+others wait. Beside each prediction is that calibrated as `--calibrate` does: times the median of measured over
+predicted of the other rows of machines with as many cards, never of the row itself. A row with the numbers of another
+one is left out.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/pools.py [clusters] [sailor] [WORD ...]
 """
 
 import re
+import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.kinds import DP, TP
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Strategy
+from steelyard.planning.job import make_job
 from steelyard.planning.pools import make_pooled_job, plan_pools, pool_rivals
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_seconds
@@ -131,16 +137,17 @@ def compare(case: Case) -> None:
         print(f"  {rival.name}: {words}{slower}")
 
 
-def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster] | None:
-    """The plan of a row whose stages each lie on one kind of card, and its machines; None for another row."""
-    devices = re.search(r"devices of the stages: (.+)$", run.text("notes"))
+def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster | Cluster]:
+    """The plan of a row, every stage on the slowest kind of card that its replicas lie on, and its machines."""
+    devices = re.search(r"devices of the stages: ([^;]+)", run.text("notes"))
     units = re.search(r"counted as one each\): ([0-9/]+)", run.text("notes"))
-    stages = [each.strip() for each in devices.group(1).split(" / ")] if devices else []
-    if len(stages) < 2 or any("|" in each for each in stages) or units is None:
-        return None
-    tp, dp = run.count("tp") or 1, run.count("dp") or 1
-    size = tp * dp
-    cluster = joined(*(node(card, size, f"{card.lower().replace(' ', '-')}-{n}") for n, card in enumerate(stages)))
+    assert devices, f"{run.id} does not say its cards"
+    assert units, f"{run.id} does not say its stages"
+    tp, dp, per_node = (run.count(column) or 1 for column in ("tp", "dp", "gpus_per_node"))
+    size, pools = tp * dp, []
+    for number, kinds in enumerate(devices.group(1).split(" / ")):
+        alike = [node(card, per_node, f"{kinds}-{number}", size // per_node) for card in kinds.strip().split("|")]
+        pools.append(min(alike, key=lambda each: each.device.peak("fp32")))
     levels = tuple(Level(kind=kind, degree=degree) for kind, degree in ((DP, dp), (TP, tp)) if degree > 1)
     parts, first = [], 0
     for index, count in enumerate(map(int, units.group(1).split("/"))):
@@ -150,6 +157,7 @@ def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster] | None:
             )
         )
         first += count
+    cluster = joined(*pools) if len(pools) > 1 else pools[0]
     plan = Plan(
         model=PlanModel(name="opt-350m", config=OPT_350M),
         cluster=cluster.name,
@@ -163,22 +171,37 @@ def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster] | None:
     return plan, cluster
 
 
-def sailor() -> None:
+def predicted_s(run: PublishedRun) -> float:
+    """Seconds of a step of the plan of a row."""
+    plan, cluster = measured_plan(run)
+    asked: dict[str, Any] = {"global_batch": plan.global_batch, "seq_len": plan.seq_len, "precision": "fp32"}
+    if isinstance(cluster, MixedCluster):
+        return predict(plan, make_pooled_job(plan.chain(), cluster, **asked)).step_time_s
+    return predict(plan, make_job(plan.chain(), cluster, memory=None, profile=None, **asked)).step_time_s
+
+
+def calibrated_s(run: PublishedRun, rows: Sequence[PublishedRun], predictions_s: Mapping[str, float]) -> float:
+    """The prediction for a row, times what the other rows of machines with as many cards took over theirs."""
+    others = [each for each in rows if each is not run and each.count("gpus_per_node") == run.count("gpus_per_node")]
+    factors = [(each.number("step_time_s") or 0.0) / predictions_s[each.id] for each in others]
+    return predictions_s[run.id] * statistics.median(factors)
+
+
+def measured_rows() -> list[PublishedRun]:
+    """The rows over several kinds of cards, without that which has the numbers of another."""
     rows = [run for folder in OPEN_RUNS for run in read_runs(folder) if "mixed_devices" in run.text("flags")]
-    print(f"{len(rows)} rows over several kinds of cards")
+    return [run for run in rows if "source_inconsistent" not in run.text("flags")]
+
+
+def sailor() -> None:
+    rows = measured_rows()
+    predictions_s = {run.id: predicted_s(run) for run in rows}
     for run in rows:
-        found = measured_plan(run)
-        if found is None:
-            print(f"{run.id}: left out, a stage over several kinds of cards")
-            continue
-        plan, cluster = found
-        job = make_pooled_job(
-            plan.chain(), cluster, global_batch=plan.global_batch, seq_len=plan.seq_len, precision="fp32"
-        )
-        measured_s = run.number("step_time_s") or 0.0
-        predicted_s = predict(plan, job).step_time_s
-        words = f"{format_seconds(predicted_s)} for {format_seconds(measured_s)} measured"
-        print(f"{run.id} ({plan.cluster}): {words}, {predicted_s / measured_s - 1:+.0%}")
+        measured_s, plain_s = run.number("step_time_s") or 0.0, predictions_s[run.id]
+        cards = run.text("notes").partition("devices of the stages: ")[2]
+        words = f"{format_seconds(plain_s)} for {format_seconds(measured_s)} measured, {plain_s / measured_s - 1:+.0%}"
+        print(f"{run.id} ({cards}; dp {run.count('dp')}, tp {run.count('tp')}): {words}", end="; ")
+        print(f"calibrated by the others {calibrated_s(run, rows, predictions_s) / measured_s - 1:+.0%}")
 
 
 if __name__ == "__main__":

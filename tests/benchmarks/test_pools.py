@@ -1,0 +1,30 @@
+"""``benchmarks/pools.py``: what it makes of rows over several kinds of cards."""
+
+import pytest
+from pools import calibrated_s, measured_plan, measured_rows
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {run.id: run for run in measured_rows()}
+
+
+def test_a_row_with_the_numbers_of_another_is_left_out(rows):
+    assert "n-0409" not in rows
+    assert "n-0405" in rows
+
+
+def test_a_stage_over_several_kinds_of_cards_is_priced_on_the_slowest_of_them(rows):
+    plan, cluster = measured_plan(rows["n-0407"])
+    assert [pool.device.name for pool in cluster.pools] == ["rtx-2080", "rtx-2080"]
+    assert [pool.num_nodes for pool in cluster.pools] == [2, 2]
+    assert [len(part.layers) for part in plan.stages] == [12, 14]
+
+
+def test_a_row_is_calibrated_by_the_others_of_such_machines_and_not_by_itself(rows):
+    measured_s = {name: run.number("step_time_s") for name, run in rows.items()}
+    predictions_s = {name: seconds / 2 for name, seconds in measured_s.items()} | {"n-0403": 50.0}
+    found = {name: calibrated_s(run, list(rows.values()), predictions_s) for name, run in rows.items()}
+    assert found["n-0403"] == pytest.approx(100.0)
+    assert found["n-0404"] == pytest.approx(measured_s["n-0404"] / 2 * measured_s["n-0403"] / 50)
+    assert found["n-0405"] == pytest.approx(measured_s["n-0405"])
