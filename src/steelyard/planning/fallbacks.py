@@ -64,8 +64,8 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
         if len(found) >= num_plans:
             break
         limit_s = SETTING_LIMIT_S
-        ranked = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s, floors=result.floors).ranked
-        found += [(each.plan, predict(each.plan, job)) for each in ranked[:1]]
+        one = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s, floors=result.floors, to_the_end=False)
+        found += [(each.plan, predict(each.plan, job)) for each in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
