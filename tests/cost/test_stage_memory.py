@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from steelyard.cost import stage_memory
 from steelyard.cost.execution import TORCHTITAN
+from steelyard.cost.layer import LayerMemory
 from steelyard.cost.setting import Setting
-from steelyard.cost.stage_memory import LayerMemory, PartLayers, stage_terms
+from steelyard.cost.stage_memory import PartLayers, stage_terms
 from tests.cost.examples import job, setting
 
 sizes = st.integers(0, 1000)

@@ -50,7 +50,7 @@ from steelyard.plan.kinds.kind import Divides, Levels, Load, Over, Phase, States
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Work
 from steelyard.schedules import PipelineConfig
 
 _RECOMPUTED_INPUTS = 4
@@ -61,8 +61,63 @@ Calls = dict[Phase, tuple[tuple[CollectiveKind, int, float], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of one layer on one rank, for one microbatch where they depend on samples."""
+
+    params: int
+    """Entries that a rank computes with, once they are gathered."""
+    shards: int
+    shard: int
+    """The rank's parameters in fp32."""
+    copy: int
+    """All parameters as the layer computes on them; 0 where those are the ones that are trained."""
+    keeps_copy: bool
+    kept_gradients: int
+    """What is kept from one microbatch to the next."""
+    made_gradients: int
+    """What one backward pass makes beside the gradients that are kept."""
+    cut_gradients: int = 0
+    """The rank's part of gradients that are made whole, cut out of them."""
+    scratch: int
+    """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
+    holds_new: bool = False
+    """Whether autograd still holds the new gradients as FSDP reduces them: of an embedding and a head."""
+    buffers: int = 0
+    """Tensors that are kept and not trained, and AdamW's counts of steps."""
+    saved: int
+    input: int
+    reducing: int = 0
+    """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
+    forward: int
+    backward: int
+
+    @property
+    def drops_copy(self) -> bool:
+        """Whether a copy that was kept is gone before the gradients are reduced."""
+        return self.keeps_copy and self.shards > 1
+
+    @property
+    def freed(self) -> int:
+        """What the backward pass of an embedding or head has freed when FSDP reduces its gradients."""
+        return max(0, self.saved - self.input) if self.holds_new and self.shards > 1 else 0
+
+    @property
+    def reduced(self) -> int:
+        """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
+        return MASTER_BYTES * self.params
+
+    def reduction_bytes(self, *, is_first: bool) -> int:
+        """What the layer itself takes as its gradients are reduced, in the first backward pass of a step or later."""
+        total = self.input + self.reducing
+        if self.shards > 1:
+            made, scratch = self.made_gradients, self.scratch
+            return total + self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.shard
+        return total + self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes of one layer on one rank."""
+    """Bytes of one layer on one rank as the search adds them up."""
 
     static_bytes: dict[str, int]
     activation_bytes: int
@@ -112,13 +167,52 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting, known: "Kn
 
 
 def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerBytes:
-    """The memory of a layer of this kind under a legal strategy; a profile without times is enough."""
-    layer = layer_profile(kind, strategy, setting)
-    needed = working_bytes(layer, strategy, setting)
-    return LayerBytes(
-        static_bytes=_static_bytes(kind, layer, strategy, setting),
-        activation_bytes=saved_bytes(layer, strategy, setting, needed),
-        transient_bytes=_transient_bytes(kind, layer, strategy, setting, needed),
+    """What the search adds up of the memory of a layer, whatever lies beside it; a profile without times is enough.
+
+    For a framework with states of its own its largest short-lived memory is what its passes work with.
+    """
+    memory, layer, execution = (
+        layer_memory(kind, strategy, setting),
+        layer_profile(kind, strategy, setting),
+        setting.job.execution,
+    )
+    if isinstance(execution.states, StateBytes):
+        experts = layer.expert_params
+        static = execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree, expert_params=experts)
+        transient = max(memory.forward, memory.backward)
+    else:
+        static = _static_bytes(kind, memory, strategy, setting)
+        transient = _transient_bytes(kind, layer, memory, strategy, setting)
+    return LayerBytes(static_bytes=static, activation_bytes=memory.saved, transient_bytes=transient)
+
+
+def layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerMemory:
+    """The bytes of a layer of this kind under a legal strategy, each as the walk through a stage needs it."""
+    job, layer = setting.job, layer_profile(kind, strategy, setting)
+    held = layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
+    samples, needed = rank_samples(strategy, setting), working_bytes(layer, strategy, setting)
+    params, shards = held_params(layer, strategy), strategy.state_shards
+    computed, shard = job.compute_bytes * params, MASTER_BYTES * sharded_params(layer, strategy)
+    keeps_whole = setting.pipeline.num_microbatches > 1 and job.execution.keeps_whole_gradients(strategy)
+    made_whole = strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1  # DTensor makes a tp embedding's so
+    entered = int(layer.input_bytes.at(samples))
+    return LayerMemory(
+        params=params,
+        shards=shards,
+        shard=shard,
+        copy=0 if shards == 1 and job.compute_bytes == MASTER_BYTES else computed,
+        keeps_copy=strategy.keeps_gathered,
+        kept_gradients=shard + (computed if keeps_whole else 0),
+        made_gradients=computed * made_whole,
+        cut_gradients=computed if made_whole > 1 else 0,
+        scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
+        holds_new=kind.role is not LayerRole.BLOCK,
+        buffers=layer.buffer_bytes,
+        saved=int(held.saved_bytes.at(samples) + needed.saved),
+        input=entered,
+        reducing=_RECOMPUTED_INPUTS * entered if strategy.remat is Remat.FULL else 0,
+        forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
+        backward=int(held.backward_transient_bytes.at(samples) + needed.backward),
     )
 
 
@@ -531,109 +625,42 @@ def _beside(compute_s: float, communication_s: float, setting: Setting) -> float
     return exposed_s(compute_s, communication_s, setting.job.profile.overlap_slowdown)
 
 
-def _static_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> dict[str, int]:
-    execution = setting.job.execution
-    if isinstance(execution.states, StateBytes):
-        return execution.states.kept_bytes(
-            layer.num_params, strategy, execution.shard_degree, expert_params=layer.expert_params
-        )
-    sharded = sharded_params(layer, strategy)
-    static = {
-        "parameters": MASTER_BYTES * sharded,
-        "gradients": kept_gradient_bytes(layer, strategy, setting),
-        "optimizer": 2 * MASTER_BYTES * sharded + layer.buffer_bytes,
-    }
+def _static_bytes(kind: LayerKind, memory: LayerMemory, strategy: Strategy, setting: Setting) -> dict[str, int]:
     working = sample_bytes(kind, strategy, setting)
-    if kind.role is LayerRole.EMBEDDING and strategy.state_shards > 1 and setting.pipeline.num_microbatches > 1:
-        working += MASTER_BYTES * layer.num_params
-    if working:
-        static["working set"] = working
-    if keeps_copy(strategy) and copy_bytes(layer, strategy, setting):
-        static["gathered parameters"] = copy_bytes(layer, strategy, setting)
-    return static
-
-
-def kept_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
-    """Gradients that a rank keeps from one microbatch to the next, and that the optimizer reads.
-
-    Both where those of all microbatches but the last are whole (`Execution.whole_gradients`).
-    """
-    several = setting.pipeline.num_microbatches > 1
-    whole = several and setting.job.execution.keeps_whole_gradients(strategy)
-    kept = setting.job.compute_bytes * held_params(layer, strategy) if whole else 0
-    return kept + MASTER_BYTES * sharded_params(layer, strategy)
-
-
-def copy_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
-    """All parameters as a layer computes on them, where it does not compute on those that are trained themselves."""
-    if strategy.state_shards == 1 and setting.job.compute_bytes == MASTER_BYTES:
-        return 0
-    return setting.job.compute_bytes * held_params(layer, strategy)
-
-
-def saved_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, needed: Working) -> int:
-    """What one microbatch holds of a layer from its forward to its backward pass, with what its kinds need."""
-    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
-    return int(held.saved_bytes.at(samples) + needed.saved)
-
-
-def held_bytes(layer: LayerProfile, strategy: Strategy) -> LayerProfile | Recomputation:
-    """Where the saved and the short-lived bytes of a layer stand under the strategy's remat choice."""
-    return layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
-
-
-def keeps_copy(strategy: Strategy) -> bool:
-    """Whether the parameters in compute precision stay between the forward and the backward pass of a layer."""
-    return strategy.keeps_gathered
+    if kind.role is LayerRole.EMBEDDING and memory.shards > 1 and setting.pipeline.num_microbatches > 1:
+        working += memory.reduced
+    return {
+        "parameters": memory.shard,
+        "gradients": memory.kept_gradients,
+        "optimizer": 2 * memory.shard + memory.buffers,
+        **({"working set": working} if working else {}),
+        **({"gathered parameters": memory.copy} if memory.keeps_copy and memory.copy else {}),
+    }
 
 
 def _transient_bytes(
-    kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting, needed: Working
+    kind: LayerKind, layer: LayerProfile, memory: LayerMemory, strategy: Strategy, setting: Setting
 ) -> int:
     """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
 
-    Working activations are with what the kinds of the strategy ``needed`` (`Kind.working`).
     Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
     working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
     gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
-    Reduction: a replicated layer holds what autograd has made, and its part cut out of what was made whole, beside the
-    buffer that it goes to, which counts as kept; a sharded block that buffer and its shard, and in place of a kept copy
-    what is gathered ahead. As FSDP reduces the gradients of an embedding or a head, autograd still holds them, gloo
-    copies what it scatters, and another layer may be gathered ahead.
+    Reduction: as the walk has it (`LayerMemory.reduction_bytes`), with what is gathered ahead of a sharded block in
+    place of a kept copy. As FSDP reduces the gradients of an embedding or a head, another layer may be gathered ahead.
     """
-    if setting.job.execution.keeps_own_buffers:
-        return _framework_transient_bytes(layer, strategy, setting, needed)
-    compute, params, samples = setting.job.compute_bytes, held_params(layer, strategy), rank_samples(strategy, setting)
-    held, input_bytes = held_bytes(layer, strategy), layer.input_bytes.at(samples)
-    working = held.backward_transient_bytes.at(samples) + needed.backward
-    copy = 0 if keeps_copy(strategy) else copy_bytes(layer, strategy, setting)
-    buffer = compute * params if strategy.state_shards > 1 else 0
-    made = compute * params * gradient_copies(kind, strategy)
-    gradients = _new_gradient_bytes(layer, strategy, setting) * gradient_copies(kind, strategy)
-    forward = copy + buffer + held.forward_transient_bytes.at(samples) + needed.forward
-    backward = copy + buffer + working + gradients + _reducing_bytes(kind, layer, strategy, setting)
-    again, scratch = recomputed_input_bytes(layer, strategy, samples), scratch_bytes(layer, strategy, setting)
-    reduction = input_bytes + again + made + cut_gradient_bytes(kind, layer, strategy, setting)
-    if strategy.state_shards > 1 and kind.role is not LayerRole.BLOCK:
-        gathers = copy and (kind.role is LayerRole.HEAD or setting.pipeline.num_microbatches > 1)
-        reduction = input_bytes + again + gradients + MASTER_BYTES * params + scratch + (buffer if gathers else 0)
-    elif strategy.state_shards > 1:
-        reduced = MASTER_BYTES * (params + sharded_params(layer, strategy))
-        ahead = buffer if copy else 0
-        reduction = input_bytes + again + max(made, scratch) + reduced + ahead
-    return int(max(forward, backward, reduction))
-
-
-def scratch_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
-    """What a sharded layer's gradients are copied to once more while the backend reduces and scatters them."""
-    if strategy.state_shards == 1 or not setting.job.cluster.device.backend.copies_what_it_scatters:
-        return 0
-    return MASTER_BYTES * held_params(layer, strategy)
-
-
-def recomputed_input_bytes(layer: LayerProfile, strategy: Strategy, samples: float) -> int:
-    """What full remat has left of a layer's work when the last of its gradients is made: what its first norm makes."""
-    return _RECOMPUTED_INPUTS * int(layer.input_bytes.at(samples)) if strategy.remat is Remat.FULL else 0
+    several, is_sharded = setting.pipeline.num_microbatches > 1, memory.shards > 1
+    copy = 0 if memory.keeps_copy else memory.copy
+    buffer = memory.copy if is_sharded else 0
+    gradients = _new_gradient_bytes(kind, layer, memory, strategy, setting)
+    forward = copy + buffer + memory.forward
+    backward = copy + buffer + memory.backward + gradients + _reducing_bytes(kind, layer, strategy, setting)
+    reduction = memory.reduction_bytes(is_first=False) + (buffer if copy else 0)
+    if is_sharded and memory.holds_new:
+        gathers = copy and (kind.role is LayerRole.HEAD or several)
+        reduction = memory.input + memory.reducing + gradients + memory.reduced + memory.scratch
+        reduction += buffer if gathers else 0
+    return max(forward, backward, reduction)
 
 
 def _reducing_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
@@ -663,33 +690,19 @@ def _least_held_params(kind: LayerKind, layer: LayerProfile, strategy: Strategy)
     return layer.num_params - layer.expert_params + layer.expert_params // ranks
 
 
-def gradient_copies(kind: LayerKind, strategy: Strategy) -> int:
-    """How many times its part of the gradient a rank makes: DTensor makes that of a tp embedding whole everywhere."""
-    return strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
-
-
-def cut_gradient_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
-    """The rank's part of gradients that are made whole, cut out of them."""
-    return setting.job.compute_bytes * held_params(layer, strategy) if gradient_copies(kind, strategy) > 1 else 0
-
-
-def _framework_transient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting, needed: Working) -> int:
-    """Largest short-lived memory of a framework whose states all have buffers of their own."""
-    held, samples = held_bytes(layer, strategy), rank_samples(strategy, setting)
-    forward = held.forward_transient_bytes.at(samples) + needed.forward
-    return int(max(forward, held.backward_transient_bytes.at(samples) + needed.backward))
-
-
-def _new_gradient_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+def _new_gradient_bytes(
+    kind: LayerKind, layer: LayerProfile, memory: LayerMemory, strategy: Strategy, setting: Setting
+) -> int:
     """Gradients that one backward pass makes beside those that are kept between microbatches.
 
     A sharded layer reduces them to a shard that is then added to the kept one. The buffer of a replicated layer, which
     counts as kept, is made only when the first backward pass has made all gradients: in fp32 it stands for them.
     """
-    made = setting.job.compute_bytes * held_params(layer, strategy)
-    if strategy.state_shards > 1:
-        return made + (0 if setting.pipeline.num_microbatches == 1 else int(MASTER_BYTES * _trained(layer, strategy)))
-    return 0 if setting.pipeline.num_microbatches == 1 and setting.job.compute_bytes == MASTER_BYTES else made
+    is_single = setting.pipeline.num_microbatches == 1
+    if memory.shards == 1:
+        return 0 if is_single and setting.job.compute_bytes == MASTER_BYTES else memory.made_gradients
+    times = strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
+    return memory.made_gradients + (0 if is_single else times * int(MASTER_BYTES * _trained(layer, strategy)))
 
 
 def pipeline_buffer_bytes(setting: Setting) -> int:

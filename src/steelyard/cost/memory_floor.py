@@ -29,16 +29,9 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import context_bytes
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import rank_samples
+from steelyard.cost.layer import LayerMemory, layer_memory, rank_samples
 from steelyard.cost.setting import Job, Setting
-from steelyard.cost.stage_memory import (
-    LayerMemory,
-    backward_sending,
-    hidden_bytes,
-    layer_memory,
-    made_bytes,
-    reduction_bytes,
-)
+from steelyard.cost.stage_memory import backward_sending, hidden_bytes, made_bytes
 from steelyard.cost.tables import CostTables
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig
@@ -188,7 +181,7 @@ def _memory(kind_index: int, strategy: Strategy, setting: Setting, known: KnownL
     shards, tokens, samples = strategy.state_shards, strategy.token_degree, rank_samples(strategy, setting)
     key = (kind_index, strategy.tensor_degree, shards, tokens, strategy.variants, strategy.remat, samples)
     if key not in known:
-        known[key] = layer_memory(kind_index, strategy, setting)
+        known[key] = layer_memory(setting.job.chain.kinds[kind_index], strategy, setting)
     return known[key]
 
 
@@ -207,8 +200,8 @@ def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) 
         memory.copy if memory.shards > 1 and not memory.keeps_copy else 0,
         memory.backward + beside,
         backward_sending(memory, strategy, made) + beside,
-        reduction_bytes(memory, is_first=False) - freed,
-        reduction_bytes(memory, is_first=True) - freed,
+        memory.reduction_bytes(is_first=False) - freed,
+        memory.reduction_bytes(is_first=True) - freed,
         sent,
     )
 

@@ -31,75 +31,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import (
-    copy_bytes,
-    cut_gradient_bytes,
-    gradient_copies,
-    held_bytes,
-    held_params,
-    keeps_copy,
-    kept_gradient_bytes,
-    layer_profile,
-    rank_samples,
-    recomputed_input_bytes,
-    saved_bytes,
-    scratch_bytes,
-    sharded_params,
-    working_bytes,
-)
+from steelyard.cost.layer import LayerMemory, layer_memory
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.schedules import Pass, Phase, PipelineConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerMemory:
-    """Bytes of one layer on one rank, for one microbatch where they depend on samples."""
-
-    params: int
-    """Entries that a rank computes with, once they are gathered."""
-    shards: int
-    shard: int
-    """The rank's parameters in fp32."""
-    copy: int
-    """All parameters as the layer computes on them; 0 where those are the ones that are trained."""
-    keeps_copy: bool
-    kept_gradients: int
-    """What is kept from one microbatch to the next."""
-    made_gradients: int
-    """What one backward pass makes beside the gradients that are kept."""
-    cut_gradients: int = 0
-    """The rank's part of gradients that are made whole, cut out of them."""
-    scratch: int
-    """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
-    holds_new: bool = False
-    """Whether autograd still holds the new gradients as FSDP reduces them: of an embedding and a head."""
-    buffers: int = 0
-    """Tensors that are kept and not trained, and AdamW's counts of steps."""
-    saved: int
-    input: int
-    reducing: int = 0
-    """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
-    forward: int
-    backward: int
-
-    @property
-    def drops_copy(self) -> bool:
-        """Whether a copy that was kept is gone before the gradients are reduced."""
-        return self.keeps_copy and self.shards > 1
-
-    @property
-    def freed(self) -> int:
-        """What the backward pass of an embedding or head has freed when FSDP reduces its gradients."""
-        return max(0, self.saved - self.input) if self.holds_new and self.shards > 1 else 0
-
-    @property
-    def reduced(self) -> int:
-        """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
-        return MASTER_BYTES * self.params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,45 +427,8 @@ def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _
 
     The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
     """
-    total = reduction_bytes(layer, is_first=moment.is_first) + _prefetched_bytes(sums, place, moment, ahead)
+    total = layer.reduction_bytes(is_first=moment.is_first) + _prefetched_bytes(sums, place, moment, ahead)
     return total if layer.shards > 1 else total + _reducing_bytes(sums, place + 1, moment)
-
-
-def reduction_bytes(layer: LayerMemory, *, is_first: bool) -> int:
-    """What a layer itself takes as its gradients are reduced, in the first backward pass of a step or a later one."""
-    total = layer.input + layer.reducing
-    if layer.shards > 1:
-        made, scratch = layer.made_gradients, layer.scratch
-        return total + layer.reduced + (made + scratch if layer.holds_new else max(made, scratch)) + layer.shard
-    return total + layer.made_gradients + layer.cut_gradients + (layer.reduced if is_first else 0)
-
-
-def layer_memory(kind_index: int, strategy: Strategy, setting: Setting) -> LayerMemory:
-    """The bytes of a layer of one kind under a strategy."""
-    job = setting.job
-    kind = job.chain.kinds[kind_index]
-    layer = layer_profile(kind, strategy, setting)
-    held = held_bytes(layer, strategy)
-    samples, params = rank_samples(strategy, setting), held_params(layer, strategy)
-    needed = working_bytes(layer, strategy, setting)
-    return LayerMemory(
-        params=params,
-        shards=strategy.state_shards,
-        shard=MASTER_BYTES * sharded_params(layer, strategy),
-        copy=copy_bytes(layer, strategy, setting),
-        keeps_copy=keeps_copy(strategy),
-        kept_gradients=kept_gradient_bytes(layer, strategy, setting),
-        made_gradients=job.compute_bytes * params * gradient_copies(kind, strategy),
-        cut_gradients=cut_gradient_bytes(kind, layer, strategy, setting),
-        scratch=scratch_bytes(layer, strategy, setting),
-        holds_new=kind.role is not LayerRole.BLOCK,
-        buffers=layer.buffer_bytes,
-        saved=saved_bytes(layer, strategy, setting, needed),
-        input=int(layer.input_bytes.at(samples)),
-        reducing=recomputed_input_bytes(layer, strategy, samples),
-        forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
-        backward=int(held.backward_transient_bytes.at(samples) + needed.backward),
-    )
 
 
 def tied_bytes(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> int:
@@ -577,7 +478,7 @@ def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting:
     for place in places:
         key = chain.layers[place], strategies[place]
         if key not in known:
-            known[key] = layer_memory(*key, setting)
+            known[key] = layer_memory(chain.kinds[key[0]], key[1], setting)
     layers = [known[chain.layers[place], strategies[place]] for place in places]
     sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
     made = 0 if is_last else made_bytes(part.last_layer, strategies[part.last_layer], setting)
