@@ -120,17 +120,7 @@ def _with_places(tables: CostTables) -> CostTables:
     layers = list(tables.layers)
     for number, place in enumerate(places):
         layers[place] = num_kinds + number
-    return replace(
-        tables,
-        kinds=tuple(tables.kinds[kind] for kind in source),
-        layers=tuple(layers),
-        legal=tables.legal[source],
-        time_s=tables.time_s[source],
-        static_bytes=tables.static_bytes[source],
-        activation_bytes=tables.activation_bytes[source],
-        transient_bytes=tables.transient_bytes[source],
-        switch_s=tables.switch_s[source],
-    )
+    return tables.select(kinds=source, layers=layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -227,13 +217,7 @@ def _with_all_gradients(tables: CostTables, setting: Setting, parts: _Parts, *, 
     first = tables.layers[0]
     working = parts.saved + np.maximum(parts.autograd_sending, parts.reduction)
     static[first] = (parts.states + np.maximum(parts.gradients + parts.reduced, working))[first]
-    return replace(
-        tables,
-        static_bytes=static,
-        activation_bytes=np.zeros_like(static),
-        transient_bytes=np.zeros_like(static),
-        overhead_bytes=context_bytes(setting) + _shared_bytes(setting),
-    )
+    return _floor_of(tables, setting, static, np.zeros_like(static))
 
 
 def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> CostTables:
@@ -255,13 +239,15 @@ def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> Cos
     return _floor_of(tables, setting, static, saved)
 
 
-def _floor_of(tables: CostTables, setting: Setting, static: IntTable, saved: IntTable) -> CostTables:
+def _floor_of(
+    tables: CostTables, setting: Setting, static: IntTable, saved: IntTable, *, received: int = 0
+) -> CostTables:
     return replace(
         tables,
         static_bytes=static,
         activation_bytes=saved,
         transient_bytes=np.zeros_like(static),
-        overhead_bytes=context_bytes(setting) + _shared_bytes(setting),
+        overhead_bytes=context_bytes(setting) + _shared_bytes(setting) + received,
     )
 
 
@@ -389,13 +375,7 @@ def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTab
     static[head] += sent_by_last * _least_hidden_bytes(setting)
     if moments[-1].working == tables.pipeline.num_chunks - 1:
         static[head] += np.maximum(parts.autograd, parts.reduction)[head]
-    floor = replace(
-        tables,
-        static_bytes=static,
-        activation_bytes=saved,
-        transient_bytes=np.zeros_like(saved),
-        overhead_bytes=context_bytes(setting) + _shared_bytes(setting) + received * _least_hidden_bytes(setting),
-    )
+    floor = _floor_of(tables, setting, static, saved, received=received * _least_hidden_bytes(setting))
     return floor.with_last_kinds(last, saved, apart={head})
 
 

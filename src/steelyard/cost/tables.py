@@ -152,15 +152,11 @@ class CostTables:
         """The tables with these bytes [K, S] for the last layer of every stage, but for the kinds ``apart``."""
         num_kinds = len(self.kinds)
         return replace(
-            self,
+            self.select(kinds=[*range(num_kinds)] * 2),
             kinds=(*self.kinds, *(f"{name}, last" for name in self.kinds)),
             last_kinds=tuple(kind if kind in apart else kind + num_kinds for kind in range(num_kinds)) * 2,
-            legal=np.tile(self.legal, (2, 1)),
-            time_s=np.tile(self.time_s, (2, 1)),
             static_bytes=np.concatenate([self.static_bytes, static_bytes]),
             activation_bytes=np.concatenate([self.activation_bytes, activation_bytes]),
-            transient_bytes=np.tile(self.transient_bytes, (2, 1)),
-            switch_s=np.tile(self.switch_s, (2, 1, 1)),
         )
 
     def run_kinds(self, start: int, end: int) -> tuple[int, ...]:
@@ -181,7 +177,7 @@ class CostTables:
         """
         rows = list(range(len(self.kinds)) if kinds is None else kinds)
         columns = list(range(len(self.strategies)) if strategies is None else strategies)
-        pairs = np.ix_(rows, columns)
+        pairs, triples = np.ix_(rows, columns), np.ix_(rows, columns, columns)
         return replace(
             self,
             kinds=tuple(self.kinds[kind] for kind in rows),
@@ -192,7 +188,7 @@ class CostTables:
             static_bytes=self.static_bytes[pairs],
             activation_bytes=self.activation_bytes[pairs],
             transient_bytes=self.transient_bytes[pairs],
-            switch_s=self.switch_s[np.ix_(rows, columns, columns)],
+            switch_s=self.switch_s[rows if strategies is None else triples],
             side_inputs=tuple(
                 replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.side_inputs
             ),

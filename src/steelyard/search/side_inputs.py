@@ -164,25 +164,15 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
     ]
     kinds = list(dict.fromkeys(roles))
     base = [kind for kind, _, _ in kinds]
-    legal, time_s = tables.legal[base], tables.time_s[base]
+    chosen = tables.select(kinds=base, layers=[kinds.index(role) for role in roles])
+    legal, time_s = chosen.legal, chosen.time_s
     for row, (_, source, sides) in enumerate(kinds):
         if source is not None:
             legal[row] &= np.isin(np.arange(legal.shape[1]), condition[source])
         for side in (tables.side_inputs[index] for index in sides):
             allowed = side.seconds[condition[side.source]]
             time_s[row] += allowed.min(axis=0) if len(allowed) else 0.0
-    return replace(
-        tables,
-        kinds=tuple(tables.kinds[kind] for kind in base),
-        layers=tuple(kinds.index(role) for role in roles),
-        legal=legal,
-        time_s=time_s,
-        static_bytes=tables.static_bytes[base],
-        activation_bytes=tables.activation_bytes[base],
-        transient_bytes=tables.transient_bytes[base],
-        switch_s=tables.switch_s[base],
-        side_inputs=(),
-    )
+    return replace(chosen, side_inputs=())
 
 
 def _search_conditions(prospect: SideProspect, cutoff_s: float, deadline: float | None) -> SettingResult:
