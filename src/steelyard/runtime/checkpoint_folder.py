@@ -154,17 +154,17 @@ def read_info(path: Path) -> CheckpointInfo:
         reason = (
             f"no {INFO_FILE} in {path}" if missing else f"{path / INFO_FILE}, which is damaged or of another version"
         )
-        raise _damaged(reason + _wrong_value(error)) from error
+        raise damaged(reason + _wrong_value(error)) from error
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != info.step:
-        raise _damaged(f"{path / INFO_FILE} of step {info.step}, which its folder is not named after")
+        raise damaged(f"{path / INFO_FILE} of step {info.step}, which its folder is not named after")
     for name, size in info.files.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
         if actual is None:
-            raise _damaged(f"{path} without its file {name}")
+            raise damaged(f"{path} without its file {name}")
         if actual != size:
-            raise _damaged(f"{file} with {actual} bytes instead of {size}")
+            raise damaged(f"{file} with {actual} bytes instead of {size}")
     return info
 
 
@@ -176,7 +176,7 @@ def _wrong_value(error: Exception) -> str:
 
 def _check(path: Path, known: Mapping[Path, str] | None) -> None:
     if known and path in known:
-        raise _damaged(known[path])
+        raise damaged(known[path])
     read_info(path)
 
 
@@ -222,7 +222,8 @@ def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
         )
 
 
-def _damaged(found: str) -> InvalidCheckpointError:
+def damaged(found: str) -> InvalidCheckpointError:
+    """The error for a checkpoint that is not whole."""
     return InvalidCheckpointError(
         field="--resume",
         found=found,

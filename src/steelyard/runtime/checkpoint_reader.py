@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import _get_layout
 
 from steelyard.errors import InvalidCheckpointError
+from steelyard.runtime.checkpoint_folder import damaged
 
 METADATA_FILE = ".metadata"
 _NAMED_BY_TORCH = (
@@ -92,9 +93,4 @@ def _checked(found: Any) -> Metadata:
 
 def unreadable(path: str | os.PathLike[str], reason: str) -> InvalidCheckpointError:
     """The error for a checkpoint, or a file of one, that cannot be read."""
-    return InvalidCheckpointError(
-        field="--resume",
-        found=f"{path}: {reason.splitlines()[0]}",
-        expected="a whole checkpoint that steelyard wrote",
-        hint="resume from an earlier one (--resume latest passes over damaged ones)",
-    )
+    return damaged(f"{path}: {reason.splitlines()[0]}")
