@@ -268,6 +268,17 @@ class Prediction(PlanPart):
             return (self.margin_bytes,) * len(self.stages)
         return tuple(pool.margin_bytes for pool in self.pools for _ in range(pool.num_stages))
 
+    def left_bytes(self) -> tuple[int, ...]:
+        """What a device of each stage leaves of its budget; negative where it does not fit."""
+        pairs = zip(self.stages, self.stage_budgets(), strict=True)
+        return tuple(budget - stage.total_bytes for stage, budget in pairs)
+
+    @property
+    def fullest(self) -> int:
+        """The stage whose devices have least left of their budget."""
+        left = self.left_bytes()
+        return left.index(min(left))
+
     @property
     def device_bytes(self) -> int:
         """What a device has, the margin that is left free included."""

@@ -100,10 +100,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     """Where the time of the slowest stage goes, what the pipeline adds, what fills the fullest stage, proof, costs."""
     stages = prediction.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].total_time_s)
-    budgets = prediction.stage_budgets()
-    fullest = max(range(len(stages)), key=lambda index: stages[index].total_bytes - budgets[index])
-    busy_s = stages[slowest].total_time_s
-    left = budgets[fullest] - stages[fullest].total_bytes
+    fullest, busy_s = prediction.fullest, stages[slowest].total_time_s
     lines = [
         f"Time: {_stage(plan, slowest, 'is the slowest')}{format_seconds(busy_s)} a microbatch, of it "
         f"{shares(stages[slowest].time_s)}."
@@ -113,7 +110,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         lines.append(f"Pipeline: that stage waits for {idle:.1%} of a step while the pipeline fills and drains.")
     lines.append(
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}, of it "
-        f"{shares(stages[fullest].memory_bytes)}; " + _left_text(prediction, left)
+        f"{shares(stages[fullest].memory_bytes)}; " + _left_text(prediction, min(prediction.left_bytes()))
     )
     return [
         *lines,

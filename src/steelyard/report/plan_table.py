@@ -72,8 +72,7 @@ def headline(plan: Plan) -> str:
 
 def _fullest(prediction: Prediction) -> str:
     """The bytes of the device with least room left, and those of its budget."""
-    pairs = zip((stage.total_bytes for stage in prediction.stages), prediction.stage_budgets(), strict=True)
-    taken, budget = max(pairs, key=lambda pair: pair[0] - pair[1])
+    taken, budget = prediction.stages[prediction.fullest].total_bytes, prediction.stage_budgets()[prediction.fullest]
     return f"{format_bytes(taken)} of {format_bytes(budget)}"
 
 
@@ -299,8 +298,7 @@ def part_name(plan: Plan, index: int) -> str:
 
 def _all_left(prediction: Prediction) -> list[str]:
     """What each stage leaves of its budget."""
-    pairs = zip(prediction.stages, prediction.stage_budgets(), strict=True)
-    left = [budget - stage.total_bytes for stage, budget in pairs]
+    left = prediction.left_bytes()
     return [format_bytes(each) if each >= 0 else f"over by {format_bytes(-each)}" for each in left]
 
 

@@ -44,7 +44,7 @@ def memory_section(found: ReportContents) -> Html:
     names += [name for name in _names(stages) if name not in names]
     budgets = [float(each) for each in prediction.stage_budgets()]
     totals = [sum(stage.values()) for stage in stages]
-    fullest = found.fullest
+    fullest = prediction.fullest
     where = f"Stage {fullest} is the fullest: " if len(stages) > 1 else "A device holds at most "
     lead = f"{where}{format_bytes(totals[fullest])} of {format_bytes(budgets[fullest])}."
     if len(stages) > 1:

@@ -50,22 +50,11 @@ class ReportContents:
         return tuple(pool.name for pool in self.plan.stage_pools()) if self.plan.is_mixed else ()
 
     @property
-    def fullest(self) -> int:
-        """The stage whose devices have least left of their budget."""
-        budgets, stages = self.prediction.stage_budgets(), self.prediction.stages
-        return min(range(len(stages)), key=lambda index: budgets[index] - stages[index].total_bytes)
-
-    @property
     def peak_bytes(self) -> int:
         """Bytes of the fullest device."""
-        return self.prediction.stages[self.fullest].total_bytes
+        return self.prediction.stages[self.prediction.fullest].total_bytes
 
     @property
     def budget_bytes(self) -> int:
         """Bytes that the fullest device may hold."""
-        return self.prediction.stage_budgets()[self.fullest]
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes of the budget that the fullest device leaves; negative where it does not fit."""
-        return self.budget_bytes - self.peak_bytes
+        return self.prediction.stage_budgets()[self.prediction.fullest]

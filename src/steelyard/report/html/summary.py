@@ -30,11 +30,11 @@ def summary(found: ReportContents) -> Html:
 def decision(found: ReportContents) -> Html:
     """What to do and what that gives, in one sentence."""
     plan, prediction = found.plan, found.prediction
-    left = found.left_bytes
+    left = found.budget_bytes - found.peak_bytes
     verdict = (
         f"fits with {format_bytes(left)} to spare"
         if left >= 0
-        else shortfall(found.peak_bytes, found.budget_bytes, prediction.stage_margins()[found.fullest])
+        else shortfall(found.peak_bytes, found.budget_bytes, prediction.stage_margins()[prediction.fullest])
     )
     tokens = format_count(plan.global_batch * plan.seq_len)
     return join(
