@@ -86,7 +86,7 @@ def planted(fault: str | None) -> Iterator[None]:
         "mean": lambda: mock.patch.object(replicated, "dist", SimpleNamespace(all_reduce=mean, Work=dist.Work)),
         "same samples": lambda: mock.patch.object(parallel_model, "data_index", return_value=0),
         "no replica sum": lambda: mock.patch.object(sharding, "_state_mesh", nothing_to_replicate),
-        "untied": lambda: mock.patch.object(parallel_model, "find_tied_embedding", return_value=None),
+        "untied": lambda: mock.patch.object(parallel_model, "find_shared_gradients", return_value=[]),
     }
     with patches[fault]():
         yield

@@ -10,9 +10,9 @@ from pathlib import Path
 _logger = logging.getLogger(__name__)
 
 
-def default_folder() -> Path:
-    """Where traces, and splits of models without a family, are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steelyard" / "traces"
+def default_folder(what: str = "traces") -> Path:
+    """Where traces are kept, and splits of models without a family; or what else has a folder beside theirs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steelyard" / what
 
 
 def keep(path: Path, content: str) -> None:

@@ -66,24 +66,24 @@ class PlanMesh:
 
     def samples(self, strategy: Strategy) -> DeviceMesh:
         """The one-axis mesh over which the strategy divides samples."""
-        return self._run(strategy.sample_axes)
+        return self.runs[strategy.sample_axes]
 
     def states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
         """The one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
-        return self._run(strategy.replica_axes), self._run(strategy.shard_axes)
+        return self.runs[strategy.replica_axes], self.runs[strategy.shard_axes]
 
     def expert_states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
         """The same for the states of experts that are divided over ranks."""
         replicas, shards = strategy.expert_state_axes
-        return self._run(replicas), self._run(shards)
+        return self.runs[replicas], self.runs[shards]
 
     def kind(self, strategy: Strategy, kind: Kind) -> DeviceMesh:
         """The one-axis mesh of the ranks that share a kind of the strategy."""
-        return self._run(strategy.axes_of(kind) if kind.is_level else strategy.expert_axes)
+        return self.runs[strategy.axes_of(kind) if kind.is_level else strategy.expert_axes]
 
     def data(self, strategy: Strategy) -> DeviceMesh:
         """The one-axis mesh of the ranks with different samples or tokens."""
-        return self._run(strategy.data_axes)
+        return self.runs[strategy.data_axes]
 
     def hidden_placement(self, strategy: Strategy) -> HiddenPlacement:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
@@ -94,9 +94,6 @@ class PlanMesh:
         """The placement with these letters on the small axes, none where a stage is a single device."""
         axes = tuple(_PLACEMENTS[letter] for letter in letters) or (Replicate(),)
         return HiddenPlacement(axes=axes, head_tail_degree=head_tail_degree)
-
-    def _run(self, axes: tuple[int, ...]) -> DeviceMesh:
-        return self.runs[axes]
 
 
 def build_mesh(plan: Plan, device_type: str) -> PlanMesh:

@@ -36,7 +36,7 @@ from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_dev
 from steelyard.runtime.pipeline_part import Exchange, Pieces, PipelinePart
 from steelyard.runtime.stage import StageModule, build_chunks, flow_shapes
 from steelyard.runtime.stage_clock import StageClock
-from steelyard.runtime.tied import TiedEmbedding, find_tied_embedding
+from steelyard.runtime.tied import find_shared_gradients
 
 
 class ParallelModel:
@@ -62,7 +62,7 @@ class ParallelModel:
         """Steps that were trained; set it when a run is resumed, for dropout depends on it."""
         self._seed = seed
         self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
-        self._tied: TiedEmbedding | None = find_tied_embedding(plan, chain, self.layers)
+        self._shared = find_shared_gradients(plan, chain, self.layers)
         self._step_microbatches = self._pipeline_step() if plan.num_stages > 1 else self._accumulate
 
     @property
@@ -117,8 +117,8 @@ class ParallelModel:
             for chunk in self.chunks:
                 chunk.end_step()
         self.num_steps += 1
-        if self._tied is not None:
-            self._tied.sum_gradients()
+        for shared in self._shared:
+            shared.sum_gradients()
         return self._global_loss(losses)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -151,7 +151,7 @@ class ParallelModel:
                 if parameter.grad is None:
                     continue
                 gradients.append(local_part(parameter.grad))
-                if self._tied is None or not self._tied.is_copy(parameter):
+                if not any(shared.is_copy(parameter) for shared in self._shared):
                     counted.append(gradients[-1])
                     copies.append(_copies(parameter, strategy))
         square = torch.zeros((), device=self.device)
@@ -333,17 +333,13 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     check_world_size(plan, dist.get_world_size())
     chain = plan.chain()
     if chain.own is not None:
-        return parallelize_own(planned_module(model, chain.own, loss), plan, seed)
+        return parallelize_checked(planned_module(model, chain.own, loss), plan, seed)
     check_same_model(getattr(model, "config", None), chain)
-    return _parallelize_here(model, plan, seed)
+    return parallelize_checked(model, plan, seed)
 
 
-def parallelize_own(model: OwnModel, plan: Plan, seed: int) -> ParallelModel:
-    """This rank's part of a user's own module that is the plan's, as `parallelize` makes it."""
-    return _parallelize_here(model, plan, seed)
-
-
-def _parallelize_here(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
+def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
+    """This rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
     device_type = default_device_type()
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     return parallelize_on(build_mesh(plan, device_type), device, model, plan, seed=seed)

@@ -74,24 +74,8 @@ class SharedGradient:
                 _keep(each, total)
 
 
-class TiedEmbedding:
-    """All parameters that this rank shares with other layers."""
-
-    def __init__(self, shared: list[SharedGradient]) -> None:
-        self._shared = shared
-
-    def is_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter repeats one that is counted elsewhere."""
-        return any(each.is_copy(parameter) for each in self._shared)
-
-    def sum_gradients(self) -> None:
-        """Gives all copies of each shared parameter the sum of their gradients; a collective call."""
-        for each in self._shared:
-            each.sum_gradients()
-
-
-def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> TiedEmbedding | None:
-    """This rank's part in sharing, or None where none of the rank's ``layers`` has a copy of anything.
+def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.Module]) -> list[SharedGradient]:
+    """All parameters that this rank shares with other layers; none where its ``layers`` have a copy of nothing.
 
     A collective call on every rank: it makes the groups that bring together the stages that hold copies.
     """
@@ -114,7 +98,7 @@ def find_tied_embedding(plan: Plan, chain: ModelChain, layers: Mapping[str, nn.M
                     or dist.get_rank() in [plan.parts[stage].ranks[0] for stage in stages],
                 )
             )
-    return TiedEmbedding(found) if found else None
+    return found
 
 
 def _stages_of(plan: Plan, shared: SharedWeight) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from steelyard.runtime.memory_limit import MemoryLimit
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.parallel_model import ParallelModel, parallelize_own, parallelize_plan
+from steelyard.runtime.parallel_model import ParallelModel, parallelize_checked, parallelize_plan
 from steelyard.runtime.peak_memory import measure_peak, memory_method
 from steelyard.runtime.persistence import Persistence
 from steelyard.runtime.progress import Step, model_flop_utilisation, reported
@@ -63,7 +63,8 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     is_first = dist.get_rank() == 0
     memory_limit = MemoryLimit(plan, enforce=options.enforce_memory)
     with memory_limit.explained():
-        model = parallelize_plan(plan, seed=options.seed) if own is None else parallelize_own(own, plan, options.seed)
+        seed = options.seed
+        model = parallelize_plan(plan, seed=seed) if own is None else parallelize_checked(own, plan, seed)
         trainer = _Trainer(model, data, options, memory_limit)
         trainer.persistence.begin()
         steps = trainer.run()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.errors import InvalidDataError
+from steelyard.plan.cache import default_folder
 from steelyard.runtime.data.files import NUM_BYTE_TOKENS, is_token_file, smallest_type
 from steelyard.runtime.data.text import JSON_LINES_SUFFIXES, check_is_text, documents, text_files
 from steelyard.runtime.data.tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
@@ -55,8 +56,8 @@ def prepare_text(path: Path, options: TextOptions, *, folder: Path | None = None
     if _is_read_in_place(path, options, tokenizer):
         check_is_text(path)
         return path
-    target = (folder or default_folder()) / (_key(path, options, tokenizer) + smallest_type(tokenizer.vocab_size))
-    target = target.with_name(target.name + ".bin")
+    name = _key(path, options, tokenizer) + smallest_type(tokenizer.vocab_size)
+    target = (folder or default_folder("tokens")) / f"{name}.bin"
     if not target.is_file():
         _write(target, path, options, tokenizer)
     return target
@@ -78,11 +79,6 @@ def mask_token(path: Path, options: TextOptions) -> int | None:
     if options.mask_token is not None or is_token_file(path):
         return options.mask_token
     return NUM_BYTE_TOKENS if options.tokenizer is None else open_tokenizer(options.tokenizer).mask_token
-
-
-def default_folder() -> Path:
-    """Where token files are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steelyard" / "tokens"
 
 
 def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
