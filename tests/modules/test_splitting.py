@@ -69,13 +69,54 @@ def test_tensor_and_sequence_parallelism_are_proved() -> None:
     assert [(kind.no_tp, kind.no_sp) for kind in split_of("cohere2").kinds] == [("", "")] * 4
 
 
-def test_sizes_that_a_degree_must_divide_are_found() -> None:
+def test_sizes_that_a_degree_must_divide_are_found_and_those_that_ranks_may_share() -> None:
     kind = split_of("cohere2").kinds[1]
     assert dict(kind.tp_divides)["key-value heads"] == 2
+    assert kind.tp_shares == ("key-value heads",)
     chain = chain_from_config(split_config("cohere2"), name="c", split=split_of("cohere2"))
-    reason = illegal_reason(chain.kind_of(1), parse_strategy("tp4"), Batch(microbatch_samples=4, seq_len=16))
-    assert reason is not None
-    assert "key-value heads" in reason
+    batch = Batch(microbatch_samples=8, seq_len=16)
+    assert illegal_reason(chain.kind_of(1), parse_strategy("tp4"), batch) is None
+    assert "attention heads" in str(illegal_reason(chain.kind_of(1), parse_strategy("tp8"), batch))
+
+
+def test_heads_in_one_matrix_with_the_queries_are_not_shared() -> None:
+    kind = split_model("phi3", {**split_config("phi3"), "num_hidden_layers": 1}).kinds[1]
+    assert kind.no_tp == ""
+    assert kind.tp_shares == ()
+
+
+def test_context_parallelism_is_proved() -> None:
+    assert [kind.no_cp for kind in split_of("cohere2").kinds] == [""] * 4
+    assert [kind.attention for kind in split_of("cohere2").kinds[1:3]] == ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.slow
+def test_attention_with_a_bias_of_places_cannot_be_divided_by_tokens() -> None:
+    assert "differs" in split_of("bloom").kinds[1].no_cp
+
+
+def test_layers_without_attention_cannot_be_divided_by_tokens() -> None:
+    kinds = split_model("mamba", {**split_config("mamba"), "num_hidden_layers": 1}).kinds
+    assert "only causal attention" in kinds[1].no_cp
+
+
+def test_attention_that_drops_entries_cannot_be_divided_by_tokens() -> None:
+    config = {**split_config("olmo2"), "num_hidden_layers": 1, "attention_dropout": 0.1}
+    assert "drops entries" in split_model("olmo2", config).kinds[1].no_cp
+
+
+def test_a_window_that_every_block_has_is_found() -> None:
+    config = {**split_config("starcoder2"), "num_hidden_layers": 1, "sliding_window": 8}
+    assert split_model("starcoder2", config).kinds[1].attention == "sliding_attention"
+
+
+def test_modules_that_are_all_of_an_embedding_or_a_head_are_called_one_after_another() -> None:
+    split = split_model("olmo2", {**split_config("olmo2"), "num_hidden_layers": 1})
+    assert (split.embedding_calls, split.head_calls) == (("model.embed_tokens",), ("model.norm", "lm_head"))
+
+
+def test_a_head_that_scales_its_logits_is_more_than_modules_called_one_after_another() -> None:
+    assert split_of("cohere2").head_calls == ()
 
 
 @pytest.mark.slow

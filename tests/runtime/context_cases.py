@@ -6,7 +6,9 @@ head with cp or without.
 
 from typing import Any
 
+from tests.modules.split_configs import split_config
 from tests.runtime.cases import Case
+from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 
@@ -20,9 +22,11 @@ def _case(
     **changes: Any,
 ) -> Case:
     """Two steps of two microbatches."""
+    split = SPLITS.get(config)
     plan = make_plan(
-        FAMILY_CONFIGS[config] | changes,
+        (split_config(config) if split else FAMILY_CONFIGS[config]) | changes,
         *stages,
+        split=split,
         num_microbatches=2,
         global_batch=2 * num_devices,
         seq_len=32,
@@ -58,6 +62,9 @@ CASES: dict[str, Case] = {
     "gpt2": _case("gpt2", "cp4, fsdp2-cp2, cp2-tp2, cp4"),
     "mistral with a sliding window": _case("mistral", "cp4, cp4 remat=full, cp4+ulysses, cp4"),
     "mistral with a sliding window, two stages": _case("mistral", "cp2, cp2", "tp2+sp, dp2", schedule="gpipe"),
+    "cohere2 without a family": _case("cohere2", "cp4, cp4 remat=full, cp2-tp2+sp remat=selective, fsdp2-cp2"),
+    "cohere2 without a family, ulysses": _case("cohere2", "fsdp4, fsdp2-cp2+ulysses, dp2-cp2+ulysses, cp4"),
+    "cohere2 without a family, two stages": _case("cohere2", "cp2, cp2", "tp2+sp, cp2"),
     "bf16": _case("llama", "fsdp2-cp2, fsdp4, cp2-tp2+sp, dp2-cp2", precision="bf16"),
     "eight, hybrid sharding": _case(
         "llama", "dp2-fsdp2-cp2, dp2-fsdp2-cp2 remat=selective, fsdp8, dp2-fsdp2-cp2", num_devices=8

@@ -74,6 +74,7 @@ CASES: dict[str, Case] = {
     "swin, one stage": _case("swin", "fsdp4, dp4, fsdp4 remat=full, dp4, fsdp4 remat=selective, dp4, fsdp4"),
     "swin, two stages": _case("swin", "dp2, fsdp2, dp2 remat=full", "fsdp2, fsdp2, dp2, dp2"),
     "cohere2 without a family, one stage": _case("cohere2", "fsdp4, tp2-fsdp2+sp remat=selective, dp2-tp2, tp2-dp2+sp"),
+    "cohere2 without a family, shared key-value heads": _case("cohere2", "tp4, tp4+sp, tp4 remat=full, fsdp4"),
     "cohere2 without a family, two stages": _case("cohere2", "dp2, tp2", "fsdp2 remat=full, tp2+sp"),
     "convnext without a family, two stages": _case("convnext", "fsdp2, dp2", "fsdp2 remat=full, fsdp2"),
     "roberta without a family, two stages": _case("roberta", "fsdp2, tp2", "fsdp2 remat=full, fsdp2"),

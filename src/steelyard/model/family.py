@@ -31,6 +31,9 @@ KV_HEADS = "key-value heads"
 """Their name among the sizes that a tensor-parallel degree divides, or that divide it (`LayerKind.tp_shares`)."""
 
 
+NO_CP = "only causal attention in one kernel can be divided by tokens"
+
+
 class Task(StrEnum):
     """What a model is trained for: which class of transformers it is, what a sample holds, and what the loss counts."""
 
@@ -83,7 +86,7 @@ class LayerKind:
     """Why the kind cannot be tensor-parallel; empty where it can."""
     no_sp: str = ""
     """Why the kind cannot be sequence-parallel; empty where it can."""
-    no_cp: str = "only causal attention in one kernel can be divided by tokens"
+    no_cp: str = NO_CP
     """Why the kind cannot work on a part of the tokens of a sequence; empty where it can."""
     num_experts: int = 0
     """Routed experts of a layer; 0 where it has none."""

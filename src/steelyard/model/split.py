@@ -16,7 +16,7 @@ from steelyard.model.families.t5 import share_bias
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
 from steelyard.model.small import WIDTH_KEYS, sizes_of
 
-SPLIT_VERSION = 3
+SPLIT_VERSION = 4
 """Raised whenever models are split differently."""
 
 
@@ -50,7 +50,9 @@ class SplitKind(_Part):
     role: LayerRole
     tp_divides: tuple[tuple[str, Count], ...] = ()
     no_tp: str = ""
+    tp_shares: tuple[str, ...] = ()
     no_sp: str = ""
+    no_cp: str = ""
     num_experts: int = 0
     attention: str = "full_attention"
     styles: dict[str, str] = {}
@@ -184,6 +186,11 @@ class ModelSplit(_Part):
     layers: tuple[int, ...]
     """For each layer of the chain, embedding and head included, the number of its kind."""
     call: BlockCall
+    embedding_calls: tuple[str, ...] = ()
+    """Paths of the modules that, called one after another, make the first hidden state of token ids; empty where more
+    is done than that."""
+    head_calls: tuple[str, ...] = ()
+    """Paths of those that make logits of what the last block returns."""
     head_sees_shape: bool = False
     """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
     sides_by_sample: bool = False
@@ -292,9 +299,10 @@ class ModelSplit(_Part):
                     name=kind.name,
                     role=kind.role,
                     tp_divides=kind.tp_divides,
+                    tp_shares=kind.tp_shares,
                     no_tp=kind.no_tp,
                     no_sp=kind.no_sp,
-                    no_cp="that every rank may compute its own tokens alone is not proved for a model without a family",
+                    no_cp=kind.no_cp,
                     num_experts=kind.num_experts,
                     attention=kind.attention,
                     hidden=(length_of(kind.shape), width_of(kind.shape)) if kind.shape else None,

@@ -118,6 +118,13 @@ def _attend(
             expected="0: ranks that hold different tokens do not drop entries of attention alike",
             hint="set the config's attention dropout to 0, or plan without cp",
         )
+    if options.get("sliding_window") not in (None, division.window):
+        raise InvalidModelError(
+            field="cp",
+            found=f"attention over a window of {options['sliding_window']} tokens in a layer under cp",
+            expected=f"one of {division.window}, as its kind of layer says",
+            hint="plan without cp",
+        )
     if division.method is ContextMethod.GATHER:
         scores = Scores(scale=scaling, window=division.window)
         return _GatheredAttention.apply(query, key, value, division.mesh, scores)

@@ -1,7 +1,8 @@
 """How the layers of a split model run: embedding and head are the model's own forward pass with holes.
 
-The embedding runs the model up to its first block, the head from the result of its last block on; what both skip has
-holes in its place. Blocks are called as the model calls them: one more forward pass with holes for everything that has
+Where all that the model does there is to call modules one after another, they are just that. Else the embedding runs
+the model up to its first block, the head from the result of its last block on; what both skip has holes in its place.
+Blocks are called as the model calls them: one more forward pass with holes for everything that has
 parameters shows what each kind of block is given beside the hidden state (masks, positions, rotary embeddings), which
 depends on no parameter.
 
@@ -36,6 +37,20 @@ from steelyard.modules.build import build_from_config, fill_buffers, outside_buf
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
+
+
+class CalledPiece:
+    """Modules called one after another: token ids to a hidden state, or a hidden state to logits."""
+
+    def __init__(self, model: PreTrainedModel, paths: Collection[str]) -> None:
+        self._modules = [model.get_submodule(path) for path in paths]
+
+    def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
+        """What the last module returns; an encoder's output ends here, with a gradient of 0."""
+        found = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
+        for module in self._modules:
+            found = module(found)
+        return found
 
 
 class EmbeddingPiece:
@@ -154,15 +169,17 @@ class BlockPiece:
 class BlockInputs:
     """What every kind of block reads beside the hidden state."""
 
-    def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: Collection[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, chain: ModelChain, kinds: Collection[str], *, makes_masks: bool = True
+    ) -> None:
         split = chain.split
         assert split is not None
         first_of = {chain.kind_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
         layers = sorted(first_of[name] for name in kinds)
         stubs = _records(split, layers)
         self._records = {chain.kind_of(layer).name: record for layer, record in stubs.items()}
-        self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=True)
-        self._by_sample = split.sides_by_sample
+        self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=makes_masks)
+        self._by_sample, self._image = split.sides_by_sample, split.image
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
@@ -172,6 +189,11 @@ class BlockInputs:
             return one
         two = self._recorded(torch.cat([ids, ids]), dtype)
         return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
+
+    def token_dims(self, device: torch.device, dtype: torch.dtype) -> dict[str, BlockArguments]:
+        """For every kind, in the place of each tensor the one dim that is tokens; None where there is none, or two."""
+        few, more = (self(blank(self._image, 1, tokens, device), dtype) for tokens in _LENGTHS)
+        return {name: pytree.tree_map(_token_dim, few[name], more[name]) for name in few}
 
     def _recorded(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
         with suppress(_ReachedError):
@@ -200,11 +222,26 @@ def _per_sample(one: Any, two: Any) -> Any:
     return PerSample(one, dim)
 
 
+_LENGTHS = (8, 16)
+"""Short sequences whose arguments show what grows with the tokens."""
+
+
+def _token_dim(few: Any, more: Any) -> int | None:
+    one, other = (each.held if isinstance(each, PerSample) else each for each in (few, more))
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return None
+    dims = [dim for dim, (size, longer) in enumerate(zip(one.shape, other.shape, strict=True)) if size != longer]
+    return dims[0] if len(dims) == 1 else None
+
+
 def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
     """How a layer of a split model runs."""
     role = split.kinds[split.layers[layer]].role
     if role is LayerRole.BLOCK:
         return BlockPiece(split, layer)
+    calls = split.head_calls if role is LayerRole.HEAD else () if layer else split.embedding_calls
+    if calls:
+        return CalledPiece(model, calls)
     if role is LayerRole.HEAD:
         return HeadPiece(model, split)
     return (DecoderEmbeddingPiece if layer else EmbeddingPiece)(model, split)

@@ -46,6 +46,8 @@ class SideInputs:
     masks: Mapping[str, Tensor | None] = field(default_factory=dict)
     arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
     """Of a split model: all that each kind of block is given beside the hidden state."""
+    token_dims: Callable[[], Mapping[str, BlockArguments]] | None = None
+    """In the place of each tensor of these its dim that is tokens, None where there is none, or two as of a mask."""
     of_samples: Arguments | None = None
     """Of a user's own module: what gives its blocks the same, for the samples that they read."""
 
@@ -219,7 +221,8 @@ def side_inputs_of(
         return OwnSideInputs(model, device)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     if chain.split:
-        return SplitSideInputs(model, chain, {block.kind.name for block in blocks})
+        makes_masks = any(reads_mask(block) for block in blocks)
+        return SplitSideInputs(model, chain, {block.kind.name for block in blocks}, makes_masks=makes_masks)
     attention = {block.attention_type for block in blocks}
     masked = {block.attention_type for block in blocks if reads_mask(block)}
     return SideInputBuilder(model, chain, build_rotary(model, chain, device), attention, masked)
@@ -228,17 +231,25 @@ def side_inputs_of(
 class SplitSideInputs(nn.Module):
     """As `SideInputBuilder`, for a model that is split by its structure."""
 
-    def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: set[str]) -> None:
+    def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: set[str], *, makes_masks: bool) -> None:
         super().__init__()
         self.model_config = model.config
-        self._inputs = BlockInputs(model, chain, kinds) if kinds else None
+        self._inputs = BlockInputs(model, chain, kinds, makes_masks=makes_masks) if kinds else None
         self._image = chain.layout.image
+        self._token_dims: Mapping[str, BlockArguments] | None = None
 
     @torch.no_grad()
     def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
         """The arguments of every kind of block for samples of ``seq_len`` tokens, made for one sample."""
         arguments = self._inputs(blank(self._image, 1, seq_len, device), dtype) if self._inputs else {}
-        return SideInputs(position_ids=torch.arange(seq_len, device=device).unsqueeze(0), arguments=arguments)
+
+        def token_dims() -> Mapping[str, BlockArguments]:
+            if self._token_dims is None:
+                self._token_dims = self._inputs.token_dims(device, dtype) if self._inputs else {}
+            return self._token_dims
+
+        positions = torch.arange(seq_len, device=device).unsqueeze(0)
+        return SideInputs(position_ids=positions, arguments=arguments, token_dims=token_dims)
 
 
 class OwnSideInputs(nn.Module):

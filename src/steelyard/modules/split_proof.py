@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
+from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
@@ -32,12 +33,15 @@ from steelyard.modules.split_tp import (
     difference,
     divided_kinds,
     divided_sizes,
+    no_context_parallelism,
     parameters_by_path,
     pieces_of,
+    shares_heads,
 )
 from steelyard.modules.splitting import Found, find_split
 
 _LENGTHS = (16, 24)
+_KEY_VALUE_HEADS = "num_key_value_heads"
 _SAMPLES = 2
 TOLERANCE = 1e-4
 """Largest difference of a logit or gradient, as a share of the largest entry of its tensor."""
@@ -46,24 +50,42 @@ TOLERANCE = 1e-4
 def split_model(model_type: str, config: Mapping[str, Any]) -> ModelSplit:
     """How the model of a config.json splits, proved at small width; raises `InvalidModelError` where it does not."""
     full = read_hub_config(model_type, config)
-    found, small = find_split(full), find_split(read_hub_config(model_type, small_config(full.to_dict())))
+    small_width = small_config(full.to_dict())
+    found, small = find_split(full), find_split(read_hub_config(model_type, small_width))
     if _parts(found.split) != _parts(small.split):
         raise _not_exact(found.split, "at small width, where it is proved, it splits otherwise")
     proofs, options = _first_proof(small)
     small = replace(small, split=small.split.model_copy(update=options))
     divided = divided_kinds(small.model, small.split, small.keywords, proofs)
+    one_head = _proof_of_one_head(model_type, small_width, small.split)
+    no_cp = no_context_parallelism(found.model, found.split, proofs)
     kinds = tuple(
         kind.model_copy(
             update={
                 "styles": proved.styles,
                 "no_tp": proved.no_tp,
                 "no_sp": proved.no_sp,
+                "no_cp": no_cp[kind.name],
+                "tp_shares": (KV_HEADS,) if one_head and shares_heads(proved, one_head) else (),
                 "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
             }
         )
         for number, (kind, proved) in enumerate(zip(found.split.kinds, divided, strict=True))
     )
     return found.split.model_copy(update={**options, "kinds": kinds})
+
+
+def _proof_of_one_head(model_type: str, config: Mapping[str, Any], split: ModelSplit) -> ThreadedProof | None:
+    """The proof of a model that has one key-value head for all; None for one whose config gives no number of these."""
+    if not isinstance(config.get(_KEY_VALUE_HEADS), int):
+        return None
+    try:
+        found = find_split(read_hub_config(model_type, {**config, _KEY_VALUE_HEADS: 1}))
+    except InvalidModelError:
+        return None
+    options = {name: getattr(split, name) for name in ("sides_by_sample", "head_sees_shape")}
+    proof = _proof(replace(found, split=found.split.model_copy(update=options)))[0]
+    return proof if _parts(found.split) == _parts(split) else None
 
 
 def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:

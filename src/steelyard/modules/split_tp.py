@@ -37,10 +37,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import LayerRole
+from steelyard.model.family import KV_HEADS, NO_CP, LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import ModelSplit, SplitKind
+from steelyard.modules.dropout import has_dropout
 from steelyard.modules.experts import routed_experts
+from steelyard.modules.head_tail import in_order, natural_order, rank_order
+from steelyard.modules.kinds.cp import apply_context_parallel, own_context
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import (
     ChainLayer,
@@ -104,6 +107,34 @@ def divided_kinds(
             why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
             found[kind.name] = kind.model_copy(update={"no_tp": why})
     return tuple(found[kind.name] for kind in split.kinds)
+
+
+def shares_heads(kind: SplitKind, one_head: "ThreadedProof") -> bool:
+    """Whether ranks of which there are more than key-value heads may have the same; ``one_head`` is of such a model."""
+    return kind.role is LayerRole.BLOCK and bool(kind.styles) and not one_head({kind.name: kind.styles}, False)
+
+
+def no_context_parallelism(model: PreTrainedModel, split: ModelSplit, proof: "ThreadedProof") -> dict[str, str]:
+    """For every kind why ranks may not compute its layers for their own tokens each; empty where that is proved."""
+    known = {kind.name: _no_cp(model, split, kind) for kind in split.kinds}
+    tried = [name for name, reason in known.items() if not reason]
+    together = proof.by_tokens(tried) if tried else ""
+    reasons = {name: proof.by_tokens([name]) for name in tried if together}
+    return known | {name: f"not proved: {reason}" for name, reason in reasons.items() if reason}
+
+
+def _no_cp(model: PreTrainedModel, split: ModelSplit, kind: SplitKind) -> str:
+    """Why no layer of a kind can be under cp; empty where that is to be tried."""
+    attends = kind.attention in ("full_attention", "sliding_attention")
+    if split.task is not Task.CAUSAL_LM or (kind.role is LayerRole.BLOCK and not attends):
+        return NO_CP
+    if not split.fused_attention:
+        return "its attention runs step by step, with a mask of the whole sequence"
+    if split.streams:
+        return STREAM_NO_SP
+    if any(has_dropout(each) for each in model.modules() if getattr(each, "is_causal", None) is True):
+        return "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
+    return ""
 
 
 def _no_sp(split: ModelSplit) -> str:
@@ -407,7 +438,7 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
     if isinstance(queries, int):
         yield "attention heads", queries
         keys = getattr(config, "num_key_value_heads", None)
-        yield "key-value heads", keys if isinstance(keys, int) else queries
+        yield KV_HEADS, keys if isinstance(keys, int) else queries
     block = model.get_submodule(path)
     experts = [each.num_experts for each in routed_experts(block)]
     if "own_experts" in styles.values() and experts:
@@ -450,15 +481,32 @@ class ThreadedProof:
         split = self.chain.split
         assert split is not None
         kinds = tuple(
-            kind.model_copy(update={"styles": dict(styles[kind.name]), "no_tp": ""}) if kind.name in styles else kind
-            for kind in split.kinds
+            kind.model_copy(update=self._dividing(number, styles[kind.name])) if kind.name in styles else kind
+            for number, kind in enumerate(split.kinds)
         )
         chain = chain_from_config(
             self.chain.config, name=self.chain.name, split=split.model_copy(update={"kinds": kinds})
         )
-        return on_two_ranks(lambda mesh: self._compared(chain, mesh, frozenset(styles), sp))
+        return on_two_ranks(lambda mesh: self._compared(chain, mesh, frozenset(styles), sp=sp))
 
-    def _compared(self, chain: ModelChain, mesh: DeviceMesh, divided: Collection[str], sp: bool) -> str:
+    def by_tokens(self, kinds: Collection[str]) -> str:
+        """Why ranks may not compute layers of these kinds for their own tokens each; empty where they may."""
+        return on_two_ranks(lambda mesh: self._compared(self.chain, mesh, frozenset(), by_tokens=kinds))
+
+    def _dividing(self, kind: int, styles: Styles) -> dict[str, object]:
+        assert self.chain.split is not None
+        sizes = divided_sizes(self.model, self.chain.split, kind, styles)
+        return {"styles": dict(styles), "no_tp": "", "tp_divides": sizes, "tp_shares": (KV_HEADS,)}
+
+    def _compared(
+        self,
+        chain: ModelChain,
+        mesh: DeviceMesh,
+        divided: Collection[str],
+        *,
+        sp: bool = False,
+        by_tokens: Collection[str] = (),
+    ) -> str:
         model, split = copy.deepcopy(self.model), chain.split
         assert split is not None
         layers, context = pieces_of(model, chain, self.numbers, self.ids, self.decoder_ids)
@@ -470,6 +518,9 @@ class ThreadedProof:
             if layer.kind.name in divided:
                 apply_tensor_parallel(layer, model, chain, mesh, sp=sp)
             run = partial(layer.run_by_family, layer)
+            if layer.kind.name in by_tokens:
+                apply_context_parallel(layer, mesh, "gather")
+                run = partial(_by_tokens, run, mesh)
             flow = layer.within(flow, context, partial(_in_parts, run, mesh) if cut else run)
         (logits,) = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors_of(flow))
         logits = logits.view_as(self.expected["logits"])
@@ -477,6 +528,8 @@ class ThreadedProof:
         found = {"logits": logits.detach()}
         for layer, name, path in places:
             gradient = layer.get_parameter(name).grad
+            if gradient is not None and layer.kind.name in by_tokens:
+                dist.all_reduce(gradient, group=mesh.get_group())
             if gradient is not None:
                 found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         return difference(self.expected, found, chain, self.tolerance)
@@ -574,6 +627,13 @@ def _part(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _whole(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(hidden, mesh, [Shard(1)]).redistribute(placements=[Replicate()]).to_local()
+
+
+def _by_tokens(run: Callable[[Flow, LayerContext], Flow], mesh: DeviceMesh, flow: Flow, context: LayerContext) -> Flow:
+    """What a layer makes of this rank's tokens, in head-tail order; those of all ranks in their natural order."""
+    ranked = in_order(flow, rank_order(mesh.size()))
+    made = _whole(run(_part(ranked, mesh), own_context(context, mesh)), mesh)
+    return in_order(made, natural_order(mesh.size()))
 
 
 @contextmanager

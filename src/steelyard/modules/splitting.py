@@ -41,6 +41,7 @@ from steelyard.model.split import (
     width_of,
 )
 from steelyard.modules.build import auto_class_of, build_from_config
+from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
 from steelyard.modules.structure import signature
@@ -69,7 +70,9 @@ class Recording:
     called: Sequence[str]
     chains: Mapping[str, Sequence[_Call]]
     """The calls of the blocks of each list, by its path: of an encoder first."""
+    samples: Tensor
     logits: Tensor
+    modules: CalledModules
     keywords: Mapping[str, str | None]
     """Of every module called with a tensor, the name by which it is given its first; None where by place."""
     named: Mapping[str, Mapping[str, Any]]
@@ -191,6 +194,8 @@ def _split_of(
         kinds=tuple(kinds),
         layers=tuple(layers),
         call=call,
+        embedding_calls=seen.modules.between(seen.samples, hidden[0]) if not streams else (),
+        head_calls=seen.modules.between(hidden[-1], seen.logits),
         encoder=encoder,
         hidden_size=width_of(shapes[0]) if image else hidden[0].shape[-1],
         vocab_size=seen.logits.shape[-1],
@@ -288,7 +293,7 @@ def _record(
         with torch.device("meta"):
             samples = torch.zeros((_SAMPLES, *image)) if image else torch.zeros((_SAMPLES, tokens), dtype=torch.long)
         with_decoder = {"decoder_input_ids": samples} if task is Task.SEQ2SEQ_LM else {}
-        with without_values():
+        with without_values(), CalledModules(model) as modules:
             outputs = model(**{reads(image): samples}, **with_decoder, **forward_options(model))
     except Exception as error:
         raise _refused(
@@ -312,7 +317,15 @@ def _record(
         raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
     chosen = sorted(list(chains)[:count], key=lambda path: called.index(f"{path}.0"))
     found = {path: chains[path] for path in chosen}
-    return Recording(called=called, chains=found, logits=outputs.logits, keywords=keywords, named=named)
+    return Recording(
+        called=called,
+        chains=found,
+        samples=samples,
+        logits=outputs.logits,
+        modules=modules,
+        keywords=keywords,
+        named=named,
+    )
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -555,7 +568,10 @@ def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 def _attention(config: PreTrainedConfig, block: int) -> str:
     listed = getattr(config, "layer_types", None)
-    return str(listed[block]) if isinstance(listed, list | tuple) and block < len(listed) else "full_attention"
+    if isinstance(listed, list | tuple) and block < len(listed):
+        return str(listed[block])
+    slides = isinstance(getattr(config, "sliding_window", None), int) and getattr(config, "use_sliding_window", True)
+    return "sliding_attention" if slides else "full_attention"
 
 
 def _names(blocks: Sequence[nn.Module], attention: Sequence[str]) -> list[str]:

@@ -40,7 +40,7 @@ Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2; transformers 
 the names in configs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -169,10 +169,11 @@ class _SumGradient(torch.autograd.Function):
         return parts.redistribute(placements=[Replicate()]).to_local(), None
 
 
-def share_heads(layer: nn.Module, num_heads: int, ranks: int) -> dict[str, SharedHeads]:
+def share_heads(layer: nn.Module, num_heads: int, ranks: int, divided: Collection[str]) -> dict[str, SharedHeads]:
     """The styles of the projections to key and value heads of which there are fewer than ranks, by their path.
 
-    The attention that they belong to is told how many query heads of a rank a head serves then.
+    They are among those ``divided`` by their outputs. The attention that they belong to is told how many query heads of
+    a rank a head serves then.
     """
     found: dict[str, SharedHeads] = {}
     for path, attention in layer.named_modules():
@@ -180,7 +181,8 @@ def share_heads(layer: nn.Module, num_heads: int, ranks: int) -> dict[str, Share
         if isinstance(served, int) and isinstance(head_dim, int):
             attention.num_key_value_groups = served * num_heads // ranks
             for name, child in attention.named_children():
-                if isinstance(child, nn.Linear) and child.out_features == num_heads * head_dim:
+                is_of_heads = isinstance(child, nn.Linear) and child.out_features == num_heads * head_dim
+                if is_of_heads and f"{path}.{name}" in divided:
                     found[f"{path}.{name}"] = SharedHeads(num_heads)
     return found
 
@@ -300,7 +302,7 @@ class InRegion(ParallelStyle):
         if self._adds_up and "bias" in used:
             used["bias"] = lambda bias: _own_share(bias) / ranks
         for name in self._numbers:
-            setattr(module, name, getattr(module, name) // ranks)
+            setattr(module, name, max(1, getattr(module, name) // ranks))  # of heads that ranks share, one
 
         def forward(*arguments: Any, **named: Any) -> Any:
             if self._before is not None:

@@ -12,13 +12,18 @@ divides the share.
 Source: Dubey et al. 2024, section 3.3.2.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
 from steelyard.modules.context_attention import IMPLEMENTATION, ContextDivision, ContextMethod, divide
 from steelyard.modules.head_tail import SEQUENCE_DIM, local_tokens
+from steelyard.modules.holes import PerSample
 from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext, SideInputs
 
@@ -47,7 +52,8 @@ def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> 
 def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
     """What a forward pass carries along for this rank's tokens: made once per pass, kept in ``context.own``.
 
-    Positions, rotary embeddings and labels are narrowed; masks stay those of the whole sequence.
+    Positions, rotary embeddings and labels are narrowed, and whatever else grows with the tokens; masks stay those of
+    the whole sequence.
     """
     share = mesh.size(), mesh.get_local_rank()
     if share not in context.own:
@@ -61,13 +67,20 @@ def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
 
 
 def _own_side(side: SideInputs, mesh: DeviceMesh) -> SideInputs:
-    def own(tensor: Tensor) -> Tensor:
-        return local_tokens(tensor, SEQUENCE_DIM, mesh)
+    def own(tensor: Tensor, dim: int = SEQUENCE_DIM) -> Tensor:
+        return local_tokens(tensor, dim, mesh)
 
+    def own_argument(value: Any, dim: int | None) -> Any:
+        if dim is None:
+            return value
+        return replace(value, held=own(value.held, dim)) if isinstance(value, PerSample) else own(value, dim)
+
+    dims = side.token_dims() if side.token_dims and side.arguments else {}
     return SideInputs(
         position_ids=own(side.position_ids),
         position_embeddings={kind: (own(cos), own(sin)) for kind, (cos, sin) in side.position_embeddings.items()},
         masks=side.masks,
+        arguments={name: pytree.tree_map(own_argument, side.arguments[name], dims[name]) for name in dims},
     )
 
 

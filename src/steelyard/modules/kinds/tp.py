@@ -38,13 +38,15 @@ def apply_tensor_parallel(
             field="tp", found=f"tp for the {layer.kind.name} layers", expected=f"no tp: {layer.kind.no_tp}"
         )
     styles: dict[str, ParallelStyle] = {}
-    for path, name in _named_styles(layer, model, chain):
+    named = dict(_named_styles(layer, model, chain))
+    for path, name in named.items():
         chosen = _style(path, name, sp=sp)
         if chosen is not None:
             styles[path] = chosen
     for name, size in layer.kind.tp_divides:
         if name in layer.kind.tp_shares and size < mesh.size():
-            styles |= share_heads(layer, size, mesh.size())
+            divided = {path for path, name in named.items() if name in ("colwise", "columns")}
+            styles |= share_heads(layer, size, mesh.size(), divided)
     parallelize_module(layer, mesh, styles)
 
 
