@@ -82,8 +82,9 @@ ROUNDS = 2
 Array = NDArray[np.float64]
 
 
-def with_parameters(job: Job, parameters: Mapping[str, float]) -> Job:
-    """The job at these rates; what none of them names stays as the catalogue has it."""
+def with_parameters(case: Case, parameters: Mapping[str, float]) -> Job:
+    """The case's job at these rates; what none of them names stays as the catalogue has it."""
+    job = case.job
     rates = replace(job, rates=None).efficiency
     found: dict[str, object] = {}
     generation = catalogue_rates(job.cluster.device.name).generation
@@ -98,7 +99,7 @@ def with_parameters(job: Job, parameters: Mapping[str, float]) -> Job:
         intra_latency=parameters["intra_latency"],
         inter_latency=parameters["inter_latency"],
     )
-    return replace(job, rates=_replaced(rates, found | {"links": links}))
+    return case.timed_at(_replaced(rates, found | {"links": links}))
 
 
 _LINKS = ("intra", "inter", "efa", "intra_latency", "inter_latency")
@@ -113,7 +114,7 @@ def _replaced(rates: Efficiency, found: Mapping[str, object]) -> Efficiency:
 
 def predicted_s(parameters: Mapping[str, float], runs: Sequence[PublishedRun]) -> list[float]:
     """[N] seconds of a step of every run at these parameters."""
-    return [predict(case.plan, with_parameters(case.job, parameters)).step_time_s for case in map(_case, runs)]
+    return [predict(case.plan, with_parameters(case, parameters)).step_time_s for case in map(_case, runs)]
 
 
 @cache

@@ -10,7 +10,8 @@ disturbs from outside only makes a step longer. The machine also drifts by tens 
 nothing about the model of costs: predicted and measured seconds are means over the rounds, and the errors of each
 round alone stand beside. Memory is what the tensors of a process hold at most.
 
-Run: python benchmarks/prediction_accuracy.py [--rounds N] [--steps N] [--processes 2 4] [--seq-len S] [--json OUT]
+Run: python benchmarks/prediction_accuracy.py [--model M] [--seq-len S] [--global-batch B] [--processes 2 4]
+     [--rounds N] [--steps N] [--json OUT]
 """
 
 import argparse
@@ -39,7 +40,7 @@ from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds
 
-MODEL, GLOBAL_BATCH, MEMORY = "llama-demo", 16, "1GiB"
+MEMORY = "1GiB"
 NUM_WARMUP_STEPS = 2
 """The first makes optimizer states, the second measures memory."""
 
@@ -124,7 +125,7 @@ def build(job: Job, case: Case) -> Plan:
         model=PlanModel(name=chain.name, config=dict(chain.config)),
         cluster=job.cluster.name,
         seq_len=job.seq_len,
-        global_batch=GLOBAL_BATCH,
+        global_batch=job.global_batch,
         num_microbatches=case.microbatches,
         precision="fp32",
         schedule=case.schedule,
@@ -132,13 +133,13 @@ def build(job: Job, case: Case) -> Plan:
     )
 
 
-def measure_profile(processes: int, seq_len: int, budget_s: float) -> Profile:
-    """The measured profile of the model on this many processes."""
+def measure_profile(model: str, processes: int, seq_len: int, budget_s: float) -> Profile:
+    """The measured profile of a model on this many processes."""
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
     degrees = tuple(degree for degree in (1, 2, 4) if processes % degree == 0)
-    chain = load_model(MODEL)
+    chain = load_model(model)
     traced = cached_trace(chain, seq_len=seq_len, precision="fp32", degrees=degrees)
     return launch_profiler(chain, traced, num_processes=processes, samples=(1, 2, 4, 8), budget_s=budget_s)
 
@@ -194,12 +195,12 @@ def measure_rounds(processes: int, options: argparse.Namespace) -> list[list[Row
     rounds: list[list[Row]] = []
     plans: list[tuple[str, Plan]] = []
     for _ in range(options.rounds):
-        profile = measure_profile(processes, options.seq_len, options.budget)
+        profile = measure_profile(options.model, processes, options.seq_len, options.budget)
         if not plans:
             job = make_job(
-                MODEL,
+                options.model,
                 f"1x{processes}xcpu",
-                global_batch=GLOBAL_BATCH,
+                global_batch=options.global_batch,
                 seq_len=options.seq_len,
                 precision="fp32",
                 memory=MEMORY,
@@ -269,6 +270,8 @@ def show(rows: Sequence[Row]) -> None:
 def main() -> None:
     """Prints a row for each plan and the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-demo", help="as `steelyard plan` takes it: a name, config or folder")
+    parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2, help="how often all is profiled, priced and run")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], choices=sorted(CASES))

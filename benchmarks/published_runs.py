@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from calibrate import fit_with_left_out
+from published_runs.evidence import regret_evidence, regret_targets
 from published_runs.forecast import Outcome, forecast_all, write_predictions
 from published_runs.rows import PublishedRun, of_sources, read_runs
 from published_runs.score import score_sources
@@ -46,7 +47,7 @@ def main() -> None:
     timed = score_sources(outcomes, is_recommended_dense)
     held = score_sources(outcomes, counts_for_memory)
     left_out = fit_with_left_out([each.run for each in outcomes])[1] if options.left_out else ()
-    targets = summarise(timed, held, outcomes, left_out)
+    targets = summarise(timed, held, outcomes, left_out) + regret_targets(regret_evidence(outcomes, left_out))
     if options.json:
         print(json.dumps(comparison_json(timed, held, targets, outcomes, left_out), indent=2, ensure_ascii=False))
         return

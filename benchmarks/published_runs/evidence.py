@@ -27,7 +27,7 @@ import numpy as np
 from published_runs.forecast import Forecast, Outcome
 from published_runs.rows import PublishedRun
 from published_runs.score import MIN_PLANS, LeftOut, RegretSummary, regret
-from published_runs.targets import MIN_JUDGED, is_recommended_dense
+from published_runs.targets import MIN_JUDGED, TargetLine, is_recommended_dense, most
 
 CONTRADICTS = 0.25
 """Part by which a run is slower than it can be beside its twin: repeats of one run differ by 2 to 9 %."""
@@ -39,6 +39,8 @@ _OF_ITSELF_TEXT = """
 """
 _OF_ITSELF = frozenset(_OF_ITSELF_TEXT.split())
 """Columns in which runs of the same settings may differ."""
+
+CONSISTENT = "without jobs that contradict themselves"
 
 Table = tuple[str, str]
 """A source and the file of it that holds a row."""
@@ -98,13 +100,25 @@ def regret_evidence(outcomes: Iterable[Outcome], left_out: Sequence[LeftOut] = (
 
     lines = (
         line("all jobs", lambda _: True),
-        line("without jobs that contradict themselves", lambda each: each.run.job not in apart),
+        line(CONSISTENT, lambda each: each.run.job not in apart),
         line(
             "nor tables that were computed", lambda each: each.run.job not in apart and _table(each.run) not in computed
         ),
     )
     return RegretEvidence(
         lines=tuple(found for found in lines if found is not None), contradictions=contradictions, computed=computed
+    )
+
+
+def regret_targets(found: RegretEvidence) -> tuple[TargetLine, ...]:
+    """The targets of regret over jobs that do not contradict themselves."""
+    kept = next((line for line in found.lines if line.name == CONSISTENT), None)
+    if kept is None or not found.contradictions:
+        return ()
+    return (
+        most(f"regret {CONSISTENT}: mean", 0.03, kept.mean),
+        most("the same, left out", 0.05, kept.left_out),
+        most("the same: 90th percentile", 0.12, kept.p90),
     )
 
 

@@ -70,7 +70,10 @@ class Framework:
     """How tokens reach their experts where a row does not say."""
     reports: Reports = "fullest"
     """The rank that the memory which it reports is of (nanotron's benchmark file: helpers.py, log_throughput)."""
-
+    pads_vocab: bool = True
+    """Whether the vocabulary is made a multiple of 128 on each tensor-parallel rank, or what cannot be divided left."""
+    not_in_time: tuple[str, ...] = ()
+    """Rates of the cost model that its times hold nothing of."""
     shard_broadcast_s: float = 0.0
     """Of a step, for each rank that states are divided over, where each hands on its new parameters by itself."""
 
@@ -203,12 +206,21 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
 """The beginning of a framework's name, the longer before the shorter one."""
 
 
+_SUMS_OF_KERNELS = ("VIA-Research/vTrain:data/ground_truth_single.csv",)
+"""Tables whose times are sums over profiled layers and looked-up collectives: nothing in them waits for a late rank or
+the launch of a collective, and a step is its layers alone. vTrain profiles modules of its own, which divide the
+vocabulary as it is (src/model/gpt_modeling.py)."""
+_NOT_IN_SUMS = ("step_s", "step_per_node_s", "jitter_s", "straggling", "collective_launch_s")
+
+
 def framework_of(run: PublishedRun) -> Framework | None:
     """The framework of a run with what the row itself says of kernels, precision and overlap; None if not known."""
     name = run.text("framework").lower()
     found = next((value for start, value in _FRAMEWORKS if name.startswith(start)), None)
     if found is None:
         return None
+    if run.text("source_ref").startswith(_SUMS_OF_KERNELS):
+        found = replace(found, pads_vocab=False, not_in_time=_NOT_IN_SUMS)
     execution = _execution(run, found.execution, found.zero_stage(run))
     if not found.expands_segments:
         execution = replace(execution, reserve=FIXED_SEGMENTS_RESERVE)

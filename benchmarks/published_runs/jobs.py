@@ -22,6 +22,7 @@ from published_runs.frameworks import (
 )
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
+from steelyard.cost.efficiency import Efficiency
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, find_device, find_link
@@ -62,6 +63,12 @@ class Case:
     """The rank that the row's memory is of."""
     workspace_bytes: int
     """What kernels keep in torch's memory beside tensors."""
+    not_in_time: tuple[str, ...] = ()
+    """Rates that the row's time holds nothing of."""
+
+    def timed_at(self, rates: Efficiency) -> Job:
+        """The job at these rates, less what the row's time does not hold."""
+        return replace(self.job, rates=replace(rates, **dict.fromkeys(self.not_in_time, 0.0)))
 
 
 class _SkipError(Exception):
@@ -109,7 +116,15 @@ def _case(run: PublishedRun) -> Case:
         imbalance=_imbalance(run, framework),
     )
     plan = _plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run))
-    return Case(run=run, job=job, plan=plan, reports=framework.reports, workspace_bytes=workspace_bytes(run, framework))
+    case = Case(
+        run=run,
+        job=job,
+        plan=plan,
+        reports=framework.reports,
+        workspace_bytes=workspace_bytes(run, framework),
+        not_in_time=framework.not_in_time,
+    )
+    return replace(case, job=case.timed_at(job.efficiency)) if case.not_in_time else case
 
 
 def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
@@ -172,7 +187,7 @@ def _shape(run: PublishedRun, degrees: _Degrees, framework: Framework) -> ModelS
     if run.text("mlp_type") not in _GATED:
         raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
     hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
-    multiple = _VOCAB_MULTIPLE * degrees.tp
+    padded = -(-vocab // (_VOCAB_MULTIPLE * degrees.tp)) * _VOCAB_MULTIPLE * degrees.tp
     experts = _experts(run, framework) if run.text("moe_experts") else None
     dense_blocks = _needed(run, "moe_dense_layers") if experts else 0
     return ModelShape(
@@ -183,7 +198,7 @@ def _shape(run: PublishedRun, degrees: _Degrees, framework: Framework) -> ModelS
         head_dim=run.count("head_dim") or hidden // heads,
         ffn=_needed(run, "ffn") if dense_blocks or not experts else 0,
         gated=_GATED[run.text("mlp_type")],
-        vocab=run.count("vocab_padded") or -(-vocab // multiple) * multiple,
+        vocab=run.count("vocab_padded") or (padded if framework.pads_vocab else vocab // degrees.tp * degrees.tp),
         seq_len=_needed(run, "seq_len"),
         tied="no" if run.text("tied_emb") != "True" else "on one rank" if degrees.pp == 1 else "across stages",
         rotary=run.text("pos_emb") in {"rope", ""} and _GATED[run.text("mlp_type")],

@@ -64,21 +64,21 @@ def summarise(
     experts, context = (_median_abs(outcomes, keep) for keep in (_has_ep, _has_cp))
     zero, scaled = [s.zero_shot for s in judged if s.zero_shot], [s.scaled for s in judged if s.scaled]
     return (
-        _most("time, zero-shot: median |error|", 0.08, _mean([e.median_abs for e in zero])),
-        _most("the same, left out", 0.10, _mean([each.zero_shot.median_abs for each in left_out])),
-        _most("time, zero-shot: |bias|", 0.04, _size(_mean([e.bias for e in zero]))),
-        _most("time, left out: 90th percentile", 0.30, _mean([each.zero_shot.p90_abs for each in left_out])),
-        _most("time, scaled: median |error|", 0.05, _mean([e.median_abs for e in scaled])),
-        _most("time, scaled: 90th percentile", 0.15, _mean([e.p90_abs for e in scaled])),
-        _most("regret: mean", 0.03, _mean([each.mean for each in ranked])),
-        _most("the same, left out", 0.05, _mean([each.mean for each in again])),
-        _most("regret: 90th percentile", 0.12, _mean([each.p90 for each in ranked])),
-        _most("time, experts in parallel: median |error|", 0.15, experts),
-        _most("time, context parallel: median |error|", 0.12, context),
-        _most("memory: too low by over 2 %", 0.05, _mean([s.memory.too_low for s in weighed if s.memory])),
-        _most("memory: median over-prediction", 0.08, _mean([s.memory.over for s in weighed if s.memory])),
-        _most("out of memory, called fitting", 0.04, _part([(v.false_fits, v.num_oom) for v in verdicts])),
-        _most("ran, called not fitting", 0.04, _part([(v.false_misfits, v.num_ran) for v in verdicts])),
+        most("time, zero-shot: median |error|", 0.08, _mean([e.median_abs for e in zero])),
+        most("the same, left out", 0.10, _mean([each.zero_shot.median_abs for each in left_out])),
+        most("time, zero-shot: |bias|", 0.04, _size(_mean([e.bias for e in zero]))),
+        most("time, left out: 90th percentile", 0.30, _mean([each.zero_shot.p90_abs for each in left_out])),
+        most("time, scaled: median |error|", 0.05, _mean([e.median_abs for e in scaled])),
+        most("time, scaled: 90th percentile", 0.15, _mean([e.p90_abs for e in scaled])),
+        most("regret: mean", 0.03, _mean([each.mean for each in ranked])),
+        most("the same, left out", 0.05, _mean([each.mean for each in again])),
+        most("regret: 90th percentile", 0.12, _mean([each.p90 for each in ranked])),
+        most("time, experts in parallel: median |error|", 0.15, experts),
+        most("time, context parallel: median |error|", 0.12, context),
+        most("memory: too low by over 2 %", 0.05, _mean([s.memory.too_low for s in weighed if s.memory])),
+        most("memory: median over-prediction", 0.08, _mean([s.memory.over for s in weighed if s.memory])),
+        most("out of memory, called fitting", 0.04, _part([(v.false_fits, v.num_oom) for v in verdicts])),
+        most("ran, called not fitting", 0.04, _part([(v.false_misfits, v.num_ran) for v in verdicts])),
         TargetLine(name="recommended runs predicted", bound=0.85, at_most=False, reached=_predicted_part(outcomes)),
     )
 
@@ -98,7 +98,8 @@ def _median_abs(outcomes: Iterable[Outcome], keep: Callable[[PublishedRun], bool
     return None if found is None else found.median_abs
 
 
-def _most(name: str, bound: float, reached: float | None) -> TargetLine:
+def most(name: str, bound: float, reached: float | None) -> TargetLine:
+    """A target that a figure must not exceed."""
     return TargetLine(name=name, bound=bound, at_most=True, reached=reached)
 
 

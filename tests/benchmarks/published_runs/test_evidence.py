@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from published_runs.evidence import RegretEvidence, computed_tables, regret_evidence, worst_contradictions
+from published_runs.evidence import (
+    RegretEvidence,
+    computed_tables,
+    regret_evidence,
+    regret_targets,
+    worst_contradictions,
+)
 from published_runs.forecast import Forecast
 from published_runs.score import ErrorSummary, LeftOut
 from published_runs.table import regret_tables
@@ -67,13 +73,14 @@ def test_regret_is_told_with_and_without_jobs_that_contradict_themselves() -> No
     found = regret_evidence(ranked)
     assert names(found)[:2] == [("all jobs", 2), ("without jobs that contradict themselves", 1)]
     assert [line.mean for line in found.lines[:2]] == pytest.approx([0.25, 0.0])
+    assert [(line.reached, line.is_met) for line in regret_targets(found)] == [(0.0, True), (None, None), (0.0, True)]
 
 
 def test_nothing_is_set_apart_for_a_wrong_prediction() -> None:
     """What decides is what was measured: a plan that is ranked first and slow stays."""
     wrong = [replace(each, step_time_s=0.1) if each.run.id == "made-19" else each for each in job()]
     found = regret_evidence(wrong)
-    assert (found.contradictions, found.computed) == ((), {})
+    assert (found.contradictions, found.computed, regret_targets(found)) == ((), {}, ())
     assert [line.mean for line in found.lines] == pytest.approx([24 / 5 - 1] * 3)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from calibrate import with_parameters
 from published_runs.forecast import (
     COLUMNS,
     Forecast,
@@ -15,7 +16,7 @@ from published_runs.forecast import (
 )
 from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, framework_of
 from published_runs.jobs import Case, case_of
-from published_runs.shapes import ModelShape, layer_profiles
+from published_runs.shapes import MISALIGNED_RATE, ModelShape, layer_profiles
 
 from steelyard.cost.execution import OURS, StateBytes
 from steelyard.cost.predict import predict_memory
@@ -34,6 +35,7 @@ SHAPE = ModelShape(
     tied="no",
     rotary=True,
 )
+TABLES = ("ground_truth_multi.csv (measured)", "ground_truth_single.csv (sums)")
 TERMS = {"parameters": 100, "activations": 1000, "context": 10, "allocator slack": 80}
 
 
@@ -114,6 +116,24 @@ def test_a_gathered_input_that_is_kept_takes_a_whole_sequence(source: str) -> No
         for keeps in (framework.kernels.keeps_gathered, False)
     )
     assert kept.saved_bytes.per_sample - part.saved_bytes.per_sample == 2 * 2 * SHAPE.hidden * SHAPE.seq_len / 2
+
+
+@pytest.mark.parametrize(("entries", "aligned"), [(512, True), (504, True), (508, False), (510, False), (511, False)])
+def test_a_head_whose_rows_begin_between_16_bytes_takes_longer(entries: int, aligned: bool) -> None:
+    framework = framework_of(run_of("vtrain"))
+    assert framework is not None
+    head = layer_profiles(replace(SHAPE, vocab=2 * entries), framework.kernels, tp=2, sp=False)[2]
+    flop = 2 * SHAPE.seq_len * SHAPE.hidden * entries
+    assert head.forward.matmul_flop.per_sample == pytest.approx(flop / (1 if aligned else MISALIGNED_RATE))
+
+
+def test_a_sum_of_kernels_holds_nothing_that_a_step_does_beside_its_layers() -> None:
+    """The vocabulary of its layers is divided as it is, and no fitted rate brings back what is not in its times."""
+    steps, kernels = (case("vtrain", source_ref=f"VIA-Research/vTrain:data/{name}") for name in TABLES)
+    assert kernels.job.chain.vocab_size < steps.job.chain.vocab_size
+    assert forecast_case(kernels).step_time_s < forecast_case(steps).step_time_s
+    rates = {"intra": 0.7, "inter": 0.7, "efa": 0.7, "intra_latency": 1.0, "inter_latency": 1.0, "step_ms": 5.0}
+    assert [with_parameters(each, rates).efficiency.step_s for each in (steps, kernels)] == [0.005, 0.0]
 
 
 @pytest.mark.parametrize("source", ["ultrascale_playbook", "vtrain", "torchtitan", "aleph_alpha"])
