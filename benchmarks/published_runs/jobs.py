@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from published_runs.experts import Dispatcher, Experts
 from published_runs.frameworks import (
@@ -68,7 +69,8 @@ class Case:
 
     def timed_at(self, rates: Efficiency) -> Job:
         """The job at these rates, less what the row's time does not hold."""
-        return replace(self.job, rates=replace(rates, **dict.fromkeys(self.not_in_time, 0.0)))
+        none: dict[str, Any] = dict.fromkeys(self.not_in_time, 0.0)
+        return replace(self.job, rates=replace(rates, **none))
 
 
 class _SkipError(Exception):
