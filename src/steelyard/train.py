@@ -15,11 +15,11 @@ from steelyard.plan.replanned import Replanned, Replanner  # noqa: E402
 from steelyard.runtime.process import main  # noqa: E402
 
 
-def replan(plan: Plan, hosts: Sequence[int], folder: Path) -> Replanned:
+def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str]) -> Replanned:
     """As `steelyard.planning.elastic.replan`; the search is imported by a process that needs it."""
     from steelyard.planning.elastic import replan
 
-    return replan(plan, hosts, folder)
+    return replan(plan, hosts, folder, pools)
 
 
 REPLANNER = Replanner(replan=replan, ahead="steelyard.planning.ahead")

@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from steelyard.cli.app import app
-from steelyard.errors import UserError
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.elastic import replan
@@ -174,16 +173,35 @@ def pooled_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_elastic_run_over_pools_is_refused_before_it_begins(run: Run, pooled_path: Path, tmp_path: Path) -> None:
-    found = elastic_error(run, pooled_path, "--checkpoint-dir", tmp_path)
-    assert "--elastic: found a plan over 2 pools of unlike devices" in found
-    assert "train without --elastic" in found
+MEETING = ("--rendezvous", "a:1")
+POOL = ("--pool", "1x2xa100-80gb")
 
 
-def test_processes_that_torchrun_started_refuse_pools_with_all_devices_there(pooled_path: Path) -> None:
-    plan = read_plan(pooled_path)
-    with pytest.raises(UserError, match="2 pools of unlike devices"):
-        replan(plan, (2, 2), pooled_path.parent)
+@pytest.mark.parametrize(
+    ("options", "found", "expected"),
+    [
+        (("--hosts", "1:2", *MEETING), "--pool: found nothing", "1x2xa100-80gb, 1x2xa100-40gb"),
+        (("--pool", "1x2xt4", "--hosts", "1:2", *MEETING), "--pool: found '1x2xt4'", "1x2xa100-80gb, 1x2xa100-40gb"),
+        (POOL, "--elastic: found a plan over 2 pools", "a host or more for each pool"),
+        ((*POOL, "--hosts", "1:4", *MEETING), "--hosts: found '1:4'", "MAX hosts have the 2 nodes of pools"),
+    ],
+)
+def test_an_elastic_run_over_pools_needs_hosts_that_say_of_which_pool_they_are(
+    run: Run, pooled_path: Path, tmp_path: Path, options: tuple[str, ...], found: str, expected: str
+) -> None:
+    error = elastic_error(run, pooled_path, "--checkpoint-dir", tmp_path, "--steps", 500, *options)
+    assert error.startswith(found)
+    assert expected in " ".join(error.split())
+
+
+def test_a_pool_is_named_for_plans_over_pools_alone(run: Run, plan_path: Path, tmp_path: Path) -> None:
+    error = elastic_error(run, plan_path, "--checkpoint-dir", tmp_path, *POOL)
+    assert "expected: a plan over pools" in error
+
+
+def test_a_pool_without_an_elastic_run_is_refused(run: Run, pooled_path: Path) -> None:
+    error = str(user_error(run("train", pooled_path, "--data", "text.txt", *POOL)))
+    assert "--pool: found '1x2xa100-80gb'\n  expected: --elastic with it" in error
 
 
 def test_a_record_of_a_plan_over_pools_is_refused_and_not_left_out(run: Run, pooled_path: Path) -> None:

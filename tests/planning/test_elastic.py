@@ -23,11 +23,12 @@ from steelyard.planning import (
     parse_pin,
     plan_job,
 )
-from steelyard.planning.choose import NUM_RESCORED, PlanningResult
+from steelyard.planning.choose import NUM_RESCORED, PlanningResult, find_plan
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import fastest_plan, replan, with_spares
 from steelyard.planning.problem import is_beaten, make_tables
+from tests.runtime.models import make_plan
 
 HERE = Path()
 BATCH = 64
@@ -224,3 +225,66 @@ def test_a_plan_made_ahead_that_leaves_the_first_host_out_is_not_taken(plan: Pla
     known = plan.model_copy(update={"spares": (elastic._as_spare(best[0], num_left=5),)})
     assert replan(known, (4, 1), HERE).taken == (4, 0)
     assert replan(known, (1, 4), HERE).taken[0] > 0
+
+
+POOLS = ("2x4xh100-80gb", "2x4xa100-80gb")
+
+
+@pytest.fixture(scope="module")
+def pooled() -> Plan:
+    plan = find_plan("llama3-8b", "+".join(POOLS), global_batch=BATCH, seq_len=4096)
+    assert set(plan.cluster.split("+")) == set(POOLS)
+    return plan
+
+
+def test_hosts_of_all_pools_keep_the_plan_and_come_in_its_order(pooled: Plan) -> None:
+    first, second = pooled.cluster.split("+")
+    found = replan(pooled, (4, 4, 4, 4), HERE, (second, first, second, first))
+    assert found.plan is pooled
+    assert found.taken == (4, 4, 4, 4)
+    assert found.order == (1, 3, 0, 2)
+
+
+def test_a_lost_node_of_a_pool_gives_the_plan_of_the_search_over_what_is_left(pooled: Plan) -> None:
+    found = replan(pooled, (4, 4, 4), HERE, (POOLS[1], POOLS[0], POOLS[0]))
+    searched = find_plan("llama3-8b", f"{POOLS[0]}+1x4xa100-80gb", global_batch=BATCH, seq_len=4096)
+    assert found.plan.strategies == searched.strategies
+    assert (found.plan.cluster, found.plan.pipeline) == (searched.cluster, searched.pipeline)
+    assert step_s(found.plan) == step_s(searched)
+    assert sum(found.taken) == found.plan.num_devices
+    places = [("1x4xa100-80gb", POOLS[0])[place > 0] for place in found.order if found.taken[place]]
+    assert list(dict.fromkeys(places)) == found.plan.cluster.split("+")
+
+
+def test_a_pool_without_hosts_leaves_a_plan_on_the_other(pooled: Plan) -> None:
+    found = replan(pooled, (4, 4), HERE, (POOLS[0], POOLS[0]))
+    assert found.plan.cluster == POOLS[0]
+    assert found.taken == (4, 4)
+    assert found.notice.startswith("16 → 8 devices, predicted ")
+
+
+def test_hosts_of_a_pool_that_the_new_plan_leaves_out_are_spare() -> None:
+    """A model so small that more than one device only costs time."""
+    first, second = "2x2xh100-80gb", "1x2xl40s"
+    written = make_plan("llama-tied", "dp4, dp4", "dp2, dp2", sizes=(4, 2))
+    hosts = (first, second, first)
+    found = replan(written.model_copy(update={"cluster": f"{first}+{second}"}), (2, 1, 2), HERE, hosts)
+    (used,) = (pool for pool in (first, second) if pool.endswith(found.plan.machines().device.name))
+    assert sum(found.taken) == found.plan.num_devices
+    assert all(count == 0 for count, pool in zip(found.taken, hosts, strict=True) if pool != used)
+    assert hosts[found.order[0]] == used
+
+
+@pytest.mark.parametrize("pools", [(), ("", POOLS[0]), (POOLS[0], "2x4xh200")])
+def test_a_host_of_no_pool_of_the_plan_is_refused(pooled: Plan, pools: Sequence[str]) -> None:
+    with pytest.raises(UserError, match=r"--pool: found .*\n +expected: the pool that this host is of"):
+        replan(pooled, (8, 8), HERE, pools)
+
+
+def test_a_pool_is_refused_where_the_plan_has_none(plan: Plan) -> None:
+    with pytest.raises(UserError, match="expected: a plan over pools"):
+        replan(plan, (8, 8, 8, 8), HERE, (POOLS[0],) * 4)
+
+
+def test_nothing_is_planned_ahead_over_pools(pooled: Plan) -> None:
+    assert elastic.with_likely_losses(pooled, (4, 4, 4, 4), HERE) is pooled

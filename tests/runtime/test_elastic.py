@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from steelyard.runtime.elastic import settled_plan, with_ahead
 from steelyard.runtime.options import TrainOptions
 from steelyard.train import REPLANNER
 from tests.processes.forking_agent import fork_ranks
-from tests.runtime.models import CONFIGS
+from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.test_launch import assert_gone
 
 pytestmark = pytest.mark.processes
@@ -85,6 +86,36 @@ def train(
         restarts=restarts,
         elastic=elastic or Elastic(),
     )
+
+
+class Hosts:
+    """Launchers of two processes each, as on hosts that meet."""
+
+    def __init__(self, plan_path: Path, options: TrainOptions) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.port = free.getsockname()[1]
+        self.ended: list[str] = []
+        self._plan_path, self._options = plan_path, options
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, faults: str = "", *, pool: str | None = None) -> None:
+        meeting = Elastic(hosts=(1, 2), rendezvous=f"localhost:{self.port}")
+        options = replace(self._options, pool=pool)
+
+        def run() -> None:
+            try:
+                train(self._plan_path, options, faults, num_processes=2, elastic=meeting)
+                self.ended.append(f"{name} is done")
+            except RankFailedError:
+                self.ended.append(f"{name} is lost")
+
+        self._threads.append(threading.Thread(target=run))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(LIMIT_S)
 
 
 def losses(options: TrainOptions) -> list[float]:
@@ -180,36 +211,52 @@ def test_a_host_that_is_lost_and_comes_back_changes_no_loss(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     monkeypatch.setenv("BAD_RANK", "3")
     monkeypatch.setenv("SLOW_BELOW", "4")
-    ended: list[str] = []
-
-    def host(name: str, faults: str = "") -> threading.Thread:
-        def run() -> None:
-            try:
-                meeting = Elastic(hosts=(1, 2), rendezvous=f"localhost:{port}")
-                train(plan_path, options, faults, num_processes=2, elastic=meeting)
-                ended.append(f"{name} is done")
-            except RankFailedError:
-                ended.append(f"{name} is lost")
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-    threads = [host("first")]
-    wait_for(lambda: listens(port))
-    threads.append(host("second", "0:kill-agent:7"))
+    hosts = Hosts(plan_path, options)
+    hosts.start("first")
+    wait_for(lambda: listens(hosts.port))
+    hosts.start("second", "0:kill-agent:7")
     wait_for(lambda: list((tmp_path / "checkpoints").glob("plan-*.json")) != [])
-    assert ended == ["second is lost"]
-    threads.append(host("third"))
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert sorted(ended[1:]) == ["first is done", "third is done"]
+    assert hosts.ended == ["second is lost"]
+    hosts.start("third")
+    hosts.join()
+    assert sorted(hosts.ended[1:]) == ["first is done", "third is done"]
     assert "goes on with" not in capfd.readouterr().out, "no device of the host that is left was lost"
+    assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
+    assert num_ranks(options) == 4
+    assert_gone(tmp_path, within_s=10)
+
+
+POOLS = ("1x2xh100-80gb", "1x2xa100-80gb")
+
+
+def test_a_pool_that_is_lost_and_comes_back_changes_no_loss(
+    plan_path: Path,
+    options: TrainOptions,
+    undisturbed: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The host that the others meet on is of the pool that comes second in the pipeline."""
+    config = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
+    written = make_plan(config, "dp2, dp2", "dp2", sizes=(2, 2), num_microbatches=2, global_batch=4, seq_len=64)
+    write_plan(written.model_copy(update={"cluster": "+".join(POOLS)}), tmp_path / "plan.json")
+    (tmp_path / "tokens.npy").symlink_to(plan_path.parent / "tokens.npy")
+    monkeypatch.setenv("BAD_RANK", "3")
+    monkeypatch.setenv("SLOW_BELOW", "4")
+    hosts = Hosts(tmp_path / "plan.json", options)
+    hosts.start("second pool", pool=POOLS[1])
+    wait_for(lambda: listens(hosts.port))
+    hosts.start("first pool", "0:kill-agent:7", pool=POOLS[0])
+    wait_for(lambda: (tmp_path / "checkpoints" / "plan-2.json").exists() or hosts.ended[1:] != [])
+    assert hosts.ended == ["first pool is lost"]
+    assert read_plan(tmp_path / "checkpoints" / "plan-2.json").cluster == POOLS[1]
+    hosts.start("first pool", pool=POOLS[0])
+    hosts.join()
+    assert sorted(hosts.ended[1:]) == ["first pool is done", "second pool is done"]
+    assert "elastic: 4 → 2 devices" in capfd.readouterr().out
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert num_ranks(options) == 4
     assert_gone(tmp_path, within_s=10)

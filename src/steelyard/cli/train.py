@@ -79,16 +79,27 @@ def _elastic(
         )
     if not options.elastic:
         return None
-    check_replannable(plan, path.parent)
+    check_replannable(plan, path.parent, options.pool or "")
+    if hosts is None and plan.is_mixed:
+        raise UserError(
+            field="--elastic",
+            found=f"a plan over {len(plan.pools())} pools of unlike devices ({plan.cluster}), and no --hosts",
+            expected="a host or more for each pool",
+            hint="give on every host --elastic --hosts MIN:MAX --rendezvous HOST:PORT --pool NAME",
+        )
     if hosts is None:
         return Elastic()
     counts = re.fullmatch(r"([1-9]\d{0,5}):([1-9]\d{0,5})", hosts)
     least, most = (int(counts[1]), int(counts[2])) if counts else (0, 0)
-    if not least <= most or most == 0 or plan.num_devices % most:
+    nodes = sum(pool.num_nodes for pool in plan.pools()) if plan.is_mixed else None
+    if not least <= most or most == 0 or (plan.num_devices % most if nodes is None else most != nodes):
+        parts = (
+            f"equal parts of the plan's {plan.num_devices} devices" if nodes is None else f"the {nodes} nodes of pools"
+        )
         raise UserError(
             field="--hosts",
             found=repr(hosts),
-            expected=f"MIN:MAX, where MAX hosts have equal parts of the plan's {plan.num_devices} devices",
+            expected=f"MIN:MAX, where MAX hosts have {parts}",
             hint="write for example --hosts 1:2",
         )
     return Elastic(hosts=(least, most), rendezvous=rendezvous)

@@ -14,6 +14,8 @@ class Replanned:
     plan: Plan
     taken: tuple[int, ...]
     """Of each host the processes that take part, the first ones."""
+    order: tuple[int, ...] = ()
+    """The places of the hosts in the order of their ranks, where that is not their own: pools come as in the plan."""
     notice: str = ""
     """What it costs, for people; nothing where the plan is the one that was given."""
 
@@ -22,8 +24,9 @@ class Replanned:
 class Replanner:
     """How plans for other devices are found."""
 
-    replan: Callable[[Plan, Sequence[int], Path], Replanned]
-    """From a plan, the processes of each host and the folder of the plan's file to the plan for them.
+    replan: Callable[[Plan, Sequence[int], Path, Sequence[str]], Replanned]
+    """From a plan, the processes of each host, the folder of the plan's file and, where any is said, the pool of each
+    host to the plan for them.
 
     Raises `UserError` where there is none."""
     ahead: str

@@ -18,7 +18,15 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 
 def check_elastic(options: TrainOptions) -> None:
-    """Raises `UserError` for an elastic run without checkpoints, which could only begin anew."""
+    """Raises `UserError` for an elastic run without checkpoints, which could only begin anew, and for a pool that is
+    named without one."""
+    if options.pool is not None and not options.elastic:
+        raise UserError(
+            field="--pool",
+            found=repr(options.pool),
+            expected="--elastic with it, and a plan over pools",
+            hint="leave --pool out: else ranks are of pools as the plan says, whatever their hosts are",
+        )
     if options.elastic and options.checkpoint_dir is None:
         raise UserError(
             field="--elastic",

@@ -1,7 +1,8 @@
 """Which plan the processes of an elastic run follow: settled anew at every rendezvous, before they join a group.
 
-Every process tells in the store of the rendezvous which host it is on; the first one finds the plan for as many hosts
-and devices, and all read it there. A plan takes the first processes of the first hosts: the others are spare, and wait.
+Every process tells in the store of the rendezvous which host it is on, and of which pool of devices where the plan is
+over several; the first one finds the plan for as many hosts and devices, and all read it there. A plan takes the first
+processes of the first hosts, or of those of each pool: the others are spare, and wait.
 While all train, another process makes plans for the likeliest next losses, so that the next rendezvous need not search.
 """
 
@@ -10,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -35,21 +36,20 @@ _MOST_DAYS = 365
 
 @contextmanager
 def settled_plan(
-    path: Path, replanner: Replanner, *, folder: Path | None, timeout_s: float
+    path: Path, replanner: Replanner, *, folder: Path | None, timeout_s: float, pool: str = ""
 ) -> Iterator[tuple[Plan, dist.Store] | None]:
     """The plan that this process takes part in and where its group meets, with its place in the environment.
 
-    ``path`` is the file of the plan for all devices.
+    ``path`` is the file of the plan for all devices, ``pool`` that which this host is of.
     None for a process that is spare, once the others have ended the context. A new plan is also written to ``folder``.
     Raises `UserError` on every process where there is no plan for them.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    store.set(f"host/{rank}", os.environ["GROUP_RANK"])
-    hosts: list[str] = []
+    store.set(f"host/{rank}", json.dumps([os.environ["GROUP_RANK"], pool]))
     if rank == 0:
-        hosts = [store.get(f"host/{each}").decode() for each in range(world)]
-        store.set(_ANSWER, json.dumps(_answer(path, replanner, hosts, folder)))
+        told = [json.loads(store.get(f"host/{each}")) for each in range(world)]
+        store.set(_ANSWER, json.dumps(_answer(path, replanner, [host for host, _ in told], dict(told), folder)))
     answer = json.loads(store.get(_ANSWER))
     if answer["mistake"]:
         raise UserError(**answer["mistake"])
@@ -63,25 +63,25 @@ def settled_plan(
     os.environ["RANK"] = str(answer["ranks"].index(rank))
     os.environ["WORLD_SIZE"] = str(found.num_devices)
     os.environ["LOCAL_WORLD_SIZE"] = str(answer["taken"][os.environ["GROUP_RANK"]])
-    planner = _begin_ahead(path, replanner, hosts, folder) if rank == 0 and folder is not None else None
+    is_first = rank == answer["ranks"][0]
+    planner = _begin_ahead(path, replanner, answer["hosts"], folder) if is_first and folder is not None else None
     try:
         yield found, dist.PrefixStore("group", store)
     finally:
         if planner is not None:
             planner.kill()
             planner.wait()
-    if rank == 0:
+    if is_first:
         store.set(_DONE, "")
         spare = [f"{_DONE}/{each}" for each in range(world) if each not in answer["ranks"]]
         if spare:
             store.wait(spare)
 
 
-def _begin_ahead(path: Path, replanner: Replanner, hosts: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+def _begin_ahead(path: Path, replanner: Replanner, hosts: Sequence[int], folder: Path) -> subprocess.Popen[bytes]:
     """Begins to make plans for the likeliest next losses; where that fails, a loss is answered by a search."""
-    counts = [str(each) for each in Counter(hosts).values()]
     return subprocess.Popen(
-        [sys.executable, "-m", replanner.ahead, str(path), str(folder / _AHEAD), *counts],
+        [sys.executable, "-m", replanner.ahead, str(path), str(folder / _AHEAD), *map(str, hosts)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -99,13 +99,17 @@ def with_ahead(plan: Plan, folder: Path | None) -> Plan:
     return ahead if ahead.model_copy(update={"spares": plan.spares}) == plan else plan
 
 
-def _answer(path: Path, replanner: Replanner, hosts: Sequence[str], folder: Path | None) -> dict[str, Any]:
-    """What every process needs to know, by the host of each; says what was found, and writes a plan that is new."""
+def _answer(
+    path: Path, replanner: Replanner, hosts: Sequence[str], pools: Mapping[str, str], folder: Path | None
+) -> dict[str, Any]:
+    """What every process needs to know, by the host of each and its pool; says what was found, and writes a plan that
+    is new."""
     counts = Counter(hosts)
+    own_pools = [pools[host] for host in counts] if any(pools.values()) else []
     try:
         plan = read_plan(path)
         known = with_ahead(plan, folder)
-        found = replanner.replan(known, tuple(counts.values()), path.parent)
+        found = replanner.replan(known, tuple(counts.values()), path.parent, own_pools)
         if found.plan is not known:
             plan = found.plan
             if folder is not None:
@@ -114,7 +118,9 @@ def _answer(path: Path, replanner: Replanner, hosts: Sequence[str], folder: Path
         mistake = {name: getattr(error, name) for name in ("field", "found", "expected", "hint")}
         return {"mistake": mistake}
     taken = dict(zip(counts, found.taken, strict=True))
-    ranks = [rank for rank, host in enumerate(hosts) if list(hosts[:rank]).count(host) < taken[host]]
+    order = [list(counts)[place] for place in found.order or range(len(counts))]
+    of_hosts = {host: [rank for rank, each in enumerate(hosts) if each == host][: taken[host]] for host in order}
+    ranks = [rank for host in order for rank in of_hosts[host]]
     if found.notice:
         spare = [str(rank) for rank in range(len(hosts)) if rank not in ranks]
         idle = f"; spare, until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
@@ -124,4 +130,5 @@ def _answer(path: Path, replanner: Replanner, hosts: Sequence[str], folder: Path
         "plan": json.loads(dump_json(plan)),
         "ranks": ranks,
         "taken": taken,
+        "hosts": list(counts.values()),
     }

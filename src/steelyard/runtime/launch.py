@@ -85,13 +85,13 @@ def _run(
     elastic: Elastic | None,
     stdout_to_stderr: bool,
 ) -> RunRecord | None:
-    num_processes = plan.num_devices // (1 if elastic is None else elastic.hosts[1])
-    check_host(plan, range(num_processes), device=options.device)
+    ranks = _first_ranks(plan, options.pool, num_hosts=1 if elastic is None else elastic.hosts[1])
+    check_host(plan, ranks, device=options.device)
     arguments = [str(path), "--data", str(data), *options.arguments()]
     run_processes(
         "steelyard.train",
         arguments,
-        num_processes=num_processes,
+        num_processes=len(ranks),
         restarts=restarts,
         elastic=elastic,
         stdout_to_stderr=stdout_to_stderr,
@@ -100,6 +100,16 @@ def _run(
     if elastic is not None and elastic.hosts[1] > 1 and not options.record.exists():
         return None
     return parse_file(options.record, RunRecord, InvalidPlanError, what="record")
+
+
+def _first_ranks(plan: Plan, pool: str | None, *, num_hosts: int) -> range:
+    """The ranks of the first of so many hosts, or of the first host of a pool."""
+    if pool is None:
+        return range(plan.num_devices // num_hosts)
+    pools = plan.pools()
+    place = [each.name for each in pools].index(pool)
+    before = sum(each.num_devices for each in pools[:place])
+    return range(before, before + pools[place].devices_per_node)
 
 
 def _next_plan(plan: Plan, error: RankFailedError) -> Plan:

@@ -59,6 +59,7 @@ class TrainOptions:
     elastic: bool = _option(
         False, "go on with the hosts and devices that are left, under a new plan; needs --checkpoint-dir", parse_yes
     )
+    pool: str | None = _option(None, "for --elastic with a plan over pools: the pool that this host is of", str)
     init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
     builder: str | None = _option(

@@ -42,7 +42,9 @@ def _begin(namespace: argparse.Namespace, replanner: Replanner | None) -> None:
     from steelyard.runtime.elastic import settled_plan
 
     path = Path(namespace.plan)
-    with settled_plan(path, replanner, folder=options.checkpoint_dir, timeout_s=options.timeout_s) as mine:
+    with settled_plan(
+        path, replanner, folder=options.checkpoint_dir, timeout_s=options.timeout_s, pool=options.pool or ""
+    ) as mine:
         if mine is not None:
             _train(mine[0], namespace.data, options, store=mine[1])
 
