@@ -98,7 +98,8 @@ def accept(
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
     ``floors`` saves making those of the tables again for another budget. Plans that are no faster than ``cutoff_s`` are
     of no use. Not ``to_the_end`` leaves out what takes most of the time and finds some percent at most: the tables
-    within more than there is, refinement, the search without each means; what is proven holds all the same.
+    within more than there is, refinement, the search without each means; what is proven holds all the same. Over unlike
+    pools, which are searched several times, plans are refined behind all of that (`refined_further`).
     """
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
     given = [OnDemand.of(each) for each in tables]
@@ -118,7 +119,7 @@ def accept(
         contest.admit(found.ranked)
         return _summary(contest, found)
     found = _settle(contest, num_alternatives)
-    if to_the_end:
+    if to_the_end and not isinstance(job, PooledJob):
         _refine(contest)
         _without_means(contest)
     return _summary(contest, found)
@@ -158,6 +159,27 @@ def _refine(contest: "_Contest") -> None:
         contest.excess_bytes(_outcome(index, outcome.tables, result))
 
 
+def refined_further(
+    job: PooledJob, accepted: Sequence[Accepted], lower_bound_s: float, deadline: float | None
+) -> tuple[Accepted, ...]:
+    """These accepted plans of as many settings, the best of them refined; none takes less than ``lower_bound_s``."""
+    contest = _Contest(
+        job=job,
+        given=[each.outcome.given for each in accepted],
+        num_exact=1,
+        made=PooledFloors(job),
+        known_s=np.inf,
+        deadline=deadline,
+    )
+    contest.bounds_s = [each.outcome.score_s if each.is_settled else lower_bound_s for each in accepted]
+    contest.accepted = {
+        place: replace(each, outcome=replace(each.outcome, index=place)) for place, each in enumerate(accepted)
+    }
+    _refine(contest)
+    pairs = zip(accepted, contest.accepted.values(), strict=True)
+    return tuple(replace(new, outcome=replace(new.outcome, index=old.outcome.index)) for old, new in pairs)
+
+
 def _without_means(contest: "_Contest") -> None:
     """Tries the settings of which a faster plan may be accepted without each means of the best plan, over and over.
 
@@ -165,7 +187,7 @@ def _without_means(contest: "_Contest") -> None:
     refuses. Not over unlike pools, of which each search takes seconds.
     """
     job, tried = contest.job, set[str]()
-    while contest.accepted and not isinstance(job, PooledJob):
+    while contest.accepted:
         best = min(contest.accepted.values(), key=lambda each: each.outcome.score_s)
         means = {name: keeps for name, keeps in means_of(best.plan).items() if name not in tried}
         indices = contest.open()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
-from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.planning.acceptance import Acceptance, Accepted, accept, refined_further
 from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
 from steelyard.search.least_memory import IMPOSSIBLE
 
@@ -87,9 +87,10 @@ def search_pools(
         return PooledSearch(
             accepted=(), acceptance=nearest, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
         )
+    lower = min(*bounds, *(bound_s for bound_s, _, _ in waiting), ranked[0].outcome.score_s)
+    improved = refined_further(job, ranked, lower, None if time_limit_s is None else deadline)
+    ranked = tuple(sorted(improved, key=lambda each: each.outcome.score_s))
     fastest_s = ranked[0].outcome.score_s
-    left = [bound_s for bound_s, _, _ in waiting]
-    lower = min(*bounds, fastest_s, *left)
     proven = lower >= fastest_s * (1 - SAME)
     return PooledSearch(
         accepted=ranked,
