@@ -203,12 +203,30 @@ def test_plans_made_ahead_are_those_that_a_loss_would_find(
     ahead.main([str(tmp_path / "plan.json"), str(tmp_path / "new" / "spares.json"), *map(str, hosts)])
     known = read_plan(tmp_path / "new" / "spares.json")
     assert known.model_copy(update={"spares": ()}) == plan
+    assert sum(hosts) in {each.num_left for each in known.spares}, "for when the run begins again"
     monkeypatch.setattr(elastic, "fastest_plan", None)
     for left, found in searched.items():
         again = replan(known, left, HERE)
         assert (again.plan.strategies, again.plan.pipeline) == (found.plan.strategies, found.plan.pipeline)
         assert step_s(again.plan) == step_s(found.plan)
         assert (again.taken, again.notice) == (found.taken, found.notice)
+
+
+def test_what_a_run_waits_for_is_not_searched_to_the_end_and_what_is_made_ahead_is(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+
+    def noted(*arguments: Any, to_the_end: bool, **options: Any) -> PlanningResult:
+        ends.append(to_the_end)
+        return plan_job(*arguments, to_the_end=to_the_end, **options)
+
+    monkeypatch.setattr("steelyard.planning.devices.plan_job", noted)
+    replan(plan, (8, 8), HERE)
+    assert set(ends) == {False}
+    ends.clear()
+    elastic.with_likely_losses(plan, (8,), HERE)
+    assert set(ends) == {True}
 
 
 def test_what_would_have_to_be_given_up_is_not_planned_ahead(job: Job) -> None:

@@ -90,7 +90,9 @@ def plan_fewest_devices(
     return FewestDevices(tried=tuple(tried), result=plan_job(job, options, top=top))
 
 
-def plan_or_reason(job: Job, options: PlanOptions, *, top: int, known_s: float = math.inf) -> PlanningResult | str:
+def plan_or_reason(
+    job: Job, options: PlanOptions, *, top: int, known_s: float = math.inf, to_the_end: bool = True
+) -> PlanningResult | str:
     """What `plan_job` gives, or in words why a fixed number of stages or microbatches has no place in this job.
 
     Or that no plan of the job takes less than ``known_s``, where that shows without a search.
@@ -99,7 +101,7 @@ def plan_or_reason(job: Job, options: PlanOptions, *, top: int, known_s: float =
         tables = make_tables(job, options)
         if known_s < math.inf and is_beaten(job, tables, known_s):
             return f"no plan takes less than {format_seconds(known_s)} a step"
-        return plan_job(job, options, top=top, tables=tables)
+        return plan_job(job, options, top=top, tables=tables, to_the_end=to_the_end)
     except UserError as error:
         if error.field not in ("num_stages", "num_microbatches"):
             raise

@@ -4,6 +4,7 @@ Model, global batch, sequence length, memory per device and the source of all co
 unequally while a plan is for equal nodes, so a candidate takes as many devices from each of as many hosts as have them.
 The fastest candidate is taken of those with at least half of the devices of the largest that has a plan: five devices
 often have a plan that is slower than that of four. What was asked of the plan is kept where any candidate can have it.
+A search that a run waits for is not taken to the end (`steelyard.planning.acceptance.accept`); what is made ahead is.
 
 Of a plan over pools of unlike devices every host says of which pool it is. A candidate takes so much of each pool that
 has hosts, and the search over pools decides which of these take part and in which order.
@@ -32,8 +33,8 @@ from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 MOST_S = 1.0
-"""Seconds after which no other candidate is searched once a plan is found. A search itself is not cut short: for a
-second less before the run goes on, every step after it might take longer."""
+"""Seconds after which no other candidate is searched once a plan is found. No time limit cuts a search short: what it
+finds would depend on what else the machine does."""
 LEAST_SHARE = 0.5
 """Of the devices of the largest candidate that has a plan, what a candidate must have."""
 MOST_SHAPES = 4
@@ -61,9 +62,9 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
         return made
     job = job_of(plan, folder=folder)
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    best, given_up = fastest_plan(job, hosts, demands), ()
+    best, given_up = fastest_plan(job, hosts, demands, to_the_end=False), ()
     if best is None and demands:
-        best, given_up = fastest_plan(job, hosts, ()), demands
+        best, given_up = fastest_plan(job, hosts, (), to_the_end=False), demands
     if best is None:
         raise _nothing_fits(hosts, job)
     found, shape = best
@@ -176,8 +177,13 @@ def _made_before(plan: Plan, hosts: Sequence[int]) -> Replanned | None:
     return None
 
 
-def fastest_plan(job: Job, hosts: Sequence[int], demands: Sequence[Demand]) -> tuple[Plan, Shape] | None:
-    """The fastest plan on a part of these hosts, with the nodes and the devices of each that it takes."""
+def fastest_plan(
+    job: Job, hosts: Sequence[int], demands: Sequence[Demand], *, to_the_end: bool = True
+) -> tuple[Plan, Shape] | None:
+    """The fastest plan on a part of these hosts, with the nodes and the devices of each that it takes.
+
+    ``to_the_end`` as in `steelyard.planning.acceptance.accept`.
+    """
     options = narrowed(PlanOptions(), demands)
     began_s, known_s = time.monotonic(), math.inf
     found: list[tuple[Plan, Shape]] = []
@@ -185,7 +191,11 @@ def fastest_plan(job: Job, hosts: Sequence[int], demands: Sequence[Demand]) -> t
         if found and (nodes * per_node < LEAST_SHARE * found[0][0].num_devices or time.monotonic() > began_s + MOST_S):
             break
         result = plan_or_reason(
-            replace(job, cluster=with_shape(job.cluster, nodes, per_node)), options, top=NUM_RESCORED, known_s=known_s
+            replace(job, cluster=with_shape(job.cluster, nodes, per_node)),
+            options,
+            top=NUM_RESCORED,
+            known_s=known_s,
+            to_the_end=to_the_end,
         )
         if not isinstance(result, str) and result.plan is not None:
             found.append((result.plan, (nodes, per_node)))
@@ -256,7 +266,8 @@ def with_spares(plan: Plan, job: Job, *, num_spares: int) -> Plan:
 
 
 def with_likely_losses(plan: Plan, hosts: Sequence[int], folder: Path) -> Plan:
-    """The plan with those among its spares for one device less on a host, and for one host less.
+    """The plan with those among its spares for one device less on a host, for one host less, and for the hosts as they
+    are where some are lost already: it is taken when the run begins again.
 
     Where what was asked of the plan would have to be given up there is none: what is given up is said when it is.
     ``hosts`` and ``folder`` as in `replan`, which raises the same errors. Nothing is made for a plan over pools.
@@ -265,7 +276,8 @@ def with_likely_losses(plan: Plan, hosts: Sequence[int], folder: Path) -> Plan:
         return plan
     job = job_of(plan, folder=folder)
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    for left in _likely_losses(hosts):
+    lost_before = [tuple(hosts)] if sum(hosts) < plan.num_devices else []
+    for left in (*_likely_losses(hosts), *lost_before):
         best = None if _made_before(plan, left) else fastest_plan(job, left, demands)
         if best is not None:
             plan = plan.model_copy(update={"spares": (*plan.spares, _as_spare(best[0], num_left=sum(left)))})
