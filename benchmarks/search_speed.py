@@ -149,14 +149,18 @@ def jobs() -> None:
                 profile=None,
             )
             times["search"].append(cpu_s(lambda of=job: search(make_tables(of, PlanOptions()), usable_bytes(of))))
-            times["with acceptance"].append(cpu_s(lambda of=job: accept(of, make_tables(of, PlanOptions()))))
+            found = []
+            times["with acceptance"].append(
+                cpu_s(lambda of=job, into=found: into.append(accept(of, make_tables(of, PlanOptions()))))
+            )
         settings = make_tables(job, PlanOptions())
         result = search(settings, usable_bytes(job))
         num_made = sum(each.is_made for each in settings)
         most = max(len(each.tables.strategies) for each in settings if each.is_made)
         seconds = ", ".join(f"{name} {format_seconds(statistics.median(each))}" for name, each in times.items())
         print(
-            f"  {len(settings)} settings, {num_made} with tables, up to {most} strategies: {seconds}; {result.status}",
+            f"  {len(settings)} settings, {num_made} with tables, up to {most} strategies: {seconds}; "
+            f"{result.status} within the tables, accepted {found[0].search.status}, gap {found[0].search.gap:.2%}",
             flush=True,
         )
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from random import Random
@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from steelyard.cost import predict as cost
-from steelyard.cost.pools import AnyJob
-from steelyard.cost.predict import PlanCost, predict, predict_memory
-from steelyard.cost.setting import Job
+from steelyard.cost.predict import PlanCost, memory_terms, predict
+from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Backend
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Remat
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning import (
     PlanningResult,
     PlanOptions,
@@ -176,11 +175,13 @@ def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fi
 def test_no_plan_is_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     tight, walked = tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)[4], Counter[str]()
 
-    def counted(plan: Plan, of: AnyJob) -> tuple[dict[str, int], ...]:
-        walked[plan.model_dump_json()] += 1
-        return predict_memory(plan, of)
+    def counted(
+        parts: Sequence[range], strategies: Sequence[Strategy], settings: Sequence[Setting]
+    ) -> tuple[dict[str, int], ...]:
+        walked[f"{settings[0].pipeline} {parts} {strategies}"] += 1
+        return memory_terms(parts, strategies, settings)
 
-    monkeypatch.setattr(acceptance, "predict_memory", counted)
+    monkeypatch.setattr(acceptance, "memory_terms", counted)
     assert accept(tight, make_tables(tight, PlanOptions())).ranked
     assert set(walked.values()) == {1}
 

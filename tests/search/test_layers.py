@@ -84,11 +84,11 @@ def test_a_narrow_width_still_gives_a_plan_that_fits() -> None:
         assert solution.peak_bytes <= budget
 
 
-def test_strategies_share_a_class_exactly_if_every_legal_receiver_pays_the_same() -> None:
+def test_legal_strategies_share_a_class_exactly_if_every_legal_receiver_pays_the_same() -> None:
     for seed in range(100):
         tables = random_tables(np.random.default_rng(seed))
         group = option_table(tables).switches.group
-        for one, other in itertools.combinations(range(len(tables.strategies)), 2):
+        for one, other in itertools.combinations(np.flatnonzero(tables.legal.any(axis=0)).tolist(), 2):
             same = all(
                 tables.switch_s[kind, one, receiver] == tables.switch_s[kind, other, receiver]
                 for kind, receiver in zip(*np.nonzero(tables.legal), strict=True)
@@ -113,6 +113,32 @@ def test_beaten_strategies_are_left_out_and_equal_ones_kept_once() -> None:
     )
     costs = option_table(tables).stage(0)
     assert costs.strategy[0, : costs.count[0]].tolist() == [1]
+
+
+@pytest.mark.parametrize("block", range(0, 200, 50))
+def test_strategies_that_are_left_out_are_those_that_another_makes_needless(block: int) -> None:
+    for seed in range(block, block + 50):
+        tables = random_tables(np.random.default_rng(seed))
+        options, in_flight = option_table(tables), tables.pipeline.in_flight(0)
+        costs, group, held = options.stage(0), options.switches.group, tables.held_bytes(in_flight)
+        received = tables.switch_s[:, tables.legal.any(axis=0)]
+        for kind, legal in enumerate(tables.legal):
+            place = {"time": tables.time_s, "held": held, "transient": tables.transient_bytes}
+            values = [
+                (*(each[kind, index] for each in place.values()), *received[kind, :, index])
+                for index in range(len(legal))
+            ]
+            kept = [
+                index
+                for index in np.flatnonzero(legal).tolist()
+                if not any(
+                    group[other] == group[index]
+                    and np.less_equal(values[other], values[index]).all()
+                    and (values[other] != values[index] or other < index)
+                    for other in np.flatnonzero(legal).tolist()
+                )
+            ]
+            assert costs.strategy[kind, : costs.count[kind]].tolist() == kept, seed
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), max_size=4))

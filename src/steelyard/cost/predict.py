@@ -66,11 +66,11 @@ def predict(plan: Plan, job: AnyJob, *, slowed: Mapping[int, float] | None = Non
         overlap_sends=job.execution.overlaps_transfers,
         speeds=_stage_speeds(settings),
     )
-    strategies = plan.strategies
+    memories = memory_terms([part.layers for part in plan.parts], plan.strategies, settings)
     stages = [
         StagePrediction(
             time_s=_time_terms(parts[stage :: plan.num_stages], setting, timeline, stage),
-            memory_bytes=_memory_terms(plan, strategies, stage, setting),
+            memory_bytes=memories[stage],
         )
         for stage, setting in enumerate(settings)
     ]
@@ -119,8 +119,17 @@ def predict_memory(plan: Plan, job: AnyJob) -> tuple[dict[str, int], ...]:
 
     Raises `InvalidPlanError` if plan and job differ.
     """
-    settings, strategies = _settings(plan, job), plan.strategies
-    return tuple(_memory_terms(plan, strategies, stage, setting) for stage, setting in enumerate(settings))
+    return memory_terms([part.layers for part in plan.parts], plan.strategies, _settings(plan, job))
+
+
+def memory_terms(
+    parts: Sequence[range], strategies: Sequence[Strategy], settings: Sequence[Setting]
+) -> tuple[dict[str, int], ...]:
+    """Bytes on a rank of each stage by term.
+
+    ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers, ``settings`` one a stage.
+    """
+    return tuple(_memory_terms(parts, strategies, stage, setting) for stage, setting in enumerate(settings))
 
 
 def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
@@ -299,28 +308,32 @@ def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, s
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 
-def _memory_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
+def _memory_terms(
+    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting
+) -> dict[str, int]:
     """Bytes on one rank by term; they add up to the upper bound that is held against the budget.
 
-    ``strategies`` are those of all layers of the plan. The job remembers them: plans of a search have stages in common.
+    The job remembers them: plans of a search have stages in common.
     """
-    parts = plan.parts[stage :: plan.num_stages]
-    held = tuple((part.first_layer, strategies[max(0, part.first_layer - 1) : part.last_layer + 1]) for part in parts)
+    mine = parts[stage :: setting.pipeline.num_stages]
+    held = tuple((part[0], tuple(strategies[max(0, part[0] - 1) : part[-1] + 1])) for part in mine)
     tied = tuple(strategies[layer] for shared in setting.job.chain.shared for layer, _ in shared.copies)
     key = stage, setting.pipeline, setting.devices_per_stage, held, tied
     if key not in setting.job.known_stages:
-        setting.job.known_stages[key] = _stage_terms(plan, strategies, stage, setting)
+        setting.job.known_stages[key] = _stage_terms(parts, strategies, stage, setting)
     return dict(setting.job.known_stages[key])
 
 
-def _stage_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
+def _stage_terms(
+    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting
+) -> dict[str, int]:
     if not setting.job.execution.keeps_own_buffers:
-        places = range(stage, len(plan.parts), plan.num_stages)
-        parts = [part_layers(plan, strategies, place, setting) for place in places]
-        tensors = stage_terms(parts, stage, setting, tied=tied_bytes(plan, strategies, stage, setting))
+        places = range(stage, len(parts), setting.pipeline.num_stages)
+        mine = [part_layers(parts, strategies, place, setting) for place in places]
+        tensors = stage_terms(mine, stage, setting, tied=tied_bytes(parts, strategies, stage, setting))
     else:
-        tensors = _framework_terms(plan, strategies, stage, setting)
-    tensors["optimizer step"] = _step_excess_bytes(tensors, plan, stage, setting)
+        tensors = _framework_terms(parts, strategies, stage, setting)
+    tensors["optimizer step"] = _step_excess_bytes(tensors, strategies[parts[stage][0]], setting)
     terms = tensors | {"context": context_bytes(setting)}
     terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
     return {name: num_bytes for name, num_bytes in terms.items() if num_bytes}
@@ -331,14 +344,16 @@ def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
     return sum(num_bytes for name, num_bytes in terms.items() if name not in job.execution.states.kept_apart)
 
 
-def _framework_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> dict[str, int]:
+def _framework_terms(
+    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting
+) -> dict[str, int]:
     """The bound for a framework with states of its own: what all layers hold at most, and the largest working set."""
     pipeline = setting.pipeline
     order = pipeline.passes(stage)
     chain = setting.job.chain
     chunks = [
-        [layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part.layers]
-        for part in plan.chunks(stage)
+        [layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part]
+        for part in parts[stage :: pipeline.num_stages]
     ]
     costs = [cost for chunk in chunks for cost in chunk]
     terms: Counter[str] = Counter()
@@ -346,19 +361,20 @@ def _framework_terms(plan: Plan, strategies: Sequence[Strategy], stage: int, set
         terms.update(cost.static_bytes)
     terms["activations"] = order.peak_bytes([sum(cost.activation_bytes for cost in chunk) for chunk in chunks])
     terms["working set"] += max(cost.transient_bytes for cost in costs)
-    terms.update(_border_terms(terms, costs, order.peak_bytes([1] * pipeline.num_chunks), plan, stage, setting))
+    in_flight = order.peak_bytes([1] * pipeline.num_chunks)
+    terms.update(_border_terms(terms, costs, in_flight, strategies[parts[stage][0]], setting))
     return dict(terms)
 
 
 def _border_terms(
-    terms: Mapping[str, int], costs: list[LayerBytes], in_flight: int, plan: Plan, stage: int, setting: Setting
+    terms: Mapping[str, int], costs: list[LayerBytes], in_flight: int, strategy: Strategy, setting: Setting
 ) -> dict[str, int]:
     """What a framework with states of its own keeps at the borders of a stage, and gradients that it adds up late.
 
     When those are all made, the activations of their microbatch are freed: the larger of the two counts.
+    ``strategy`` is that of the stage's first layer.
     """
     execution = setting.job.execution
-    strategy = plan.parts[stage].runs[0].strategy
     sent = setting.activation_bytes // (strategy.sample_degree * strategy.sequence_degree)
     kept = execution.kept_transfers * in_flight * sent if setting.pipeline.num_stages > 1 else 0
     made = 0
@@ -369,10 +385,9 @@ def _border_terms(
     return {"pipeline buffers": kept, "working set": made, "collective buffers": buckets}
 
 
-def _step_excess_bytes(terms: Mapping[str, int], plan: Plan, stage: int, setting: Setting) -> int:
-    """What the optimizer's step takes beyond what the passes have freed by then."""
-    data_degree = plan.parts[stage].runs[0].strategy.data_degree
-    step = setting.job.execution.step_bytes(terms["parameters"], data_degree)
+def _step_excess_bytes(terms: Mapping[str, int], strategy: Strategy, setting: Setting) -> int:
+    """What the optimizer's step takes beyond what the passes have freed by then; ``strategy`` as in `_border_terms`."""
+    step = setting.job.execution.step_bytes(terms["parameters"], strategy.data_degree)
     return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 
 

@@ -34,7 +34,6 @@ from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.layer import LayerMemory, layer_memory
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
-from steelyard.plan.plan import Plan
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.schedules import Pass, Phase, PipelineConfig
@@ -431,13 +430,13 @@ def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _
     return total if layer.shards > 1 else total + _reducing_bytes(sums, place + 1, moment)
 
 
-def tied_bytes(plan: Plan, strategies: Sequence[Strategy], stage: int, setting: Setting) -> int:
+def tied_bytes(parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting) -> int:
     """What a rank of a stage needs to sum the gradients of the vocabulary's matrix: slices of it in fp32.
 
-    ``strategies`` are those of all layers of the plan.
+    ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers.
     """
     chain = setting.job.chain
-    mine = {layer for part in plan.chunks(stage) for layer in part.layers}
+    mine = {layer for part in parts[stage :: setting.pipeline.num_stages] for layer in part}
     most = 0
     for shared in chain.shared:
         count = num_slices(shared, strategies, chain)
@@ -464,14 +463,14 @@ def _share_bytes(num_entries: int, strategy: Strategy, setting: Setting) -> int:
     return samples * num_entries * setting.job.compute_bytes // strategy.sequence_degree
 
 
-def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting: Setting) -> PartLayers:
-    """What part ``index`` of the pipeline of a plan with these strategies of its layers consists of."""
-    part, chain = plan.parts[index], setting.job.chain
-    places = part.layers
-    is_last = index == len(plan.parts) - 1
-    before = strategies[part.first_layer - 1] if index else None
-    if before is not None and before.num_devices != strategies[part.first_layer].num_devices:
-        before, arrives_in_parts = strategies[part.first_layer], True
+def part_layers(parts: Sequence[range], strategies: Sequence[Strategy], index: int, setting: Setting) -> PartLayers:
+    """What part ``index`` of a pipeline with these layers in its parts, and these strategies of layers, consists of."""
+    places, chain = parts[index], setting.job.chain
+    first, last = places[0], places[-1]
+    is_last = index == len(parts) - 1
+    before = strategies[first - 1] if index else None
+    if before is not None and before.num_devices != strategies[first].num_devices:
+        before, arrives_in_parts = strategies[first], True
     else:
         arrives_in_parts = False
     known: dict[tuple[int, Strategy], LayerMemory] = {}
@@ -480,20 +479,18 @@ def part_layers(plan: Plan, strategies: Sequence[Strategy], index: int, setting:
         if key not in known:
             known[key] = layer_memory(chain.kinds[key[0]], key[1], setting)
     layers = [known[chain.layers[place], strategies[place]] for place in places]
-    sent = 0 if is_last else hidden_bytes(part.last_layer, strategies[part.last_layer], setting)
-    made = 0 if is_last else made_bytes(part.last_layer, strategies[part.last_layer], setting)
-    backward = backward_sending(layers[-1], strategies[part.last_layer], made)
+    sent = 0 if is_last else hidden_bytes(last, strategies[last], setting)
+    made = 0 if is_last else made_bytes(last, strategies[last], setting)
+    backward = backward_sending(layers[-1], strategies[last], made)
     layers[-1] = replace(layers[-1], backward=backward)
     for place, waiting in chain.num_read_behind(places, setting.job.seq_len):
         added = _share_bytes(waiting, strategies[places[place]], setting)
         layers[place] = replace(layers[place], backward=layers[place].backward + added)
     return PartLayers(
         layers=tuple(layers),
-        received=0 if before is None else hidden_bytes(part.first_layer - 1, before, setting),
+        received=0 if before is None else hidden_bytes(first - 1, before, setting),
         sent=sent,
-        received_is_saved=before is not None
-        and before.hidden == strategies[part.first_layer].hidden
-        and not arrives_in_parts,
+        received_is_saved=before is not None and before.hidden == strategies[first].hidden and not arrives_in_parts,
         token_bytes=sum(sample_bytes(chain.kind_of(place), strategies[place], setting) for place in places),
         side_bytes=side_bytes({chain.kind_of(place) for place in places}, setting),
     )

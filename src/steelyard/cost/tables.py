@@ -126,7 +126,8 @@ class CostTables:
             table = getattr(self, name)
             if table.shape != shape:
                 raise InvalidProblemError(field=name, found=f"shape {table.shape}", expected=f"shape {shape}")
-            if not np.all(np.isfinite(table)) or np.any(table < 0):
+            once = table if table.strides[0] else table[:1]
+            if not np.all(np.isfinite(once)) or np.any(once < 0):
                 raise InvalidProblemError(
                     field=name, found="a negative or non-finite entry", expected="finite numbers of zero or more"
                 )
@@ -159,6 +160,12 @@ class CostTables:
             activation_bytes=np.concatenate([self.activation_bytes, activation_bytes]),
         )
 
+    def switches_of(self, kinds: Sequence[int]) -> NDArray[np.float64]:
+        """[kinds, S, S] the ``switch_s`` of these kinds; one table for all of them where all kinds share one."""
+        if self.switch_s.strides[0]:
+            return self.switch_s[list(kinds)]
+        return np.broadcast_to(self.switch_s[0], (len(kinds), *self.switch_s.shape[1:]))
+
     def run_kinds(self, start: int, end: int) -> tuple[int, ...]:
         """The kinds of the layers ``start..end-1`` where they are the run of a stage."""
         kinds = self.layers[start:end]
@@ -177,7 +184,7 @@ class CostTables:
         """
         rows = list(range(len(self.kinds)) if kinds is None else kinds)
         columns = list(range(len(self.strategies)) if strategies is None else strategies)
-        pairs, triples = np.ix_(rows, columns), np.ix_(rows, columns, columns)
+        pairs = np.ix_(rows, columns)
         return replace(
             self,
             kinds=tuple(self.kinds[kind] for kind in rows),
@@ -188,7 +195,7 @@ class CostTables:
             static_bytes=self.static_bytes[pairs],
             activation_bytes=self.activation_bytes[pairs],
             transient_bytes=self.transient_bytes[pairs],
-            switch_s=self.switch_s[rows if strategies is None else triples],
+            switch_s=self.switches_of(rows) if strategies is None else self.switch_s[np.ix_(rows, columns, columns)],
             side_inputs=tuple(
                 replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.side_inputs
             ),

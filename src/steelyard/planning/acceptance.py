@@ -18,9 +18,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledFloors, PooledJob, stage_settings, usable_of
-from steelyard.cost.predict import predict_memory
+from steelyard.cost.predict import memory_terms, predict_memory
+from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.plan.certificate import TOLERANCE
 from steelyard.plan.plan import Plan
@@ -54,6 +56,8 @@ HALVINGS = 4
 """How often the room between the least budget that was too much and the largest accepted is halved."""
 NUM_REFINED = 3
 """Settings whose best plans are refined."""
+REFINED_GAP = 0.001
+"""Plans are not refined that may gain less than this fraction of a step."""
 NUM_SMALL = 8
 """Strategies of least memory by a floor that are tried for the layers of the plan of least memory."""
 
@@ -112,6 +116,7 @@ def accept(
         known_s=cutoff_s,
         deadline=deadline,
         to_the_end=to_the_end,
+        refines=to_the_end and not isinstance(job, PooledJob),
     )
     if partition != "exact":
         found = search(given, usable_of(job), partition=partition)
@@ -119,7 +124,7 @@ def accept(
         contest.admit(found.ranked)
         return _summary(contest, found)
     found = _settle(contest, num_alternatives)
-    if to_the_end and not isinstance(job, PooledJob):
+    if contest.refines:
         _refine(contest)
         _without_means(contest)
     return _summary(contest, found)
@@ -146,9 +151,12 @@ def _settle(contest: "_Contest", num_alternatives: int) -> SearchResult:
 
 def _refine(contest: "_Contest") -> None:
     """Refines the best plans of the settings of which a faster one may be accepted."""
-    known = [index for index in contest.open() if index in contest.accepted]
+    goal_s = contest.cutoff_s * (1 - REFINED_GAP)
+    known = [index for index in contest.open() if index in contest.accepted and contest.bounds_s[index] < goal_s]
     for index in sorted(known, key=lambda index: contest.accepted[index].outcome.score_s)[:NUM_REFINED]:
         outcome = contest.accepted[index].outcome
+        if contest.refined_s.get(index) == outcome.score_s:
+            continue
         solution = refined(
             outcome.tables,
             outcome.solution,
@@ -157,6 +165,7 @@ def _refine(contest: "_Contest") -> None:
         )
         result = SettingResult(status="feasible", solution=solution, lower_bound_s=contest.bounds_s[index])
         contest.excess_bytes(_outcome(index, outcome.tables, result))
+        contest.refined_s[index] = contest.accepted[index].outcome.score_s
 
 
 def refined_further(
@@ -197,7 +206,9 @@ def _without_means(contest: "_Contest") -> None:
         tried.add(name)
         given = [contest.given[index].narrowed(partial(restricted, keeps=keeps)) for index in indices]
         made = Floors(job) if isinstance(contest.made, PooledFloors) else contest.made.of_others()
-        smaller = replace(contest, given=given, made=made, num_exact=1, known_s=contest.cutoff_s, accepted={})
+        smaller = replace(
+            contest, given=given, made=made, num_exact=1, known_s=contest.cutoff_s, accepted={}, refines=False
+        )
         _settle(smaller, 0)
         for index, each in smaller.accepted.items():
             outcome = replace(each.outcome, index=indices[index])
@@ -220,12 +231,18 @@ class _Contest:
     """A `time.monotonic` value."""
     to_the_end: bool = True
     """As `accept` was asked for."""
+    refines: bool = False
+    """Whether the best plans are refined before other settings are searched further."""
     room_bytes: int = field(init=False)
     """What tensors and the process may take at most, of any plan that fits: a byte may be lost in rounding."""
     bounds_s: list[float] = field(init=False)
     accepted: dict[int, Accepted] = field(default_factory=dict)
-    walks: dict[tuple[object, ...], tuple[Plan, int]] = field(default_factory=dict)
-    """By pipeline setting, pools, cuts and strategies."""
+    refined_s: dict[int, float] = field(default_factory=dict)
+    """What the refined plans of settings take."""
+    walks: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """By how much they exceed the room, by pipeline setting, pools, cuts and strategies."""
+    settings: dict[tuple[object, ...], tuple[Setting, ...]] = field(default_factory=dict)
+    """Of the stages, by pipeline setting and pools."""
 
     def __post_init__(self) -> None:
         own_slack = self.job.execution.keeps_own_buffers
@@ -279,33 +296,38 @@ class _Contest:
         """
         excess, as_found = 0, outcome.solution
         for solution in (group_equal_strategies(outcome.tables, as_found), as_found):
-            plan, excess = self._walk(outcome.tables, solution)
+            excess = self._walked_excess(outcome.tables, solution)
             if excess == 0:
                 known = self.accepted.get(outcome.index)
                 if known is None or outcome.score_s < known.outcome.score_s:
+                    plan = bare_plan(self.job, outcome.tables, solution)
                     self.accepted[outcome.index] = Accepted(outcome=outcome, plan=plan)
                 break
         return excess
 
     def fits(self, tables: CostTables, solution: Solution) -> bool:
         """Whether the walk accepts the plan of a solution."""
-        return self._walk(tables, solution)[1] == 0
+        return self._walked_excess(tables, solution) == 0
 
-    def _walk(self, tables: CostTables, solution: Solution) -> tuple[Plan, int]:
-        """The plan of a solution and by how much its walk exceeds the room, of any tables of the pipeline setting."""
+    def _walked_excess(self, tables: CostTables, solution: Solution) -> int:
+        """By how much the walk of a solution's plan exceeds the room, of any tables of the pipeline setting."""
         strategies = tuple(tables.strategies[index] for index in solution.strategies)
-        key = (tables.pipeline, tables.pools and tables.pools.order, solution.boundaries, strategies)
+        place = tables.pipeline, tables.pools and (tables.pools.order, tables.pools.of_stages)
+        key = (*place, solution.boundaries, strategies)
         if key not in self.walks:
-            plan = bare_plan(self.job, tables, solution)
-            self.walks[key] = plan, self._excess_bytes(plan)
+            if place not in self.settings:
+                self.settings[place] = stage_settings(bare_plan(self.job, tables, solution), self.job)
+            chunks, settings = tables.pipeline.num_chunks, self.settings[place]
+            parts = [range(first, end) for _, first, end in unfold_parts(solution.boundaries, chunks)]
+            stages = memory_terms(parts, unfold_layers(strategies, chunks), settings)
+            self.walks[key] = self._excess_bytes(stages, settings)
         return self.walks[key]
 
-    def _excess_bytes(self, plan: Plan) -> int:
-        stages = predict_memory(plan, self.job)
-        budgets = [each.job.budget_bytes for each in stage_settings(plan, self.job)]
+    def _excess_bytes(self, stages: Sequence[Mapping[str, int]], settings: Sequence[Setting]) -> int:
+        budgets = [each.job.budget_bytes for each in settings]
         if all(sum(terms.values()) <= budget for terms, budget in zip(stages, budgets, strict=True)):
             return 0
-        return max(1, _fullest_bytes(stages, plan, self.job) - self.room_bytes)
+        return max(1, _fullest_bytes(stages, settings, self.job) - self.room_bytes)
 
 
 def walked_bytes(plan: Plan, job: AnyJob) -> int:
@@ -313,11 +335,11 @@ def walked_bytes(plan: Plan, job: AnyJob) -> int:
 
     Of several pools with what a device has less than one of the roomiest, as in their tables.
     """
-    return _fullest_bytes(predict_memory(plan, job), plan, job)
+    return _fullest_bytes(predict_memory(plan, job), stage_settings(plan, job), job)
 
 
-def _fullest_bytes(stages: Sequence[Mapping[str, int]], plan: Plan, job: AnyJob) -> int:
-    spared = [usable_of(job) - usable_of(each.job) for each in stage_settings(plan, job)]
+def _fullest_bytes(stages: Sequence[Mapping[str, int]], settings: Sequence[Setting], job: AnyJob) -> int:
+    spared = [usable_of(job) - usable_of(each.job) for each in settings]
     pairs = zip(stages, spared, strict=True)
     return max(sum(terms.values()) - terms.get("allocator slack", 0) + more for terms, more in pairs)
 
@@ -335,6 +357,8 @@ def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, n
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])
     _plain(contest, contest.open())
+    if contest.refines:
+        _refine(contest)
     for index in contest.open():
         if contest.left_s == 0 and not contest.given[index].is_made:
             continue

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 SIGNATURES: dict[str, str] = {}
@@ -92,6 +93,59 @@ def completions(
                         paid = switch[table[kind], before, rows[kind, 0, option]] + priced[option]
                         best = min(best, paid)
                     rest[position, level, which, before] = best
+
+
+@compiled("void(i8[:,::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8, f8, f8[:,::1])")
+def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
+    numbers: IntArray,
+    count: IntArray,
+    rows: IntArray,
+    seconds: FloatArray,
+    prices: FloatArray,
+    lower: IntArray,
+    upper: IntArray,
+    budget: int,
+    limit_s: float,
+    least: FloatArray,
+) -> None:
+    """Moves the options that runs within the limit may hold to the front, and counts them; see `layers`.
+
+    ``numbers`` [R, 2] are the kinds of a run and how many layers it has of each. ``least`` [R, Q] is room to work in.
+    Options of use are marked by a negative strategy meanwhile.
+    """
+    for level in range(len(upper)):
+        for part in range(len(numbers)):
+            kind = numbers[part, 0]
+            for which in range(len(prices)):
+                least[part, which] = np.inf
+                for option in range(count[kind]):
+                    if rows[kind, 3, option] <= upper[level]:
+                        paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
+                        least[part, which] = min(least[part, which], paid)
+        for part in range(len(numbers)):
+            kind = numbers[part, 0]
+            for option in range(count[kind]):
+                if rows[kind, 0, option] < 0 or rows[kind, 3, option] > upper[level]:
+                    continue
+                bound = 0.0
+                for which in range(len(prices)):
+                    total = prices[which] * float(lower[level] - budget)
+                    for other in range(len(numbers)):
+                        total += numbers[other, 1] * least[other, which]
+                    paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
+                    bound = max(bound, total + paid - least[part, which])
+                if bound <= limit_s:
+                    rows[kind, 0, option] = -1 - rows[kind, 0, option]
+    for part in range(len(numbers)):
+        kind, kept = numbers[part, 0], 0
+        for option in range(count[kind]):
+            if rows[kind, 0, option] < 0:
+                rows[kind, 0, kept] = -1 - rows[kind, 0, option]
+                for field in range(1, 4):
+                    rows[kind, field, kept] = rows[kind, field, option]
+                seconds[kind, kept] = seconds[kind, option]
+                kept += 1
+        count[kind] = kept
 
 
 @compiled(
@@ -221,6 +275,37 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
         for higher in range(own, fastest.shape[2]):
             fastest[came, left, higher] = min(fastest[came, left, higher], seconds[index])
     return num_kept
+
+
+@compiled("void(f8[:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], b1[:,::1])")
+def drop_beaten(
+    seconds: FloatArray,
+    num_bytes: IntArray,
+    transient: IntArray,
+    group: IntArray,
+    table: IntArray,
+    receives_less: BoolArray,
+    kept: BoolArray,
+) -> None:
+    """Keeps of the strategies ``kept`` [K, S] those than which no other of their class is better, or equal and first.
+
+    ``receives_less`` [T, S, S]: whether the first receives for no more than the second from any.
+    """
+    for kind in range(kept.shape[0]):
+        for own in range(kept.shape[1]):
+            for other in range(kept.shape[1]):
+                if not kept[kind, own]:
+                    break
+                if other == own or not kept[kind, other] or group[other] != group[own]:
+                    continue
+                if not receives_less[table[kind], other, own] or seconds[kind, other] > seconds[kind, own]:
+                    continue
+                if num_bytes[kind, other] > num_bytes[kind, own] or transient[kind, other] > transient[kind, own]:
+                    continue
+                is_equal = receives_less[table[kind], own, other] and seconds[kind, other] == seconds[kind, own]
+                is_equal &= num_bytes[kind, other] == num_bytes[kind, own]
+                is_equal &= transient[kind, other] == transient[kind, own]
+                kept[kind, own] = is_equal and own < other
 
 
 @compiled("void(f8[:,:,::1], i8[:,::1], f8[::1], i8[::1], i8, i8, i8, f8[:,::1])")

@@ -35,7 +35,7 @@ Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -164,8 +164,8 @@ class OptionTable:
     switches: Switches
     columns: tuple[IntArray, ...]
     """The strategies that a stage may use, by its pool."""
-    may_beat: tuple[NDArray[np.bool_], ...]
-    """[K, S', S'] of these the first is no worse than the second in all but the additive bytes, and both are legal"""
+    receives_less: tuple[NDArray[np.bool_], ...]
+    """[T, S', S'] of these the first receives for no more than the second from any"""
 
     def stage(self, stage: int) -> StageCosts:
         """The costs of a stage with the microbatches that it has in flight, beaten strategies left out."""
@@ -175,10 +175,16 @@ class OptionTable:
         """The same of stages of a pool with so many microbatches in flight."""
         tables, columns = self.tables, self.columns[pool]
         num_bytes = tables.held_bytes(in_flight)
-        held, legal = num_bytes[:, columns], tables.legal[:, columns]
-        beats = self.may_beat[pool] & (held[:, :, None] <= held[:, None, :])
-        equal = beats & beats.transpose(0, 2, 1)
-        kept = legal & ~(beats & ~np.tril(equal)).any(axis=1)
+        kept = np.take(tables.legal, columns, axis=1)
+        kernels.drop_beaten(
+            np.take(tables.time_s, columns, axis=1),
+            np.take(num_bytes, columns, axis=1),
+            np.take(tables.transient_bytes, columns, axis=1),
+            self.switches.group[columns],
+            self.switches.table,
+            self.receives_less[pool],
+            kept,
+        )
         count = kept.sum(axis=1)
         strategy = columns[np.argsort(~kept, axis=1, kind="stable")[:, : max(int(count.max()), 1)]]
         kinds = np.arange(len(strategy))[:, None]
@@ -194,13 +200,15 @@ class OptionTable:
 def option_table(tables: CostTables) -> OptionTable:
     """Switch classes of the strategies, and who receives for less, for all stages of a setting."""
     first, table = _different_tables(tables)
+    usable = tables.legal.any(axis=0)
+    used = np.flatnonzero(usable if usable.any() else ~usable)
     legal, switch = tables.legal[first], np.stack([tables.switch_s[kind] for kind in first])
-    group = _classes(legal, switch)
+    group = np.zeros(len(tables.strategies), dtype=np.int64)
+    group[used] = _classes(legal[:, used], switch[:, used][:, :, used])
     num_groups = int(group.max()) + 1
-    sender = np.unique(group, return_index=True)[1]
+    sender = used[np.unique(group[used], return_index=True)[1]]
     seconds = np.zeros((len(first), num_groups + 1, len(group)))
-    seconds[:, :-1] = switch[:, sender]
-    received = seconds[:, np.unique(group[tables.legal.any(axis=0)])]
+    seconds[:, : len(sender)] = switch[:, sender]
     switches = Switches(
         group=group,
         num_groups=num_groups,
@@ -208,29 +216,16 @@ def option_table(tables: CostTables) -> OptionTable:
         seconds=seconds,
         detour=np.stack([_detours(*each) for each in zip(legal, seconds, strict=True)]),
     )
-    columns = _columns(tables)
-    may_beat = tuple(_may_beat(tables, each, group[each], received[:, :, each], table) for each in columns)
-    return OptionTable(tables=tables, switches=switches, columns=columns, may_beat=may_beat)
+    columns = _columns(tables, used)
+    receives_less = tuple(np.stack([columns_no_larger(paid) for paid in seconds[:, :-1, each]]) for each in columns)
+    return OptionTable(tables=tables, switches=switches, columns=columns, receives_less=receives_less)
 
 
-def _columns(tables: CostTables) -> tuple[IntArray, ...]:
-    """The strategies of each pool; all of them where there are none."""
+def _columns(tables: CostTables, used: IntArray) -> tuple[IntArray, ...]:
+    """The strategies of each pool; where there are none, those that some kind may use."""
     if tables.pools is None:
-        return (np.arange(len(tables.strategies)),)
+        return (used,)
     return tuple(np.flatnonzero(tables.pools.of_strategies == pool) for pool in range(max(tables.pools.of_stages) + 1))
-
-
-def _may_beat(
-    tables: CostTables, columns: IntArray, group: IntArray, received: FloatArray, table: IntArray
-) -> NDArray[np.bool_]:
-    """[K, S', S'] as in `OptionTable`, of strategies of these classes that receive these seconds [T, C, S']."""
-    receives_less = np.stack([columns_no_larger(each) for each in received])
-    may_beat = (group[:, None] == group[None, :]) & ~np.eye(len(group), dtype=bool) & receives_less[table]
-    legal = tables.legal[:, columns]
-    may_beat &= legal[:, :, None] & legal[:, None, :]
-    for table_of in (tables.time_s[:, columns], tables.transient_bytes[:, columns]):
-        may_beat &= table_of[:, :, None] <= table_of[:, None, :]
-    return np.asarray(may_beat)
 
 
 def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
@@ -324,8 +319,10 @@ def chain_frontier(
     ``is_last``: no layer comes after, so that classes may beat each other after the last layer too.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
-    guide = _guide(costs, kinds, entries, pruning)
     states = _start(entries, costs.floor(kinds))
+    levels = _levels(costs, kinds, pruning)
+    costs = _useful(costs, kinds, pruning, levels)
+    guide = _guide(costs, kinds, entries, pruning, levels)
     per_layer = []
     for position, kind in enumerate(kinds):
         if pruning.deadline is not None and time.monotonic() > pruning.deadline:
@@ -390,11 +387,33 @@ def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pr
     return found
 
 
-def _guide(costs: StageCosts, kinds: Sequence[int], entries: IntArray, pruning: Pruning) -> _Guide:
-    """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
-    floor = costs.floor(kinds)
+def _levels(costs: StageCosts, kinds: Sequence[int], pruning: Pruning) -> tuple[IntArray, IntArray]:
+    """Lower and upper edges of the levels of the transient peak that a run is searched with."""
     peaks = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in set(kinds)])
-    lower, upper = peak_levels(_possible_peaks(costs, kinds, np.maximum(peaks, floor), pruning))
+    return peak_levels(_possible_peaks(costs, kinds, np.maximum(peaks, costs.floor(kinds)), pruning))
+
+
+def _useful(costs: StageCosts, kinds: Sequence[int], pruning: Pruning, levels: tuple[IntArray, IntArray]) -> StageCosts:
+    """The costs with those options alone that some run within budget and limit may hold.
+
+    A run with an option takes as much longer than the bound of all runs, at any price, as the option than the cheapest
+    of its kind. Switches are left out.
+    """
+    if np.isinf(pruning.limit_s):
+        return costs
+    numbers = np.array(sorted(Counter(kinds).items()))
+    count, rows, seconds = costs.count.copy(), costs.rows.copy(), costs.seconds.copy()
+    least = np.empty((len(numbers), len(pruning.prices)))
+    limit_s = pruning.limit_s * (1 + ROUNDING)
+    kernels.drop_useless(numbers, count, rows, seconds, pruning.prices, *levels, pruning.budget_bytes, limit_s, least)
+    return replace(costs, count=count, rows=rows, seconds=seconds)
+
+
+def _guide(
+    costs: StageCosts, kinds: Sequence[int], entries: IntArray, pruning: Pruning, levels: tuple[IntArray, IntArray]
+) -> _Guide:
+    """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
+    lower, upper = levels
     completion = np.zeros((len(kinds) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
     rest_bytes = np.zeros((len(kinds) + 1, len(lower)), dtype=np.int64)
     kernels.completions(
