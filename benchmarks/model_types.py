@@ -31,7 +31,7 @@ from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import is_part
-from steelyard.modules.build import build_meta_model, read_hub_config
+from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split
 from steelyard.tracer.trace import trace
@@ -45,10 +45,17 @@ TASKS = {
 NEARLY = 0.9
 NUM_BLOCKS = 6
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
-LIMIT_S = 60
+LIMIT_S = 120
 LIMIT_BYTES = 24 * 2**30
 DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")
 """The styles of matrices that ranks divide."""
+QWEN4_INDEXER = {
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 64,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 128} for name in ("ministral", "hunyuan_v1_dense")},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
@@ -66,9 +73,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_asr": {"pad_token_id": 0},
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
-    **{name: {"is_decoder": True} for name in ("reformer", "bert-generation")},
+    "bert-generation": {"is_decoder": True},
+    "reformer": {"axial_pos_embds": False},
+    "ReformerModelWithLMHead": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 38},
+    "gemma3n_text": {"num_kv_shared_layers": 1},
+    "qwen4_exp": {"text_config": QWEN4_INDEXER},
+    "qwen4_exp_text": QWEN4_INDEXER,
 }
-"""What some types need, where their own defaults do not make a model."""
+"""What some types, or classes of one, need where their own defaults do not make a model."""
 
 
 def outcome(model_type: str, architecture: str) -> dict[str, Any]:
@@ -96,7 +110,8 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
 
 def shallow_config(model_type: str, architecture: str, num_blocks: int) -> dict[str, Any]:
     """The config of a type with so many blocks, and lists with an entry for each as long."""
-    given = {"model_type": model_type, "architectures": [architecture], **CONFIGS.get(model_type, {})}
+    given = {"model_type": model_type, "architectures": [architecture]}
+    given |= CONFIGS.get(model_type, {}) | CONFIGS.get(architecture, {})
     config = json.loads(read_hub_config(model_type, given).to_json_string(use_diff=False))
     return _shallow(config, num_blocks)
 
@@ -122,7 +137,7 @@ def divided_share(chain: ModelChain) -> float:
     A decoder alone does not compute with the attention to an encoder that its blocks hold.
     """
     model, divided, whole = build_meta_model(chain), 0, 0
-    called = set(find_split(model.config).keywords)
+    called = set(find_split(hub_config(chain)).keywords)
     for layer in (place for place in range(chain.num_layers) if chain.kind_of(place).role is LayerRole.BLOCK):
         (path,) = chain.family.modules(chain.layout, layer).values()
         block = model.get_submodule(path)

@@ -1,6 +1,6 @@
 """Of every type of transformers that splits: does it train two steps on four processes as one process does?
 
-At small width with four blocks, in two stages, every layer sharded by fsdp and computed again in backward; and with
+At small width with six blocks, in two stages, every layer sharded by fsdp and computed again in backward; and with
 ``--strategy``, by other strategies of two ranks. Types that do not split are left out: `model_types` says why.
 
     python benchmarks/model_types_parity.py                      # about 30 minutes on two cores
@@ -33,7 +33,7 @@ from tests.runtime.cases import Case
 from tests.runtime.models import make_plan
 from tests.runtime.worker import fork, run_rank, write_references
 
-NUM_BLOCKS, NUM_PROCESSES, LIMIT_S = 4, 4, 90.0
+NUM_BLOCKS, NUM_PROCESSES, LIMIT_S = 6, 4, 300.0
 
 
 def make_case(model_type: str, architecture: str, strategy: str) -> Case:

@@ -87,6 +87,28 @@ ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
 """Of an encoder and a decoder."""
 
 
+OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        **{"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 128},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "roformer": {**_SMALL, **_NO_DROPOUT, "embedding_size": 64, "is_decoder": True},
+    "xlnet": {"d_model": 64, "n_layer": 2, "n_head": 4, "d_head": 16, "d_inner": 96, "vocab_size": 128, "dropout": 0.0},
+    "rwkv": {
+        **{"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"vocab_size": 128, "context_length": 64},
+    },
+    "zaya": {
+        **{**_SMALL, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 1, "head_dim": 16},
+        **{"moe_intermediate_size": 32, "layer_types": ["hybrid"] * 3},
+    },
+    "minimax": {**_SMALL, **_EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "linear_attention"]},
+}
+"""Blocks that ask for values, hold frozen tables, tokens first or two states, and parameters beside blocks."""
+_ALL = SPLIT_CONFIGS | BESIDE_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS | OTHERWISE_CONFIGS
+
+
 def split_config(model_type: str) -> dict[str, Any]:
     """The config of a type."""
-    return {"model_type": model_type, **(SPLIT_CONFIGS | BESIDE_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS)[model_type]}
+    return {"model_type": model_type, **_ALL[model_type]}

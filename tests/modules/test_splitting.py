@@ -28,7 +28,7 @@ from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
 from steelyard.tracer.trace import trace
-from tests.modules.split_configs import SPLIT_CONFIGS, split_config
+from tests.modules.split_configs import OTHERWISE_CONFIGS, SPLIT_CONFIGS, split_config
 from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 
@@ -382,9 +382,60 @@ def test_positions_that_are_made_of_sizes_alone_have_holes_in_their_place() -> N
 
 
 def test_a_tied_module_that_is_not_called_belongs_to_no_layer() -> None:
-    config = {"vocab_size": 128, "hidden_size": 64, "num_decoder_layers": 1, "num_decoder_attention_heads": 4}
-    split = find_split(read_hub_config("prophetnet", {**config, "architectures": ["ProphetNetForCausalLM"]})).split
-    assert split.shared == (((0, "prophetnet.decoder.word_embeddings.weight"), (2, "lm_head.weight")),)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    config = {**sizes, "entity_vocab_size": 32, "entity_emb_size": 16, "architectures": ["LukeForMaskedLM"]}
+    split = find_split(read_hub_config("luke", config)).split
+    assert not [path for copies in split.shared for _, path in copies if "entity" in path]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", OTHERWISE_CONFIGS)
+def test_blocks_that_are_called_otherwise_split_and_are_traced(model_type: str) -> None:
+    split = split_of(model_type)
+    chain = chain_from_config(split_config(model_type), name=model_type, split=split)
+    assert trace(chain, seq_len=32, precision="bf16", degrees=(1,)).layers
+
+
+def test_blocks_that_ask_how_many_tokens_an_expert_has_are_known() -> None:
+    assert split_of("dbrx").asks_for_values
+    assert not split_of("cohere2").asks_for_values
+
+
+def test_experts_in_a_loop_cost_what_their_share_of_the_tokens_costs() -> None:
+    config = split_config("dbrx")
+    twice = {**config, "ffn_config": {**config["ffn_config"], "moe_top_k": 4}}
+    flop = []
+    for each in (config, twice):
+        chain = chain_from_config(each, name="dbrx", split=split_of("dbrx"))
+        flop.append(trace(chain, seq_len=32, precision="bf16", degrees=(1,)).layers[1].forward.matmul_flop.at(3))
+    assert flop[1] - flop[0] == 3 * 32 * 2 * (3 * 2 * 64 * 96)
+
+
+def test_a_state_with_its_tokens_first_flows_with_its_samples_first() -> None:
+    assert split_of("xlnet").call.order == (1, 0, 2)
+
+
+def test_parameters_that_the_module_of_the_blocks_holds_lie_with_what_reads_them() -> None:
+    split = split_of("zaya")
+    assert split.holders == ("model",)
+    assert "model" in split.embedding
+
+
+def test_a_second_state_flows_from_each_block_to_the_next() -> None:
+    streams = split_of("zaya").streams
+    assert [(each.maker, each.readers, each.result) for each in streams] == [(1, (2,), 1), (2, (3,), 1)]
+
+
+def test_buffers_without_which_bf16_does_not_run_are_of_the_type_of_what_flows() -> None:
+    config = read_hub_config("openai-gpt", {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32})
+    assert find_split(config).split.typed_buffers == ("block.attn.bias",)
+    assert find_split(read_hub_config("cohere2", split_config("cohere2"))).split.typed_buffers == ()
 
 
 def test_parameters_that_only_a_constructor_fills_have_first_weights_that_are_numbers() -> None:
@@ -476,8 +527,8 @@ def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ..
     ("config", "reason"),
     [
         ({"model_type": "mllama"}, "list of modules"),
-        ({"model_type": "longcat_flash"}, "in LongcatFlashExperts.forward of transformers.models.longcat_flash"),
-        ({"model_type": "cpmant"}, "blocks that are given 2, of another length than the samples are"),
+        ({"model_type": "blt"}, "in BltPatcher.forward of transformers.models.blt"),
+        ({"model_type": "cpmant"}, "a hidden state of [2, 48, 4096] for 2 samples of 16 tokens"),
         (
             {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
             "no class of transformers for text",

@@ -1,7 +1,7 @@
 """A config at small width: the same model type, blocks and switches, with sizes that any machine computes quickly."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
@@ -18,9 +18,9 @@ _HEAD_KEYS = (
     *("encoder_attention_heads", "decoder_attention_heads"),
     *("num_encoder_attention_heads", "num_decoder_attention_heads"),
 )
-_KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "linear_num_key_heads", "n_head_kv")
+_KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "linear_num_key_heads", "n_head_kv")
 _HEAD_DIM_KEYS = (
-    *("head_dim", "kv_channels", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("head_dim", "d_head", "kv_channels", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "rotary_dim"),
     "hidden_size_per_layer_input",
 )
@@ -51,28 +51,29 @@ TOKENS = 256
 """Tokens of the vocabulary, and positions."""
 
 
-def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any]:
+def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collection[int] = ()) -> dict[str, Any]:
     """The config with small sizes in the place of those that it gives; all divisible by ``degree``.
 
     Scalings of rotary positions are left out, since they are made for one width; a special token that the small
     vocabulary lacks becomes its first, but for the one of padding, which becomes its last. Configs of a model's parts
-    are made small, too.
+    are made small, too. Whatever other entry is one of ``widths`` becomes the small width.
     """
+    given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     heads = _HEADS * degree
     width = heads * _HEAD_DIM
     sizes = {
+        **{key: width for key, value in given.items() if value in widths},
         **dict.fromkeys(WIDTH_KEYS + _TOWER_KEYS, width),
         **dict.fromkeys(_HEAD_KEYS, heads),
         **dict.fromkeys(_HEAD_DIM_KEYS, _HEAD_DIM),
         "qk_head_dim": 2 * _HEAD_DIM,
         **dict.fromkeys(_FFN_KEYS, 2 * width),
         **dict.fromkeys(_EXPERT_KEYS, _EXPERTS * degree),
-        **dict.fromkeys(_CHOSEN_KEYS, _CHOSEN),
+        **{key: min(_CHOSEN, value) for key, value in given.items() if key in _CHOSEN_KEYS},
         **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_num_shared_experts", "n_shared_experts"), 1),
         **dict.fromkeys(_TOKEN_KEYS, TOKENS * degree),
         **dict.fromkeys(_WINDOW_KEYS, _HEAD_DIM),
     }
-    given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
     found |= {key: value for key, value in sizes.items() if given.get(key)}  # what is of size 0 is not there
     found |= {key: _in_ratio(config[key], heads) for key in _HEAD_KEYS if isinstance(config.get(key), list)}
@@ -90,12 +91,20 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1) -> dict[str, Any
         found["head_dim"] = 2 * _HEAD_DIM
     parts = {key: value for key, value in config.items() if isinstance(value, Mapping) and is_part(key, value)}
     layers = parts.pop("per_layer_config", {})
-    found |= {key: small_config(value, degree=degree) for key, value in parts.items()}
+    found |= {key: small_config(value, degree=degree, widths=widths) for key, value in parts.items()}
     if layers:
-        found["per_layer_config"] = {key: small_config(value, degree=degree) for key, value in layers.items()}
+        found["per_layer_config"] = {
+            key: small_config(value, degree=degree, widths=widths) for key, value in layers.items()
+        }
     last = TOKENS * degree - 1
     found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found
+
+
+def widths_of(config: Mapping[str, Any]) -> set[int]:
+    """The widths of a model and its parts."""
+    found = {value for key, value in config.items() if key in WIDTH_KEYS and isinstance(value, int)}
+    return found.union(*(widths_of(value) for value in config.values() if isinstance(value, Mapping)))
 
 
 def sizes_of(before: Mapping[str, Any], config: Mapping[str, Any]) -> dict[int, int]:

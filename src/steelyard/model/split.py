@@ -89,18 +89,32 @@ class BlockCall(_Part):
     """How many things are returned; None where it is the hidden state alone."""
     number: int | str | None = None
     """Place or name of the argument that counts the blocks from 0; None where there is none."""
+    order: tuple[int, ...] = ()
+    """The dims of the hidden state that are samples, tokens, and all others; empty where they stand in that order."""
+    inner: tuple[Count, ...] = ()
+    """The sizes of all others, where they are several."""
 
     def hidden(self, arguments: "BlockArguments") -> Tensor:
-        """The hidden state among a block's arguments."""
+        """The hidden state [B, S, H] among a block's arguments."""
         places, names = arguments
-        return names[self.argument] if isinstance(self.argument, str) else places[self.argument]
+        return self._flat(names[self.argument] if isinstance(self.argument, str) else places[self.argument])
 
     def with_hidden(self, arguments: "BlockArguments", hidden: Tensor | None) -> "BlockArguments":
-        """The arguments with another hidden state."""
+        """The arguments with another hidden state [B, S, H]."""
         places, names = arguments
+        hidden = hidden if hidden is None else self._ordered(hidden)
         if isinstance(self.argument, str):
             return places, {**names, self.argument: hidden}
         return _with(places, self.argument, hidden), names
+
+    def _flat(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.permute(self.order) if self.order else hidden
+        return hidden.flatten(2) if self.inner else hidden
+
+    def _ordered(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.unflatten(2, self.inner) if self.inner else hidden
+        places = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return hidden.permute(places).contiguous() if places else hidden
 
     def with_number(self, arguments: "BlockArguments", block: int) -> "BlockArguments":
         """The arguments as they are for another block of the kind."""
@@ -108,11 +122,12 @@ class BlockCall(_Part):
 
     def returned(self, hidden: Tensor) -> Any:
         """The hidden state in the form in which blocks return it."""
+        hidden = self._ordered(hidden)
         return hidden if self.result is None else _with((None,) * (self.num_results or 1), self.result, hidden)
 
     def result_of(self, outputs: Any) -> Tensor:
-        """The hidden state in what a block returns."""
-        return outputs if self.result is None else outputs[self.result]
+        """The hidden state [B, S, H] in what a block returns."""
+        return self._flat(outputs if self.result is None else outputs[self.result])
 
 
 BlockArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -133,11 +148,13 @@ class SplitEncoder(_Part):
     """Paths of the modules called behind those and before the decoder's: its embedding, and the encoder's last norm."""
     encoded: int | str
     """Place or name of the encoder's output among the arguments of the decoder's blocks."""
+    order: tuple[int, ...] = ()
+    """The order of its dims: as `BlockCall.order`."""
 
     @property
     def reads(self) -> BlockCall:
         """Where the decoder's blocks are given the encoder's output."""
-        return BlockCall(argument=self.encoded)
+        return BlockCall(argument=self.encoded, order=self.order)
 
 
 class SplitStream(_Part):
@@ -147,8 +164,10 @@ class SplitStream(_Part):
     """Its place or name among the arguments of those blocks."""
     entry: tuple[str, int] | None = None
     """Where that is a mapping of tuples: its key and its place there."""
+    result: int | None = None
+    """Its place in what the block returns that makes it, where that is not put into a mapping."""
     maker: Annotated[int, Field(ge=0, lt=2**53)] = 0
-    """The layer that makes it: the embedding, or a block that puts it into the mapping."""
+    """The layer that makes it: the embedding, or a block."""
     readers: tuple[Count, ...]
     """The layers that read it."""
     shape: tuple[Annotated[int, Field(ge=0, lt=2**53)], ...]
@@ -158,6 +177,13 @@ class SplitStream(_Part):
     def reads(self) -> BlockCall:
         """Where those blocks are given it, or the mapping."""
         return BlockCall(argument=self.argument)
+
+    def made(self, names: Mapping[str, Any], outputs: Any) -> Tensor:
+        """The stream among what the block that makes it was given by name, and what it returned."""
+        if self.entry is None:
+            return outputs[self.result]
+        key, place = self.entry
+        return names[str(self.argument)][key][place]
 
     def of_tokens(self, seq_len: int) -> tuple[int, ...]:
         """The shape for a sample of so many tokens."""
@@ -182,6 +208,8 @@ class ModelSplit(_Part):
     """Path of the list of blocks."""
     head: tuple[str, ...]
     """Paths of the modules that hold the head's parameters."""
+    holders: tuple[str, ...] = ()
+    """Of these the modules that hold blocks, too: of them the parameters alone that are their own."""
     kinds: tuple[SplitKind, ...]
     layers: tuple[int, ...]
     """For each layer of the chain, embedding and head included, the number of its kind."""
@@ -195,6 +223,10 @@ class ModelSplit(_Part):
     """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
     sides_by_sample: bool = False
     """Whether what blocks are given beside the hidden state is wanted once for every sample of a microbatch."""
+    asks_for_values: bool = False
+    """Whether the model asks for values (how many tokens an expert has), which tensors without values do not have."""
+    typed_buffers: tuple[str, ...] = ()
+    """Buffers of blocks, by their path in the layer, that must be of the type of what flows."""
     hidden_size: Count
     vocab_size: Count
     max_seq_len: Count
@@ -287,8 +319,11 @@ class ModelSplit(_Part):
             for kind in self.kinds
         )
         vocabulary = config["vocab_size"] if self.image is None else self.vocab_size
-        streams = tuple(each.resized(sizes_of(before, config)) for each in self.streams)
-        sizes = {"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds, "streams": streams}
+        known = sizes_of(before, config)
+        streams = tuple(each.resized(known) for each in self.streams)
+        call = self.call.model_copy(update={"inner": tuple(known.get(size, size) for size in self.call.inner)})
+        width = prod(call.inner) if call.inner else width
+        sizes = {"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds, "streams": streams, "call": call}
         return self.model_copy(update=sizes)
 
     def layout(self) -> Layout:

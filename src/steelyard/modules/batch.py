@@ -25,9 +25,16 @@ IGNORED = -100
 def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig) -> Tensor:  # noqa: N803
     """The token ids [B, S] that a decoder is given to predict ``labels_BS``."""
     padding = config.pad_token_id if config.pad_token_id is not None else 0
-    start = getattr(config, "decoder_start_token_id", None)
-    shifted = torch.cat([torch.full_like(labels_BS[:, :1], padding if start is None else start), labels_BS[:, :-1]], 1)
+    starts = (getattr(config, "decoder_start_token_id", None), getattr(_decoder(config), "bos_token_id", None), padding)
+    start = next(token for token in starts if token is not None)
+    shifted = torch.cat([torch.full_like(labels_BS[:, :1], start), labels_BS[:, :-1]], 1)
     return shifted.masked_fill(shifted == IGNORED, padding)
+
+
+def _decoder(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The config of a decoder that has one of its own."""
+    part = getattr(config, "decoder", None)
+    return part if isinstance(part, PreTrainedConfig) else None
 
 
 def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Tensor, Tensor]:

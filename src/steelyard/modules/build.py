@@ -76,7 +76,9 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
     return model
 
 
-def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: bool) -> PreTrainedModel:
+def build_from_config(
+    config: PreTrainedConfig, task: Task, *, fused_attention: bool, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """The model of a config for a task, to be trained, on the meta device."""
     auto_class = auto_class_of(config, task)
     options = {"attn_implementation": ATTENTION if fused_attention else "eager"}
@@ -84,7 +86,8 @@ def build_from_config(config: PreTrainedConfig, task: Task, *, fused_attention: 
         options["experts_implementation"] = IMPLEMENTATION
     with torch.device("meta"), warnings.catch_warnings(), _as_the_configs(config.model_type):
         warnings.simplefilter("ignore")
-        model = auto_class.from_config(config, dtype=torch.float32, **options)
+        model = auto_class.from_config(config, dtype=dtype, **options)
+    model.to("meta")  # what constructors of old make on the host
     model.train()
     return model
 
@@ -180,14 +183,24 @@ def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -
     if chain.own:
         return model.layer(layer)
     paths = chain.family.modules(chain.layout, layer)
-    return {name: model.get_submodule(path) for name, path in paths.items()}
+    return {name: _module_at(model, chain, path) for name, path in paths.items()}
 
 
 def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
     """The modules of the Hugging Face model that make up one layer of the chain, by their path in the model."""
     if chain.own:
         return model.layer(layer)
-    return {path: model.get_submodule(path) for path in chain.family.modules(chain.layout, layer).values()}
+    return {path: _module_at(model, chain, path) for path in chain.family.modules(chain.layout, layer).values()}
+
+
+def _module_at(model: PreTrainedModel, chain: ModelChain, path: str) -> nn.Module:
+    """The module at a path; in the place of one that holds blocks a module of its own parameters alone."""
+    module = model.get_submodule(path)
+    if chain.split is None or path not in chain.split.holders:
+        return module
+    own = nn.Module()
+    own._parameters = module._parameters  # the same dictionary: who replaces a parameter replaces it in both
+    return own
 
 
 def outside_buffers(model: PreTrainedModel, split: ModelSplit, layer: int) -> dict[str, Tensor]:
@@ -197,7 +210,7 @@ def outside_buffers(model: PreTrainedModel, split: ModelSplit, layer: int) -> di
     """
     if layer < len(split.layers) - 1:
         return {}
-    inside = tuple(f"{path}." for path in split.paths)
+    inside = tuple(f"{path}." for path in split.paths if path not in split.holders)
     return {
         f"{path}.{name}".removeprefix("."): buffer
         for path, owner in model.named_modules()
@@ -304,10 +317,9 @@ def _fill_the_rest(module: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:
-    """The part of a model whose class says how a module is filled, where that is not the model's own: as of a tower."""
-    own = type(model)._init_weights
+    """The innermost model of transformers that each module lies in, which says how it is filled."""
     models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
-    return {each: part for part in models if type(part)._init_weights is not own for each in part.modules()}
+    return {each: part for part in models for each in part.modules()}
 
 
 def _initialize_shared(

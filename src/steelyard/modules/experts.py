@@ -215,7 +215,8 @@ def inverse(order: Tensor) -> Tensor:
 
 def routed_experts(module: nn.Module) -> list[nn.Module]:
     """The modules below ``module`` that hold the experts among which a router chooses."""
-    return [each for path, each in module.named_modules() if path.rpartition(".")[2] == "experts"]
+    named = [each for path, each in module.named_modules() if path.rpartition(".")[2] == "experts"]
+    return [each for each in named if isinstance(getattr(each, "num_experts", None), int)]
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)

@@ -17,7 +17,7 @@ import inspect
 import threading
 from collections import UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel, masking_utils
@@ -34,6 +33,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
+from steelyard.modules.known_values import KnownValues, has_values, plain_token, without_values
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -131,6 +131,7 @@ class BlockPiece:
 
     def __init__(self, split: ModelSplit, layer: int) -> None:
         self._call, self._place = split.call_of(layer), split.place_of(layer)
+        self._asks, self._typed = split.asks_for_values, split.typed_buffers
         self._encoder = split.encoder if layer > split.between else None
         self._reads = [split.streams[number] for number in split.read_by(layer)]
         self._makes = [split.streams[number] for number in split.made_by(layer)]
@@ -141,17 +142,24 @@ class BlockPiece:
         In a decoder with the encoder's output, which every block passes on.
         """
         hidden, *beside = flow if isinstance(flow, tuple) else (flow,)
-        given = context.side.arguments[layer.kind.name]
-        repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), given)
-        arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
-        if self._encoder:
-            arguments = self._encoder.reads.with_hidden(arguments, beside[0])
-        places, names = arguments if self._encoder else self._with_streams(arguments, beside)
-        found = self._call.result_of(layer.block(*places, **names)).contiguous()  # as it is sent to another stage
+        with KnownValues() if self._asks and not has_values(hidden) else nullcontext():
+            for path in self._typed:
+                _set_type(layer, path, hidden.dtype)
+            places, names = self._arguments(context.side.arguments[layer.kind.name], hidden, beside)
+            outputs = layer.block(*places, **names)
+        found = self._call.result_of(outputs).contiguous()  # as it is sent to another stage
         if self._encoder:
             return found, beside[0].view_as(beside[0])
-        made = [names[each.argument][each.entry[0]][each.entry[1]].contiguous() for each in self._makes if each.entry]
+        made = tuple(each.made(names, outputs).contiguous() for each in self._makes)
         return (found, *made) if made else found
+
+    def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
+        """All that the block is given."""
+        repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), side)
+        arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
+        if self._encoder:
+            return self._encoder.reads.with_hidden(arguments, beside[0])
+        return self._with_streams(arguments, beside)
 
     def _with_streams(self, arguments: BlockArguments, values: Sequence[Tensor]) -> BlockArguments:
         """The arguments with what the block reads beside the hidden state, and mappings of its own to write into."""
@@ -164,6 +172,14 @@ class BlockPiece:
                 mapping, key = names[stream.argument], stream.entry[0]
                 mapping[key] = (*mapping.get(key, ()), value)
         return places, names
+
+
+def _set_type(layer: nn.Module, path: str, dtype: torch.dtype) -> None:
+    owner, _, name = path.rpartition(".")
+    with suppress(AttributeError):  # blocks of another kind have none of this name
+        buffers = layer.get_submodule(owner)._buffers
+        if name in buffers:
+            buffers[name] = buffers[name].to(dtype)
 
 
 class BlockInputs:
@@ -180,10 +196,12 @@ class BlockInputs:
         self._records = {chain.kind_of(layer).name: record for layer, record in stubs.items()}
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=makes_masks)
         self._by_sample, self._image = split.sides_by_sample, split.image
+        self._token = plain_token(model.config)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
         """For every kind its arguments, for one sample and a hidden state in ``dtype``."""
+        ids = torch.full_like(ids, self._token) if self._image is None else ids
         one = self._recorded(ids, dtype)
         if not self._by_sample:
             return one
@@ -266,13 +284,15 @@ class Shell:
         self._config = copy.copy(model.config)
         if not makes_masks:
             self._config._attn_implementation_internal = NO_MASK
-        self._keep = frozenset(keep)
+        self._keep, self._token = frozenset(keep), plain_token(model.config)
         self._stubs = {
             path: [stubs.get(layer) or _Stub(split, layer) for layer in split.block_layers(path)]
             for path in split.lists
         }
         self._holes: list[_Hole] = []
         self._filled: list[tuple[PreTrainedModel, nn.Module]] = []
+        self._holders, self._constants = split.holders, list[nn.Module]()
+        self._emptied: list[tuple[nn.Module, Mapping[str, nn.Parameter | None]]] = []
         self._typed: list[nn.Module] = []
         self._options, self._reads, self._has_encoder = forward_options(model), reads(split.image), bool(split.encoder)
         with _disable_current_modes():
@@ -304,18 +324,24 @@ class Shell:
             self._model.get_submodule(owner)._buffers[name] = buffer
         for hole in self._holes:
             hole.become(dtype, ids.device)
+        for module in self._constants:
+            module._buffers = {name: buffer.to(dtype) for name, buffer in module._buffers.items()}
+        for module, parameters in self._emptied:
+            module._parameters = {
+                n: None if each is None else _frozen(each, dtype, ids.device) for n, each in parameters.items()
+            }
         like = nn.Parameter(torch.empty((0,), dtype=dtype, device=ids.device), requires_grad=False)
         for module in self._typed:
             module._parameters = {"_like": like}
-        with without_values():
-            samples = {self._reads: ids}
-            if self._has_encoder:
-                samples["decoder_input_ids"] = ids if decoder_ids is None else decoder_ids
+        samples = {self._reads: ids}
+        if self._has_encoder:
+            samples["decoder_input_ids"] = ids if decoder_ids is None else decoder_ids
+        with one_sequence_each(), without_values(samples.values(), self._token):
             return self._model(**samples, **self._options)
 
     def _copy(self, module: nn.Module, path: str, part: PreTrainedModel) -> nn.Module:
         part = module if isinstance(module, PreTrainedModel) else part
-        if path in self._keep:
+        if path in self._keep and path not in self._holders:
             return module
         if path in self._stubs:
             for stub, block in zip(self._stubs[path], module.children(), strict=True):
@@ -329,30 +355,46 @@ class Shell:
             for name, child in module._modules.items()
         }
         holds_kept = any(each.startswith(f"{path}.") for each in self._keep)  # what it holds itself is tied to them
-        if holds_parameters(module) and not holds_kept:
+        is_holder, is_constant = path in self._holders, _is_constant(module)
+        if holds_parameters(module) and not (holds_kept or is_holder or is_constant):
             if self._shapes is None:
                 hole = _Hole(found, is_wide=module is self._whole.model.get_output_embeddings())
             else:
                 hole = _HoleOfImages(found, self._shapes.get_submodule(path))
             self._holes.append(hole)
-            found = hole
-        else:
-            found._buffers = dict(module._buffers)
-            if found._buffers:
-                self._filled.append((part, found))
-            if (
-                isinstance(module, PreTrainedModel) and not found._parameters
-            ):  # which is of the type and on the device of its first parameter
-                self._typed.append(found)
-            for name, value in vars(found).items():
-                if value is self._whole.model.config:
-                    found.__dict__[name] = self._config
+            return hole
+        found._buffers = dict(module._buffers)
+        if is_constant:
+            found._buffers |= module._parameters
+            found._parameters = {}
+            self._constants.append(found)
+        elif is_holder and path not in self._keep:
+            self._emptied.append((found, module._parameters))
+        if found._buffers:
+            self._filled.append((part, found))
+        if isinstance(module, PreTrainedModel) and not found._parameters:  # is of the type of its first parameter
+            self._typed.append(found)
+        for name, value in vars(found).items():
+            if value is self._whole.model.config:
+                found.__dict__[name] = self._config
         return found
 
 
+def _is_constant(module: nn.Module) -> bool:
+    """Whether the parameters of a module are not trained and of a class of a model's own, which knows their values."""
+    own = list(module.parameters(recurse=False))
+    is_of_a_model = type(module).__module__.startswith("transformers.models.") and not list(module.children())
+    return bool(own) and is_of_a_model and not any(each.requires_grad for each in own)
+
+
+def _frozen(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Zeros in the place of a parameter, without its memory."""
+    return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(parameter.shape), requires_grad=False)
+
+
 @contextmanager
-def without_values() -> Iterator[None]:
-    """Within it a forward pass of transformers reads no values, which meta and fake tensors do not have.
+def one_sequence_each() -> Iterator[None]:
+    """Within it a forward pass of transformers asks no values of samples, of which what follows is known.
 
     It does not search samples for several sequences packed together, since here there is one in each, nor for padding,
     since there is none, and does not draw whether it leaves a block out, since all blocks of a plan run. Threads may be
@@ -374,16 +416,11 @@ def without_values() -> Iterator[None]:
                     each.stop()
 
 
-def _item(tensor: Tensor) -> Any:
-    """The only entry of a tensor; 0 of one without values, which models compare or assert on."""
-    return 0 if tensor.is_meta or is_fake(tensor) else _tensor_item(tensor)
-
-
 def _draw(*size: Any, **options: Any) -> Any:
     return 1.0 if size == ([],) else _rand(*size, **options)
 
 
-_rand, _tensor_item = torch.rand, Tensor.item
+_rand = torch.rand
 _num_within, _within_lock = 0, threading.Lock()
 _REPLACED = (
     mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
@@ -391,7 +428,6 @@ _REPLACED = (
     mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: lambda *_, **__: None}),
     mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
     mock.patch.object(torch, "rand", _draw),
-    mock.patch.object(Tensor, "item", _item),
 )
 
 

@@ -405,7 +405,7 @@ def _has_own(module: nn.Module) -> bool:
 def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int) -> Iterator[Styles]:
     """A table of tokens, and a projection to tokens; norms before it run on a part of the sequence."""
     styles: dict[str, str] = {}
-    for name, path in split.modules(layer).items():
+    for name, path in ((name, path) for name, path in split.modules(layer).items() if path not in split.holders):
         module = model.get_submodule(path)
         if kind.role is LayerRole.EMBEDDING and not split.image and _is_table(module, model):
             styles[name] = "vocabulary"

@@ -43,7 +43,8 @@ from steelyard.model.split import (
 from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.holes import forward_options, holds_parameters, reads, without_values
+from steelyard.modules.holes import forward_options, holds_parameters, one_sequence_each, reads
+from steelyard.modules.known_values import plain_token, without_values
 from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS, _LONGER = 2, 16, 24
@@ -77,6 +78,7 @@ class Recording:
     """Of every module called with a tensor, the name by which it is given its first; None where by place."""
     named: Mapping[str, Mapping[str, Any]]
     """What every module called is given by name."""
+    asks_for_values: bool
 
     def entering(self, encoded: object) -> dict[str, str | None]:
         """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
@@ -89,27 +91,32 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A split, the model on the meta device that it was found in, and how the model's modules are called."""
+    """A split, the config and the model on the meta device that it was found in, and how its modules are called."""
 
     split: ModelSplit
+    config: PreTrainedConfig
     model: PreTrainedModel
     keywords: Mapping[str, str | None]
 
 
-def find_split(config: PreTrainedConfig) -> Found:
-    """How the model of a config splits; raises `InvalidModelError` naming what stands in the way."""
+def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Found:
+    """How the model of a config splits; raises `InvalidModelError` naming what stands in the way.
+
+    With ``keeps_results`` all that blocks return and hand on flows along, not the hidden state alone.
+    """
     task = task_of(config)
     fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
     PREPARES.get(config.model_type, leave_as_it_is)(model)
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     seen = _record(model, config, task, image)
-    split = _split_of(model, seen, config, task, image, fused_attention=fused_attention)
+    options = {"fused_attention": fused_attention, "keeps_results": keeps_results}
+    split = _split_of(model, seen, config, task, image, **options)
     keywords = seen.keywords
     if split.encoder:
         first = seen.chains[split.blocks][0]
-        keywords = seen.entering(split.encoder.reads.hidden((first.places, first.names)))
-    return Found(split=split, model=model, keywords=keywords)
+        keywords = seen.entering(_argument(first, split.encoder.encoded))
+    return Found(split=split, config=config, model=model, keywords=keywords)
 
 
 def _split_of(
@@ -120,21 +127,24 @@ def _split_of(
     image: tuple[int, int, int] | None,
     *,
     fused_attention: bool,
+    keeps_results: bool,
 ) -> ModelSplit:
-    calls = {path: _block_call(each, config) for path, each in seen.chains.items()}
+    calls = {path: _block_call(each, config, image) for path, each in seen.chains.items()}
     blocks = list(seen.chains)[-1]
     call, last = calls[blocks], seen.chains[blocks]
-    embedding, *between, head = _ends(model, seen, config)
+    firsts = next(iter(seen.chains.values()))
+    entering = _argument(firsts[0], next(iter(calls.values())).argument)
+    (embedding, *between, head), holders = _ends(model, seen, entering, config)
     encoder = None
     if between:
         first = next(iter(seen.chains))
         encoded = _encoded(last, call, config)
-        encoder = SplitEncoder(blocks=first, call=calls[first], between=between[0], encoded=encoded)
-    streams = [] if encoder or image else list(_streams(last, call))
+        order, _ = _order(_argument(last[0], encoded), config)
+        encoder = SplitEncoder(blocks=first, call=calls[first], between=between[0], encoded=encoded, order=order)
+    streams = [] if encoder or image else list(_streams(last, call, keeps_results=keeps_results))
     if streams:
         longer = _record(model, config, task, image, _LONGER).chains[blocks]
         streams = [_of_tokens(each, last, longer, config) for each in streams]
-    firsts = next(iter(seen.chains.values()))
     hidden = [next(iter(calls.values())).hidden((firsts[0].places, firsts[0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
     shapes = [tuple(each.shape[1:]) if image else () for each in hidden]
@@ -174,8 +184,9 @@ def _split_of(
     layers.append(len(kinds))
     kinds.append(SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]))
     starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
-    holders = dict(zip([*starts, len(layers) - 1], [embedding, *between, head], strict=True))
-    holders |= {
+    ends = [tuple(path for path in each if path not in holders) for each in (embedding, *between, head)]
+    by_layer = dict(zip([*starts, len(layers) - 1], ends, strict=True))
+    by_layer |= {
         (starts[-1] if path == blocks else 0) + 1 + place: (f"{path}.{place}",)
         for path, each in seen.chains.items()
         for place in range(len(each))
@@ -183,7 +194,7 @@ def _split_of(
     positions = (
         length_of(shapes[0])
         if image
-        else next((v for key in _POSITIONS if isinstance(v := getattr(config, key, None), int)), 2**31)
+        else next((v for key in _POSITIONS if isinstance(v := getattr(config, key, None), int) and v > 0), 2**31)
     )
     return ModelSplit(
         model_type=config.model_type,
@@ -191,6 +202,7 @@ def _split_of(
         embedding=embedding,
         blocks=blocks,
         head=head,
+        holders=holders,
         kinds=tuple(kinds),
         layers=tuple(layers),
         call=call,
@@ -201,13 +213,40 @@ def _split_of(
         vocab_size=seen.logits.shape[-1],
         max_seq_len=positions,
         image=image,
-        learned_positions=not image and _has_table(model, embedding, positions),
+        learned_positions=not image and _has_table(model, ends[0], positions),
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
-        shared=tuple(_shared(model, holders, config)),
+        asks_for_values=seen.asks_for_values,
+        typed_buffers=_typed_buffers(model, config, task, list(seen.chains)),
+        shared=tuple(_shared(model, by_layer, seen.called, config)),
         streams=tuple(streams),
     )
+
+
+def _typed_buffers(
+    model: PreTrainedModel, config: PreTrainedConfig, task: Task, lists: Sequence[str]
+) -> tuple[str, ...]:
+    """The buffers of blocks that a model in bf16 makes in bf16, if it does not run with those of one in fp32."""
+    inside = {path: each for path, each in model.named_buffers() if _in(path, lists) and each.is_floating_point()}
+    if not inside or task is Task.IMAGE_CLASSIFICATION:
+        return ()
+    typed = build_from_config(config, task, fused_attention=_has_fused_attention(config, task), dtype=torch.bfloat16)
+    found = [path for path, each in typed.named_buffers() if path in inside and each.dtype == torch.bfloat16]
+    for path in found:
+        owner, _, name = path.rpartition(".")
+        typed.get_submodule(owner)._buffers[name] = inside[path]
+    try:
+        _record(typed, config, task, None)
+    except InvalidModelError:
+        below = {
+            path.removeprefix(f"{blocks}.").partition(".")[2]
+            for path in found
+            for blocks in lists
+            if _below(path, blocks)
+        }
+        return tuple(sorted(f"block.{path}" for path in below))
+    return ()
 
 
 def task_of(config: PreTrainedConfig) -> Task:
@@ -293,7 +332,12 @@ def _record(
         with torch.device("meta"):
             samples = torch.zeros((_SAMPLES, *image)) if image else torch.zeros((_SAMPLES, tokens), dtype=torch.long)
         with_decoder = {"decoder_input_ids": samples} if task is Task.SEQ2SEQ_LM else {}
-        with without_values(), CalledModules(model) as modules:
+        with (
+            one_sequence_each(),
+            torch.device("meta"),
+            without_values([samples], plain_token(config)) as known,
+            CalledModules(model) as modules,
+        ):
             outputs = model(**{reads(image): samples}, **with_decoder, **forward_options(model))
     except Exception as error:
         raise _refused(
@@ -325,6 +369,7 @@ def _record(
         modules=modules,
         keywords=keywords,
         named=named,
+        asks_for_values=known is not None and known.asked,
     )
 
 
@@ -346,7 +391,7 @@ def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) 
     return {path: found[path] for path in sorted(found, key=lambda path: -size[path])}
 
 
-def _block_call(calls: Sequence[_Call], config: PreTrainedConfig) -> BlockCall:
+def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, image: object) -> BlockCall:
     """Where the result of a block goes into the next; the same for all."""
     first = calls[0].outputs
     if isinstance(first, Tensor):
@@ -366,8 +411,33 @@ def _block_call(calls: Sequence[_Call], config: PreTrainedConfig) -> BlockCall:
         if arguments is None:
             arguments = {0} if calls[0].places else {"hidden_states"}
         if len(arguments) == 1:
-            return BlockCall(argument=arguments.pop(), result=result, num_results=count, number=_number(calls))
+            argument = arguments.pop()
+            order, inner = ((), ()) if image else _order(_argument(calls[0], argument), config)
+            number = _number(calls)
+            return BlockCall(
+                argument=argument, result=result, num_results=count, number=number, order=order, inner=inner
+            )
     raise _refused(config, "something between its blocks, or more than one state that goes from block to block")
+
+
+def _argument(call: _Call, name: int | str) -> Tensor:
+    return call.names[name] if isinstance(name, str) else call.places[name]
+
+
+def _order(state: Tensor, config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims of a hidden state that are samples and tokens, and the others, where these come first; the sizes of all
+    others, where they are several.
+    """
+    sizes = list(state.shape)
+    if state.ndim == 3 and sizes[:2] == [_SAMPLES, _TOKENS]:
+        return (), ()
+    if sizes.count(_SAMPLES) != 1 or sizes.count(_TOKENS) != 1:
+        raise _refused(config, f"a hidden state of {sizes} for {_SAMPLES} samples of {_TOKENS} tokens")
+    first = [sizes.index(_SAMPLES), sizes.index(_TOKENS)]
+    rest = [dim for dim in range(state.ndim) if dim not in first]
+    order = (*first, *rest)
+    inner = tuple(sizes[dim] for dim in rest) if len(rest) > 1 else ()
+    return (() if order == tuple(range(state.ndim)) else order), inner
 
 
 def _number(calls: Sequence[_Call]) -> int | str | None:
@@ -424,20 +494,30 @@ def _given(call: _Call, *, written: bool = False) -> Iterator[tuple[_Where, Tens
                 yield from (((name, (key, place)), leaf) for place, leaf in enumerate(each))
 
 
-def _streams(calls: Sequence[_Call], how: BlockCall) -> Iterator[SplitStream]:
-    """What depends on parameters and is given to blocks that is not the result of one, in the order of its reading."""
-    results = {id(leaf) for each in calls for leaf in pytree.tree_leaves(each.outputs)}
-    makers = {id(value): place for place, call in enumerate(calls, 1) for _, value in _given(call, written=True)}
+def _streams(calls: Sequence[_Call], how: BlockCall, *, keeps_results: bool) -> Iterator[SplitStream]:
+    """What depends on parameters and is given to blocks beside the hidden state, in the order of its reading.
+
+    What blocks return they are given only with ``keeps_results``: some make it anew where they are given none.
+    """
+    returned = {id(leaf) for each in calls for leaf in pytree.tree_leaves(each.outputs)}
+    makers = {
+        id(value): (place, None) for place, call in enumerate(calls, 1) for _, value in _given(call, written=True)
+    }
+    if keeps_results:
+        for place, call in enumerate(calls, 1):
+            outputs = call.outputs if isinstance(call.outputs, tuple | list) else ()
+            makers |= {id(each): (place, number) for number, each in enumerate(outputs) if number != how.result}
     found: dict[tuple[_Where, int], SplitStream] = {}
     for layer, call in enumerate(calls, 1):
         for where, value in _given(call):
-            if value.requires_grad and where[0] != how.argument and id(value) not in results:
-                key, maker = (where, id(value)), makers.get(id(value), 0)
+            is_known = id(value) in makers or id(value) not in returned
+            if value.requires_grad and where[0] != how.argument and is_known:
+                (maker, result), shape = makers.get(id(value), (0, None)), tuple(value.shape[1:])
                 made = SplitStream(
-                    argument=where[0], entry=where[1], maker=maker, readers=(), shape=tuple(value.shape[1:])
+                    argument=where[0], entry=where[1], result=result, maker=maker, readers=(), shape=shape
                 )
-                before = found.setdefault(key, made)
-                found[key] = before.model_copy(update={"readers": (*before.readers, layer)})
+                before = found.setdefault((where, id(value)), made)
+                found[where, id(value)] = before.model_copy(update={"readers": (*before.readers, layer)})
     yield from found.values()
 
 
@@ -454,10 +534,14 @@ def _of_tokens(
     return stream.model_copy(update={"shape": tuple(one if one == other else 0 for one, other in sizes)})
 
 
-def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> list[tuple[str, ...]]:
+def _ends(
+    model: PreTrainedModel, seen: Recording, entering: Tensor, config: PreTrainedConfig
+) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """The paths of the modules that hold the parameters of the embedding, of what lies between two lists, and the head.
 
-    A module that is not called, and whose parameters another holds that is, belongs to neither.
+    And of these the modules that hold blocks: they are the embedding's where its result, ``entering``, depends on their
+    own parameters, or nothing does. A module that is not called, and whose parameters another holds that is, belongs to
+    neither.
     """
     owners = [path for path, module in model.named_modules() if holds_parameters(module)]
     outside = [path for path in owners if not any(_below(path, blocks) for blocks in seen.chains)]
@@ -467,9 +551,10 @@ def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> 
         spans.append((inside[0], inside[-1]))
     held = {id(each) for path in outside if path in seen.called for each in _parameters(model, path)}
     ends: list[list[str]] = [[] for _ in range(len(spans) + 1)]
-    for path in outside:
-        if any(_below(blocks, path) for blocks in seen.chains) or not path:
-            raise _refused(config, f"parameters of {path or 'the model itself'}, which holds the blocks")
+    holders = [path for path in outside if any(_below(blocks, path) for blocks in seen.chains) or not path]
+    if "" in holders:
+        raise _refused(config, "parameters of the model itself, which holds the blocks")
+    for path in (path for path in outside if path not in holders):
         if path not in seen.called and held.issuperset(map(id, _parameters(model, path))):
             continue
         when = _calls(seen, path)
@@ -479,7 +564,26 @@ def _ends(model: PreTrainedModel, seen: Recording, config: PreTrainedConfig) -> 
         ends[where.pop()].append(_at_rest(seen, path))
     if not all(ends):
         raise _refused(config, f"no parameters {'before' if ends[-1] else 'behind'} its blocks")
-    return [_outermost(each) for each in ends]
+    found = [_outermost(each) for each in ends]
+    for path in holders:
+        own = _parameters(model, path)
+        end = -1 if _depends(seen.logits, own) and not _depends(entering, own) else 0
+        found[end] = (*found[end], path)
+    return found, tuple(holders)
+
+
+def _depends(result: Tensor, parameters: Collection[nn.Parameter]) -> bool:
+    """Whether a tensor was made of one of these parameters."""
+    wanted, seen, left = {id(each) for each in parameters}, set(), [result.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
 
 
 def _parameters(model: PreTrainedModel, path: str) -> list[nn.Parameter]:
@@ -546,7 +650,7 @@ def _key(
                 given.append((name, id(leaf)))
             else:
                 given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))
-    given += [(each.argument, each.entry, each.maker == block + 1, each.shape) for each in streams]
+    given += [(each.argument, each.entry, each.result, each.maker == block + 1, each.shape) for each in streams]
     return (*_own(signature(module, places=True), block), *given, _attention(config, block))
 
 
@@ -604,7 +708,10 @@ def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int)
 
 
 def _shared(
-    model: PreTrainedModel, holders: Mapping[int, Sequence[str]], config: PreTrainedConfig
+    model: PreTrainedModel,
+    holders: Mapping[int, Sequence[str]],
+    called: Collection[str],
+    config: PreTrainedConfig,
 ) -> Iterator[tuple[tuple[int, str], ...]]:
     """The parameters that layers share; ``holders`` has the paths of a layer's modules by its number."""
     where: dict[nn.Parameter, list[str]] = {}
@@ -615,7 +722,7 @@ def _shared(
         copies = sorted((layer, path) for layer, each in holders.items() for path in paths if _in(path, each))
         if len(copies) == len({layer for layer, _ in copies}):
             yield from [tuple(copies)] if len(copies) > 1 else []
-        elif not _one_module(model, paths):
+        elif not _one_module(model, paths) and any(path.rpartition(".")[0] in called for path in paths):
             raise _refused(config, f"a parameter that {', '.join(paths[:3])} share")
 
 

@@ -1,5 +1,7 @@
 """What must hold before a plan is run; checked by every process before it takes memory."""
 
+from collections.abc import Mapping
+
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Plan
@@ -65,7 +67,10 @@ def check_same_model(config: object | None, chain: ModelChain) -> None:
             expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
             hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
         )
-    for key, expected in {"model_type": chain.family.model_type, **chain.sizes}.items():
+    own_type = getattr(config, "model_type", None)  # of some types the class holds the part of text alone
+    parts = [each for each in chain.config.values() if isinstance(each, Mapping) and each.get("model_type") == own_type]
+    model_type = own_type if parts else chain.family.model_type
+    for key, expected in {"model_type": model_type, **chain.sizes}.items():
         found = getattr(config, key, None)
         if found != expected:
             raise InvalidPlanError(

@@ -1,0 +1,194 @@
+"""What is known of tensors without values: so that a forward pass runs on meta and fake tensors that asks for some.
+
+Known are the samples' token ids (`tell`), what factories make (zeros, ranges), and all that follows from known values
+alone, as masks and positions do. What is chosen among unknown values (``topk``, ``argmax``, ``sort``) is taken to be
+chosen evenly: of E experts every one gets the same share of the tokens, which is the mean over all routings. Values are
+computed, on the host, only when they are asked for (``tolist``, ``nonzero``, ``bool``, indices of a mask); a value that
+is asked for and not known is the error that it is without this.
+
+Not modelled: writing into a view of a known tensor changes nothing but the view.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+_FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
+"""Functions that read of tensors the shape and the type alone."""
+_AS = frozenset(("type_as", "view_as", "expand_as", "reshape_as"))
+"""Functions that read so much of their second tensor."""
+_CHOICES = frozenset(("topk", "max", "min", "sort"))
+_UNKNOWN = frozenset(
+    ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "empty", "empty_like", "new_empty", "bernoulli")
+)
+_UNKNOWN |= frozenset(("multinomial", "dropout", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"))
+_NUMBERS = frozenset(("item", "__bool__", "__int__", "__float__", "__index__", "__format__"))
+_ERRORS = (RuntimeError, NotImplementedError)
+"""What functions that ask for values raise where there are none; errors of fake tensors are of the first kind."""
+
+
+def tell(tensor: Tensor, values: Tensor) -> None:
+    """Has ``values`` be known of a tensor of the same shape."""
+    tensor._known = lambda: values
+
+
+class KnownValues(TorchFunctionMode):
+    """Within it functions of tensors without values keep what is known of their results, and read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+        """Whether a value was asked for that a tensor does not have."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of a function, and what is known of it."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("__getitem__", "__setitem__"):
+            args = self._with_places(args)
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        read = () if name in _FILLED else tensors[:1] if name in _AS else tensors
+        value = _later(func, args, kwargs, name) if name not in _UNKNOWN and all(map(_is_known, read)) else None
+        if name in _NUMBERS and not has_values(tensors[0]):
+            self.asked = True
+            return _number(func, args, name) if value is None else value()
+        try:
+            found = func(*args, **kwargs)
+        except _ERRORS:
+            if value is None or all(has_values(each) for each in tensors):
+                raise
+            self.asked = True
+            return _valueless(value(), tensors[0])
+        _keep(found, value, args, name)
+        return found
+
+    def _with_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an indexing, with the places of a mask's entries for it and numbers for single ones."""
+        tensor, index, *rest = args
+        found: list[Any] = []
+        for each in index if isinstance(index, tuple) else (index,):
+            asks = isinstance(each, Tensor) and not has_values(each) and (each.dtype == torch.bool or not each.ndim)
+            found += self._places(each) if asks and _is_known(each) else [each]
+        return (tensor, tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0], *rest)
+
+    def _places(self, index: Tensor) -> list[Any]:
+        self.asked = True
+        with _disable_current_modes():
+            values = _known(index)
+            found = values.nonzero(as_tuple=True) if values.dtype == torch.bool else (values.item(),)
+        return [_valueless(each, index) for each in found]
+
+
+def _number(func: Any, args: Any, name: str) -> Any:
+    """What a tensor is as a number of which nothing is known: 0, which models compare or assert on; no branch."""
+    return 0 if name == "item" else func(*args)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither a meta nor a fake one."""
+    return not (tensor.is_meta or is_fake(tensor))
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return has_values(tensor) or getattr(tensor, "_known", None) is not None
+
+
+@contextmanager
+def without_values(samples: Iterable[Tensor], token: int = 0) -> Iterator[KnownValues | None]:
+    """Within it a forward pass knows of samples without values that they are this token; nothing changes for others."""
+    bare = [each for each in samples if not has_values(each)]
+    if not bare:
+        yield None
+        return
+    for each in bare:
+        with _disable_current_modes():
+            tell(each, torch.full((), token, dtype=each.dtype, device="cpu").expand(each.shape))
+    with KnownValues() as known:
+        yield known
+
+
+def plain_token(config: Any) -> int:
+    """The first token that has no meaning of its own by a config."""
+    taken = {value for key, value in vars(config).items() if key.endswith(("_token_id", "_index", "_token_index"))}
+    return next(token for token in count() if token not in taken)
+
+
+def _known(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu() if has_values(tensor) else tensor._known()
+
+
+def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
+    """What computes the result from known values when it is first asked for."""
+    known: list[Any] = []
+    writes = (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name.startswith("__i")
+    given, form = pytree.tree_flatten((args, kwargs))
+    given = [_before(each) for each in given]  # what is known of it now: it may be written into
+
+    def value() -> Any:
+        if not known:
+            with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+                places, names = pytree.tree_unflatten([each() if callable(each) else each for each in given], form)
+                places = _copied(places, writes)
+                made = func(*places, **names)
+                known.append(places[0] if made is None else made)
+        return known[0]
+
+    return value
+
+
+def _before(value: Any) -> Any:
+    """What gives a known tensor's values later, of an unknown one only shape and type; a device is the host."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value in ("meta", "cuda")):
+        return torch.device("cpu")
+    if not isinstance(value, Tensor):
+        return value
+    if has_values(value):
+        return lambda: value.detach().cpu()
+    shape, dtype = value.shape, value.dtype
+    return getattr(value, "_known", None) or (lambda: torch.zeros((), dtype=dtype).expand(shape))
+
+
+def _copied(places: Any, writes: bool) -> Any:
+    return (places[0].clone(), *places[1:]) if writes and places else places
+
+
+def _valueless(values: Any, like: Tensor) -> Any:
+    """What came out as tensors like ``like``, with what is known of them; numbers and lists of numbers as they are."""
+
+    def bare(each: Tensor) -> Tensor:
+        found = torch.empty(each.shape, dtype=each.dtype, device=like.device)
+        tell(found, each)
+        return found
+
+    return pytree.tree_map_only(Tensor, bare, values)
+
+
+def _keep(found: Any, value: Callable[[], Any] | None, args: Any, name: str) -> None:
+    """Notes what is known of a function's results, and of the tensor that it wrote into."""
+    if name == "__setitem__":
+        args[0]._known = value
+    elif isinstance(found, Tensor) and not has_values(found):
+        found._known = value or (_even(found, args[0]) if name.startswith("arg") else None)
+    elif isinstance(found, tuple | list) and found and all(isinstance(each, Tensor) for each in found):
+        for place, each in enumerate(found):
+            if not has_values(each):
+                each._known = value and _entry(value, place)
+        if value is None and name in _CHOICES and len(found) > 1:
+            found[1]._known = _even(found[1], args[0])
+
+
+def _entry(value: Callable[[], Any], place: int) -> Callable[[], Any]:
+    return lambda: value()[place]
+
+
+def _even(chosen: Tensor, among: Tensor) -> Callable[[], Tensor]:
+    """Places chosen among those of the last dim of a tensor: one after the other, so that each is chosen as often."""
+    shape, number = chosen.shape, among.shape[-1]
+    return lambda: (torch.arange(shape.numel()) % number).view(shape)
