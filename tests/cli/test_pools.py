@@ -88,7 +88,8 @@ def test_a_report_has_no_frontier_where_none_was_searched_over_pools(page: str) 
 
 def test_a_report_names_the_pool_and_the_budget_of_each_stage(run: Run, tmp_path: Path) -> None:
     pools, plan = "1x2xh100-80gb+1x2xa100-40gb", tmp_path / "plan.json"
-    assert run("plan", "tinyllama-1.1b", "--cluster", pools, *ASKED, "--stages", 2, "-o", plan).exit_code == 0
+    longer = ("--seq-len", 1024, "--global-batch", 8, "--stages", 2)
+    assert run("plan", "tinyllama-1.1b", "--cluster", pools, *longer, "-o", plan).exit_code == 0
     assert run("report", plan, "--time-limit", 0, "-o", tmp_path / "page.html").exit_code == 0
     text = (tmp_path / "page.html").read_text()
     assert all(f"<small>{name}</small>" in text for name in pools.split("+"))

@@ -6,6 +6,7 @@ cost, and its rivals: the best plan on each pool alone and the best one of even 
 Not searched: a part of a pool, stages of unlike sizes within one, and chunks over several.
 """
 
+import heapq
 import itertools
 import math
 from dataclasses import replace
@@ -291,10 +292,11 @@ def explain_pools(plan: Plan, job: PooledJob, options: PlanOptions) -> Explanati
 
 
 def pool_rivals(job: PooledJob, options: PlanOptions, step_s: float) -> tuple[Rival, ...]:
-    """The best plan on each pool alone, and the best one that cuts all devices into equal stages of equal layers."""
+    """The best plan on each pool alone, not searched to the end, and that which cuts all devices into equal stages of
+    equal layers."""
     rivals = []
     for pool in job.pools:
-        result = plan_job(pool, replace(options, num_stages=None), top=0)
+        result = plan_job(pool, replace(options, num_stages=None), top=0, to_the_end=False)
         rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.cost, step_s, result.miss))
     even = even_plan(job, options)
     cost = None if even is None else predict(even, job)
@@ -324,12 +326,15 @@ def even_plan(job: PooledJob, options: PlanOptions) -> Plan | None:
     settings = [
         each for each in space.settings() if each.placement.pools == tuple(chosen) and each.placement.stages in even
     ]
-    bounds = {each: _even_bound_s(space, each) for each in settings}
+    waiting = [(setting.bound_s, place, False) for place, setting in enumerate(settings)]
+    heapq.heapify(waiting)
     best: Accepted | None = None
-    for setting in sorted(settings, key=lambda each: bounds[each]):
-        if best is not None and bounds[setting] >= best.outcome.score_s:
-            break
-        found = accept(job, [space.tables(setting)], partition="even").ranked
+    while waiting and (best is None or waiting[0][0] < best.outcome.score_s):
+        _, place, is_sharp = heapq.heappop(waiting)
+        if not is_sharp:
+            heapq.heappush(waiting, (_even_bound_s(space, settings[place]), place, True))
+            continue
+        found = accept(job, [space.tables(settings[place])], partition="even").ranked
         if found and (best is None or found[0].outcome.score_s < best.outcome.score_s):
             best = found[0]
     return None if best is None else best.plan
