@@ -86,21 +86,16 @@ def measure(
             }
         )
     else:
-        console = Console()
-        console.print(
+        Console().print(
             trial_table([(trial.plan, trial.record, trial.failure or in_words(trial.plan)) for trial in trials])
         )
-        console.print(f"plans and records are in {kept}/", highlight=False, soft_wrap=True)
+        print(f"plans and records are in {kept}/")
         if best is not None:
             own = f" --builder {builder}" if builder else ""
-            console.print(
-                f"the fastest is plan {trials.index(best)}, written to {target}", highlight=False, soft_wrap=True
-            )
-            console.print(f"  run it: steelyard train {target}{own} --data PATH", highlight=False, soft_wrap=True)
-            calibrating = kept / f"record.{trials.index(best)}.json"
-            console.print(
-                f"  plan again by what was measured: add --calibrate {calibrating}", highlight=False, soft_wrap=True
-            )
+            number = trials.index(best)
+            print(f"the fastest is plan {number}, written to {target}")
+            print(f"  run it: steelyard train {target}{own} --data PATH")
+            print(f"  plan again by what was measured: add --calibrate {kept / f'record.{number}.json'}")
     if best is None:
         print("every run failed", file=sys.stderr)
         raise typer.Exit(1)

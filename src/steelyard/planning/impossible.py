@@ -3,6 +3,7 @@
 Each thing that is wanted is tried alone, then all together, as the smallest strategy that has it.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import permutations
 
 from steelyard.cost.setting import Job
@@ -29,6 +30,18 @@ def impossible(job: Job, pin: Pin) -> tuple[str, ...]:
     return next((reasons for wanted in parts if (reasons := _reasons(job, pin, wanted))), ())
 
 
+def reasons_of(layers: Sequence[LayerKind], reason_of: Callable[[LayerKind], str | None]) -> tuple[str, ...]:
+    """What forbids a strategy, naming the layers where it is not the same for all of them."""
+    found: dict[str, list[str]] = {}
+    for layer in layers:
+        if (reason := reason_of(layer)) is not None:
+            found.setdefault(reason, []).append(layer.name)
+    return tuple(
+        reason if len(names) == len(layers) else f"for the {', '.join(names)} layers: {reason}"
+        for reason, names in found.items()
+    )
+
+
 def _by_name(kinds: set[Kind]) -> list[Kind]:
     return sorted(kinds, key=lambda kind: kind.name)
 
@@ -40,15 +53,8 @@ def _reasons(job: Job, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
     layers = [job.chain.kinds[each] for each in dict.fromkeys(job.chain.layers[i] for i in _covered(job, pin))]
     if pin.first is None and not all(kind.is_level for kind in strategy.kinds):
         layers = [layer for layer in layers if _is_divisible(layer, wanted, job)] or layers
-    found: dict[str, list[str]] = {}
-    for layer in layers:
-        if (reason := _illegal(layer, strategy, wanted, job)) is not None:
-            found.setdefault(reason, []).append(layer.name)
-    if found:
-        return tuple(
-            reason if len(names) == len(layers) else f"for the {', '.join(names)} layers: {reason}"
-            for reason, names in found.items()
-        )
+    if found := reasons_of(layers, lambda layer: _illegal(layer, strategy, wanted, job)):
+        return found
     devices = job.cluster.num_devices
     if devices % strategy.num_devices:
         return (f"{strategy} takes {strategy.num_devices} ranks, which do not divide the {devices} devices",)

@@ -11,7 +11,7 @@ from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.impossible import impossible
+from steelyard.planning.impossible import impossible, reasons_of
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import Pin
 from steelyard.planning.price import peak_bytes, with_price
@@ -110,15 +110,6 @@ def _forbidding(job: Job, options: PlanOptions, pin: Pin) -> tuple[str, ...]:
 
 
 def _reasons(setting: Setting, strategy: Strategy, kinds: Collection[int]) -> set[str]:
-    """What forbids a strategy, naming the layers where it is not the same for all of them."""
-    found: dict[str, list[str]] = {}
-    for kind in kinds:
-        layer = setting.job.chain.kinds[kind]
-        reason = refusal(layer, strategy, setting)
-        if reason is not None:
-            found.setdefault(reason, []).append(layer.name)
-    whole = len(kinds)
-    return {
-        reason if len(names) == whole else f"for the {', '.join(names)} layers: {reason}"
-        for reason, names in found.items()
-    }
+    """What forbids a strategy in a setting."""
+    layers = [setting.job.chain.kinds[kind] for kind in kinds]
+    return {*reasons_of(layers, lambda layer: refusal(layer, strategy, setting))}
