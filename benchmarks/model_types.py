@@ -104,8 +104,25 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     except UserError as error:
         found["reason"] = error.found
     except Exception as error:  # what transformers raises for a type's own defaults is of every kind
-        found["reason"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        found["reason"] = _first_line(error)
+    if not found["split"] and (why := no_model(model_type, architecture)):
+        found |= {"no_model": True, "reason": why}
     return found
+
+
+def no_model(model_type: str, architecture: str) -> str:
+    """Why transformers itself makes no model of a type's defaults; empty where it does."""
+    try:
+        with torch.device("meta"):
+            getattr(transformers, architecture)(CONFIG_MAPPING[model_type]())
+    except Exception as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    words = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {(words or [''])[0][:160]}"
 
 
 def shallow_config(model_type: str, architecture: str, num_blocks: int) -> dict[str, Any]:
@@ -176,7 +193,7 @@ def watched(model_type: str, architecture: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Counts and shares."""
+    """Counts and shares: of all, and of those of whose defaults transformers makes a model."""
     counts = Counter[str]()
     for row in rows:
         share = row.get("share", 0.0)
@@ -184,14 +201,16 @@ def summary(rows: list[dict[str, Any]]) -> str:
         counts.update(["tp nearly all"] if share >= NEARLY else ["tp a part"] if share > 0.0 else [])
         counts.update(["sp"] if row["split"] and not row["sp"] else [])
     keys = ("split", "traced", "tp nearly all", "tp a part", "sp")
-    return f"{len(rows)} types: " + ", ".join(f"{key} {counts[key]} ({counts[key] / len(rows):.0%})" for key in keys)
+    made = len(rows) - sum(row.get("no_model", False) for row in rows)
+    shares = (f"{key} {counts[key]} ({counts[key] / len(rows):.0%}; {counts[key] / made:.0%})" for key in keys)
+    return f"{len(rows)} types, of {made} transformers makes a model by their defaults: " + ", ".join(shares)
 
 
 def misses(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Every miss with its reason."""
     for row in rows:
         if "reason" in row:
-            yield f"  {row['type']}: {row['reason']}"
+            yield f"  {row['type']}: {'no model by its defaults: ' if row.get('no_model') else ''}{row['reason']}"
         elif row.get("share", 0.0) < NEARLY:
             yield f"  {row['type']}: tp divides {row['share']:.0%}" + "".join(f"; {why}" for why in row["tp"][:1])
 

@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING
 from benchmarks.model_types import TASKS, class_of, shallow_config
 from steelyard.model.small import small_config
 from steelyard.modules.build import build_model
-from steelyard.modules.split_proof import split_model
+from steelyard.modules.split_proof import split_model, without_dropout
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.cases import Case
 from tests.runtime.models import make_plan
@@ -38,8 +38,7 @@ NUM_BLOCKS, NUM_PROCESSES, LIMIT_S = 6, 4, 300.0
 
 def make_case(model_type: str, architecture: str, strategy: str) -> Case:
     """Two steps of a small model of a type under a plan of two stages."""
-    config = small_config(shallow_config(model_type, architecture, NUM_BLOCKS))
-    config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
+    config = without_dropout(small_config(shallow_config(model_type, architecture, NUM_BLOCKS)))
     split = split_model(model_type, config)
     half = (len(split.layers) + 1) // 2
     stages = (", ".join([strategy] * count) for count in (half, len(split.layers) - half))

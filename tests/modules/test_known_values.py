@@ -1,11 +1,13 @@
 """What is known of tensors without values: what follows from samples and constants, and even choices."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from steelyard.modules.known_values import KnownValues, without_values
+from steelyard.modules.known_values import KnownValues, plain_token, without_values
 
 
 def _ids() -> Tensor:
@@ -76,3 +78,7 @@ def test_fake_tensors_are_known_likewise() -> None:
         with without_values([ids], token=1):
             assert ids.ne(1).sum().item() == 0
             assert torch.empty((2, 8))[ids[:, 0] == 1].shape == (2, 8)
+
+
+def test_a_token_with_a_meaning_of_its_own_is_not_plain() -> None:
+    assert plain_token(SimpleNamespace(pad_token_id=0, eos_token_id=[1, 3], bos_token_id=None)) == 2

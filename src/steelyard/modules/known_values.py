@@ -115,8 +115,9 @@ def without_values(samples: Iterable[Tensor], token: int = 0) -> Iterator[KnownV
 
 
 def plain_token(config: Any) -> int:
-    """The first token that has no meaning of its own by a config."""
-    taken = {value for key, value in vars(config).items() if key.endswith(("_token_id", "_index", "_token_index"))}
+    """The first token that has no meaning of its own by a config, which gives one of a kind or a list of them."""
+    given = (value for key, value in vars(config).items() if key.endswith(("_token_id", "_index", "_token_index")))
+    taken = {token for value in given for token in (value if isinstance(value, list | tuple) else [value])}
     return next(token for token in count() if token not in taken)
 
 
