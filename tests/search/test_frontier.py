@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.search.frontier import reduce, reduce_groups
+from steelyard.search.frontier import distinct, reduce, reduce_groups
 
 POINTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12).map(float)), max_size=12)
 
@@ -50,3 +50,9 @@ def test_one_transient_makes_the_grouped_reduce_the_plain_one() -> None:
     sizes, seconds = rng.integers(0, 50, 200), rng.random(200)
     zero = np.zeros(200, dtype=np.int64)
     assert np.array_equal(reduce_groups(zero, sizes, zero, seconds), reduce(sizes, seconds))
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=4))
+def test_different_values_are_those_that_numpy_finds(rows: list[list[int]]) -> None:
+    values = np.array(rows, dtype=np.int64)
+    assert distinct(values).tolist() == np.unique(values).tolist()

@@ -32,7 +32,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.kinds import DP, FSDP, KINDS, Kind
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search import OnDemand, search
-from steelyard.search.frontier import IntArray
+from steelyard.search.frontier import IntArray, distinct
 
 FloorsOf = Callable[[CostTables], Sequence[CostTables]]
 
@@ -147,7 +147,7 @@ def plain_choices(
 
 def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
     """The tables with one strategy for each kind of layer."""
-    kept = np.unique(column)
+    kept = distinct(column)
     narrowed = tables.select(strategies=kept.tolist())
     narrowed.legal[column[:, None] != kept] = False
     return narrowed

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from steelyard.search import kernels
-from steelyard.search.frontier import FloatArray, IntArray, reduce
+from steelyard.search.frontier import FloatArray, IntArray, distinct, reduce
 from steelyard.search.layers import StageCosts, peak_levels
 
 MAX_PRICES = 64
@@ -72,7 +72,7 @@ class StageBounds:
         room = (self.room_bytes - self.lower).astype(np.float64)
         paid = self.prefix_s[:, :, end] - self.prefix_s[:, :, start] - self.prices * room[:, None]
         around = np.argmax(paid, axis=1)[:, None] + np.arange(-2, 3)
-        return self.prices[np.union1d(np.clip(around, 0, len(self.prices) - 1), 0)]
+        return self.prices[distinct(np.append(np.clip(around, 0, len(self.prices) - 1), 0))]
 
     def farthest(self, start: int, limit_s: float) -> int:
         """The largest end whose bound from ``start`` stays within the limit; ``start`` if not even one layer does."""

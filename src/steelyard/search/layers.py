@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.search import kernels
-from steelyard.search.frontier import FloatArray, IntArray
+from steelyard.search.frontier import FloatArray, IntArray, distinct
 
 MAX_LEVELS = 8
 """Transient peaks told apart in the bounds; more are grouped, which weakens the bounds and loses nothing else."""
@@ -357,8 +357,8 @@ class _Guide:
 
 def peak_levels(peaks: IntArray, most: int = MAX_LEVELS) -> tuple[IntArray, IntArray]:
     """Lower and upper edges of at most so many levels that hold these transient peaks."""
-    different = np.unique(peaks)
-    ends = np.unique(np.linspace(0, len(different), min(most, len(different)) + 1).round().astype(np.int64))
+    different = distinct(peaks)
+    ends = distinct(np.linspace(0, len(different), min(most, len(different)) + 1).round().astype(np.int64))
     return different[ends[:-1]], different[ends[1:] - 1]
 
 
@@ -368,7 +368,7 @@ def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pr
     Each is bounded as in the module, at its own transient and without switches. Left as they are where there are as few
     as levels anyway, or so many kinds that this would take longer than it saves.
     """
-    different: IntArray = np.unique(peaks)
+    different = distinct(peaks)
     numbers = Counter(kinds)
     if len(different) <= MAX_LEVELS or len(numbers) > MAX_KINDS_SCREENED:
         return different

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.limits import MOST_BYTES
-from steelyard.search.frontier import IntArray
+from steelyard.search.frontier import IntArray, distinct
 
 IMPOSSIBLE = MOST_BYTES
 """Bytes of a layer that has no strategy; so large that no device holds it, so small that sums stay in int64."""
@@ -136,7 +136,7 @@ def _least_by_threshold(
     by_transient = np.take_along_axis(num_bytes, order[None], axis=2)
     np.minimum.accumulate(by_transient, axis=2, out=least[:, :, 1:])
     gains = (least[:, :, 1:] < least[:, :, :-1]).any(axis=0)
-    threshold = np.unique(rising[gains])
+    threshold = distinct(rising[gains])
     if len(threshold) > MAX_THRESHOLDS:
         threshold = threshold[np.linspace(0, len(threshold) - 1, MAX_THRESHOLDS).round().astype(np.int64)]
     if len(threshold) == 0:

@@ -28,7 +28,7 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import StageBounds, stage_bounds
-from steelyard.search.frontier import FloatArray, IntArray
+from steelyard.search.frontier import FloatArray, IntArray, distinct
 from steelyard.search.layers import (
     ROUNDING,
     ChainFrontier,
@@ -102,7 +102,7 @@ class PreparedTables:
         if self.tables.pools is None:
             return np.arange(self.bounds[stage].costs.num_groups)
         costs = self.bounds[stage].costs
-        return np.unique(costs.switches.group[self.tables.legal_on(stage).any(axis=0)])
+        return distinct(costs.switches.group[self.tables.legal_on(stage).any(axis=0)])
 
     def reaches(self, limit_s: float) -> list[IntArray]:
         """[P] of [L] the largest end of a run from each layer that fits on a stage and has a bound within the limit."""
