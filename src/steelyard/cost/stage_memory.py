@@ -18,7 +18,7 @@ framework may have more of them (`Execution.buffers_every_microbatch`).
 | $g$    | 4 N / f          | gradients, of the layers $G$ that have worked backwards before                        |
 | $b$    | traced           | saved by one microbatch                                                               |
 | $k$    | q N              | the copy that computes, of layers that keep one                                       |
-| $u$    | see `_forward_bytes`, `_backward_bytes`, `_reduction_bytes` | what the layer needs while it works           |
+| $u$    | see `_forward_bytes`, `_backward_bytes`, `LayerMemory` | what the layer needs while it works           |
 
 Not modelled: what a redistribution between two layouts takes beyond its result.
 """
@@ -333,7 +333,8 @@ def _paused(part: PartLayers, sums: _LayerSums, pause: _Pause) -> _Held:
 def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: int) -> Iterator[_Held]:
     """What is held at the fullest moment of each layer in one pass.
 
-    ``ahead`` are the bytes that the first sharded layer gathers ahead in a backward pass.
+    ``ahead`` are the bytes that the first sharded layer gathers ahead in a backward pass. In a backward pass the next
+    layer to work is gathered, and the layer that worked before still reduces, until this one does if it is sharded.
     """
     layers = part.layers
     activations = moment.in_flight * sums.in_flight + (sums.sent if moment.is_backward else 0)
@@ -351,10 +352,13 @@ def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: in
             continue
         if moment.is_first:
             gradients = sums.kept_gradients[place + 1]
-        yield _Held(gradients, copies, activations, _backward_bytes(layer, sums, place, moment, ahead), buffers)
+        prefetched = _prefetched_bytes(sums, place, moment, ahead)
+        reducing = _reducing_bytes(sums, place + 1, moment)
+        yield _Held(gradients, copies, activations, _backward_bytes(layer) + prefetched + reducing, buffers)
         rest = copies - (layer.copy if layer.drops_copy else 0)
-        reducing = _reduction_bytes(layer, sums, place, moment, ahead)
-        yield _Held(gradients, rest, activations - layer.freed, reducing, buffers)
+        working = layer.reduction_bytes(is_first=moment.is_first) + prefetched
+        working += reducing if layer.shards == 1 else 0
+        yield _Held(gradients, rest, activations - layer.freed, working, buffers)
 
 
 def _stays(layer: LayerMemory, moment: _Moment) -> bool:
@@ -381,15 +385,9 @@ def _forward_bytes(layer: LayerMemory, sums: _LayerSums, place: int) -> int:
     return gathered + layer.copy + max(layer.forward, before)
 
 
-def _backward_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
-    """While autograd works: activations, parameters, new gradients, and the buffers of the neighbours.
-
-    The next layer to work is gathered, and the layer that worked before still reduces.
-    """
-    total = layer.backward + layer.made_gradients + _prefetched_bytes(sums, place, moment, ahead)
-    if not layer.keeps_copy:
-        total += layer.copy
-    return total + _reducing_bytes(sums, place + 1, moment)
+def _backward_bytes(layer: LayerMemory) -> int:
+    """While autograd works: activations, parameters and new gradients, without what its neighbours take."""
+    return layer.backward + layer.made_gradients + (0 if layer.keeps_copy else layer.copy)
 
 
 def _prefetched_bytes(sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
@@ -419,15 +417,6 @@ def _reducing_bytes(sums: _LayerSums, first: int, moment: _Moment) -> int:
     """
     behind = sums.reduced[first]
     return behind if behind or moment.is_first else sums.last_reduced
-
-
-def _reduction_bytes(layer: LayerMemory, sums: _LayerSums, place: int, moment: _Moment, ahead: int) -> int:
-    """As a layer's gradients are reduced: the new ones, the buffer they are copied to, and of a sharded layer a result.
-
-    The buffer of a replicated layer is made in the first backward pass and counts as kept gradients after it.
-    """
-    total = layer.reduction_bytes(is_first=moment.is_first) + _prefetched_bytes(sums, place, moment, ahead)
-    return total if layer.shards > 1 else total + _reducing_bytes(sums, place + 1, moment)
 
 
 def tied_bytes(parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting) -> int:
