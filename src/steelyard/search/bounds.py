@@ -72,7 +72,8 @@ class StageBounds:
         room = (self.room_bytes - self.lower).astype(np.float64)
         paid = self.prefix_s[:, :, end] - self.prefix_s[:, :, start] - self.prices * room[:, None]
         around = np.argmax(paid, axis=1)[:, None] + np.arange(-2, 3)
-        return self.prices[distinct(np.append(np.clip(around, 0, len(self.prices) - 1), 0))]
+        good: FloatArray = self.prices[distinct(np.append(np.clip(around, 0, len(self.prices) - 1), 0))]
+        return good
 
     def farthest(self, start: int, limit_s: float) -> int:
         """The largest end whose bound from ``start`` stays within the limit; ``start`` if not even one layer does."""
