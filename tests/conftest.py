@@ -4,13 +4,21 @@ Files with tests of several processes come first, then those with slow ones, so 
 that began a long file last.
 """
 
+import atexit
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+
+import steelyard.modules  # noqa: F401  which splits the models that tests make up
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # modules with plans of such models are imported before any test runs
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steelyard-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 settings.register_profile(
     "steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
@@ -34,13 +42,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker) is not None:
                 ranks[item.path] = min(rank, ranks[item.path])
     items.sort(key=lambda item: ranks[item.path])
-
-
-@pytest.fixture(scope="session", autouse=True)
-def trace_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of traces of this run's own, one for all workers where there are several."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder

@@ -175,11 +175,9 @@ def test_an_unknown_family_names_the_nearest_one():
         chain_from_config(changed(model_type="qwen4"), name="tiny")
 
 
-@pytest.mark.parametrize("model_type", [..., None, 7, [], "", "opt"])
+@pytest.mark.parametrize("model_type", [..., None, 7, [], "", "lama"])
 def test_a_model_type_that_is_no_family_lists_the_known_ones(model_type):
-    with pytest.raises(
-        InvalidModelError, match=r"expected: one of bert, deepseek_v3, gemma, .*gpt_neox, llama, mistral"
-    ):
+    with pytest.raises(InvalidModelError, match=r"expected: one of bert, gemma, .*gpt_neox, llama, mistral"):
         chain_from_config(changed(model_type=model_type), name="tiny")
 
 

@@ -1,5 +1,6 @@
 """Models without a family file: split by their structure, proved, and refused by name where they do not split."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from steelyard.model.family import LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.model.split import ModelSplit
-from steelyard.modules import split_proof, split_tp
+from steelyard.modules import any_model, split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
 from steelyard.modules.build import (
     build_from_config,
@@ -30,7 +31,7 @@ from steelyard.plan.strategy import parse_strategy
 from steelyard.tracer.trace import trace
 from tests.modules.split_configs import OTHERWISE_CONFIGS, SPLIT_CONFIGS, split_config
 from tests.runtime.family_cases import SPLITS
-from tests.runtime.models import FAMILY_CONFIGS
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 _found: dict[str, ModelSplit] = {}
 
@@ -561,7 +562,17 @@ def test_a_type_that_transformers_does_not_know_is_refused() -> None:
         chain_of_any({"model_type": "gpt9"}, name="new")
 
 
-def test_a_split_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder_of_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where splits are kept, and nothing is known of those found before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    any_model.found_once.cache_clear()
+    yield tmp_path / "steelyard" / "traces"
+    any_model.found_once.cache_clear()
+
+
+@pytest.mark.usefixtures("folder_of_splits")
+def test_a_split_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def found(model_type: str, _config: object) -> ModelSplit:
@@ -569,17 +580,27 @@ def test_a_split_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return split_of("cohere2")
 
     monkeypatch.setattr(split_proof, "split_model", found)
-    chains = [chain_of_any(split_config("cohere2"), name="c", folder=tmp_path) for _ in range(2)]
+    chains = [chain_of_any(split_config("cohere2"), name="c")]
+    any_model.found_once.cache_clear()
+    chains.append(chain_of_any(split_config("cohere2"), name="c"))
     assert chains[0].split == chains[1].split
     assert asked == ["cohere2"]
 
 
-def test_a_damaged_split_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_split_is_found_again(folder_of_splits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_proof, "split_model", lambda _type, _config: split_of("cohere2"))
-    chain_of_any(split_config("cohere2"), name="c", folder=tmp_path)
-    (kept,) = tmp_path.glob("split-*.json")
+    chain_of_any(split_config("cohere2"), name="c")
+    (kept,) = folder_of_splits.glob("split-*.json")
     kept.write_text(kept.read_text()[:-20])
-    assert chain_of_any(split_config("cohere2"), name="c", folder=tmp_path).split == split_of("cohere2")
+    any_model.found_once.cache_clear()
+    assert chain_of_any(split_config("cohere2"), name="c").split == split_of("cohere2")
+
+
+def test_a_plan_that_does_not_say_how_its_model_splits_finds_it() -> None:
+    config = {"model_type": "cohere2", **split_config("cohere2")}
+    plan = make_plan(config, "fsdp2, tp2, tp2, fsdp2", num_devices=2, seq_len=16)
+    assert plan.model.split is None
+    assert plan.chain().split == split_of("cohere2")
 
 
 def test_a_small_config_keeps_what_is_grouped() -> None:

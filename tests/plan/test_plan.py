@@ -247,8 +247,8 @@ def test_an_unknown_model_names_the_nearest_one():
 
 
 def test_a_config_of_an_unknown_family_is_named():
-    with pytest.raises(InvalidModelError, match=r"^model_type: found 'opt'"):
-        read(changed((["model", "config", "model_type"], "opt")))
+    with pytest.raises(InvalidModelError, match=r"^model_type: found 'lama'"):
+        read(changed((["model", "config", "model_type"], "lama")))
 
 
 def interleaved(*parts, **changes):

@@ -1,6 +1,7 @@
 """A plan at small width keeps stages, schedule, strategies and kinds of layers, and nothing of the model's size."""
 
 from itertools import groupby
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,23 @@ def test_sizes_are_those_that_cp_and_ep_divide(model: str, strategy: str) -> Non
     small = shrunk_plan(plan)
     assert shape(small) == shape(plan)
     assert small.seq_len <= 64
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "kept"),
+    [
+        ("phi-3-mini", "num_hidden_layers", 4),
+        ("command-r7b", "layer_types", [*["sliding_attention"] * 2, "full_attention"] * 8),
+        ("deepseek-v3", "first_k_dense_replace", 2),
+    ],
+)
+def test_of_equal_layers_of_a_model_that_splits_by_its_structure_two_are_kept(name: str, key: str, kept: Any) -> None:
+    chain = load_model(name)
+    strategies = ["fsdp2"] * 9 + ["tp2"] * (chain.num_layers - 9)
+    plan = make_plan(dict(chain.config), ", ".join(strategies), num_devices=2, seq_len=128)
+    small = shrunk_plan(plan)
+    assert shape(small) == shape(plan)
+    assert small.chain().config[key] == kept
 
 
 def test_dropout_is_off() -> None:

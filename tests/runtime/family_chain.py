@@ -9,8 +9,8 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import IGNORED, decoder_inputs
-from steelyard.modules.build import build_rotary, prepare_model
-from steelyard.modules.layers import BlockLayer, Flow, LayerContext, SideInputBuilder, build_layer, tensors_of
+from steelyard.modules.build import prepare_model
+from steelyard.modules.layers import Flow, LayerContext, build_layer, side_inputs_of, tensors_of
 from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
 
@@ -34,8 +34,7 @@ def loss_of_chain(model: PreTrainedModel, chain: ModelChain, inputs: Tensor, lab
     """The loss that the layers of the chain compute, one after the other; takes the model apart."""
     prepare_model(model, chain)
     layers = [build_layer(model, chain, layer, Remat.NONE) for layer in range(chain.num_layers)]
-    attention = {layer.attention_type for layer in layers if isinstance(layer, BlockLayer)}
-    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), attention)
+    side = side_inputs_of(layers, model, chain, torch.device("cpu"))
     context = LayerContext(
         side=side(length_of(chain), torch.float32, torch.device("cpu")),
         config=model.config,

@@ -16,7 +16,7 @@ from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
 from steelyard.model.decoder import embed, project, project_capped, run_block
 from steelyard.model.families import FAMILIES
-from steelyard.model.family import Family, LayerKind
+from steelyard.model.family import Family, LayerKind, LayerRole
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import OTHER_PLANS, Plan
 from steelyard.units import format_plural
@@ -30,6 +30,10 @@ KINDS = frozenset({"dp", "fsdp", "tp"})
 STYLES = frozenset({"colwise", "rowwise", "gather", "sequence", "sequence_local", "vocabulary", "logits"})
 """Styles of families that the script knows, by the first word of their name."""
 _BUFFERS = "memory as predicted: every stage has buffers for what it exchanges of all {} microbatches of a step"
+SPLIT_TYPES = frozenset(("deepseek_v3",))
+"""The types without a family whose blocks the script gives what they read, as the model does."""
+_NAMES = {LayerRole.EMBEDDING: ("embedding",), LayerRole.BLOCK: ("block",), LayerRole.HEAD: ("norm", "output")}
+"""What the script calls the modules of a layer, in their order."""
 _RUNS = frozenset({embed, run_block, project, project_capped})
 """How layers run that the script knows."""
 
@@ -94,7 +98,7 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             hint="plan with --space paper, or run the plan with `steelyard train`",
         )
     if found is not None:
-        known = sorted(each.model_type for each in FAMILIES.values() if _is_known(each))
+        known = sorted({each.model_type for each in FAMILIES.values() if _is_known(each)} | SPLIT_TYPES)
         raise UserError(
             field="--to",
             found=found,
@@ -104,11 +108,20 @@ def _check(plan: Plan, chain: ModelChain) -> None:
 
 
 def _is_known(family: Family) -> bool:
-    return family.rotary is not None and set(family.run.values()) <= _RUNS
+    return family.model_type in SPLIT_TYPES or (family.rotary is not None and set(family.run.values()) <= _RUNS)
 
 
 def _styles(family: Family, kind: LayerKind) -> dict[str, str]:
     return dict(family.of_kind(family.tp, kind) or {})
+
+
+def _path(chain: ModelChain, layer: int, path: str) -> str:
+    """The path of a module or parameter of a layer, whose modules have their names in the script."""
+    if chain.split is None:
+        return path
+    name, dot, rest = path.partition(".")
+    names = zip(chain.family.modules(chain.layout, layer), _NAMES[chain.kind_of(layer).role], strict=True)
+    return dict(names)[name] + dot + rest
 
 
 def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
@@ -123,16 +136,21 @@ def _chain(chain: ModelChain) -> dict[str, Any]:
     return {
         "hidden_size": chain.hidden_size,
         "vocab_size": chain.vocab_size,
-        "rotary": family.rotary,
+        "rotary": f"{chain.split.blocks.rpartition('.')[0]}.rotary_emb" if chain.split else family.rotary,
         "rotary_by_attention": family.rotary_by_attention,
         "fused_attention": family.fused_attention,
-        "tied": [list(copy) for shared in chain.shared for copy in shared.copies],
+        "tied": [[layer, _path(chain, layer, path)] for shared in chain.shared for layer, path in shared.copies],
         "kinds": {
             kind.name: {"role": kind.role.value, "attention": kind.attention, "styles": _styles(family, kind)}
             for kind in chain.kinds
         },
         "layers": [
-            {"kind": chain.kind_of(number).name, "modules": dict(family.modules(chain.layout, number))}
+            {
+                "kind": chain.kind_of(number).name,
+                "modules": {
+                    _path(chain, number, name): path for name, path in family.modules(chain.layout, number).items()
+                },
+            }
             for number in numbers
         ],
     }

@@ -33,6 +33,17 @@ _LISTS = ("layer_types", "mlp_only_layers")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _TOP_K = "num_experts_per_tok"
 _MOST = 1e15
+_SIZES = (
+    *(
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "intermediate_size",
+        "head_dim",
+    ),
+    *("vocab_size", "max_position_embeddings", *_EXPERTS),
+)
 _ROUTER_LOSS = "output_router_logits"
 """Where it is true, models of transformers add the auxiliary loss of their routers to what they are trained on."""
 
@@ -56,6 +67,11 @@ def check_values(config: Mapping[str, Any]) -> None:
     if config.get(_ROUTER_LOSS) not in (None, False):
         hint = "the auxiliary loss of routers is not trained here: to train without it, set this to false"
         raise _wrong(_ROUTER_LOSS, config[_ROUTER_LOSS], "false or nothing", hint)
+
+
+def sizes_in(config: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that a config gives, by key: what a model must have alike to be of this config."""
+    return {key: config[key] for key in _SIZES if _is_count(config.get(key))}
 
 
 def _is_number(value: object) -> bool:

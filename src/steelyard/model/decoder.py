@@ -78,7 +78,6 @@ def decoder(
     attention: Attention | None = None,
     ffn: Callable[[Sizes, Keys], tuple[tuple[str, int], ...]] | None = None,
     no_sp_embedding: str = "",
-    no_tp_block: str = "",
     kind_of_block: Callable[[Sizes, int], str] | None = None,
     fused_attention: bool = True,
     attention_dropout: Mapping[str, float] | None = None,
@@ -89,7 +88,7 @@ def decoder(
     ``block_tp`` holds the styles of a block's modules. ``attention`` and ``ffn`` are for families whose blocks differ
     in what they attend to or whose feed-forward part is of another shape; ``attention_dropout`` has the key and the
     default of dropout inside attention; ``kind_of_block`` names what else tells blocks apart (nothing: an empty text).
-    ``no_tp_block`` is why blocks cannot be tensor-parallel, where they cannot; ``apart`` as in `Family`.
+    ``apart`` is as in `Family`.
     """
     keys = keys or Keys()
     attends = attention or uniform_attention
@@ -127,7 +126,6 @@ def decoder(
                     tp_divides=divides,
                     tp_shares=(KV_HEADS,),
                     no_cp=no_cp,
-                    no_tp=no_tp_block,
                     num_experts=0 if extra == DENSE else dict(divides).get("experts", 0),
                     attention=attending,
                 )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -14,7 +14,7 @@ from typing import Any
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
-from steelyard.model.config_values import check_values
+from steelyard.model.config_values import check_values, sizes_in
 from steelyard.model.families import FAMILIES, family_of
 from steelyard.model.family import Sizes
 from steelyard.model.packaged import packaged_split
@@ -32,13 +32,10 @@ def model_names() -> tuple[str, ...]:
 def load_model(name_or_path: str | Path) -> ModelChain:
     """The chain of a packaged model, or of the config at a path (a file, or a folder that holds ``config.json``).
 
-    Raises `InvalidModelError` if there is no such model, or the config lacks a size or is neither of a known family nor
-    packaged with how it splits.
+    Raises as `chain_from_config`, and `InvalidModelError` if there is no such model.
     """
     name, config = load_config(name_or_path)
-    has_family = not isinstance(config, Mapping) or config.get("model_type") in FAMILIES
-    split = None if has_family else packaged_split(config_hash(config))
-    return chain_from_config(config, name=name, split=split)
+    return chain_from_config(config, name=name)
 
 
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
@@ -86,14 +83,23 @@ def _how_to_get(hub_id: str) -> str:
     )
 
 
+SplitFinder = Callable[[Mapping[str, Any]], ModelSplit | None]
+FINDERS: list[SplitFinder] = [lambda config: packaged_split(config_hash(config))]
+"""What knows how the model of a config splits, in the order in which they are asked: the package, and whoever imports
+`steelyard.modules`, which splits any model."""
+
+
 def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:
-    """The chain of a Hugging Face config, of a family that is known or split as ``split`` says.
+    """The chain of a Hugging Face config: split as ``split`` says, of a family, or split as one of `FINDERS` knows.
 
     Raises `InvalidModelError` naming the key that is missing or wrong.
     """
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
-    family = family_of_split(split) if split else family_of(str(config.get("model_type", "")))
+    model_type = str(config.get("model_type", ""))
+    if split is None and model_type not in FAMILIES:
+        split = next((found for find in FINDERS if (found := find(config)) is not None), None)
+    family = family_of_split(split) if split else family_of(model_type)
     check_values(config)
     sizes = Sizes(config)
     layout = family.layout(sizes)
@@ -102,7 +108,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         family=family,
         config=dict(config),
         config_hash=config_hash(config),
-        sizes=sizes.read,
+        sizes=sizes_in(config) if split else sizes.read,
         layout=layout,
         split=split,
     )

@@ -6,7 +6,7 @@ makes the `Family` of this one model. How its layers run is not said here: the e
 own forward pass with holes, and blocks are called as the model calls them (`steelyard.modules.holes`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Annotated, Any
 
@@ -301,6 +301,18 @@ class ModelSplit(_Part):
         known = (*self.past(before), *self.made_by(layer))
         read, past = self.read_by(layer), self.past(layer)
         return (0, *(1 + known.index(number) for number in read)), tuple(1 + known.index(number) for number in past)
+
+    def with_layers(self, kept: Sequence[int]) -> "ModelSplit":
+        """The same split with some layers alone, the ends among them, of a model of blocks that share nothing."""
+        kinds = sorted({self.layers[layer] for layer in kept})
+        shared = tuple(tuple((kept.index(layer), path) for layer, path in copies) for copies in self.shared)
+        return self.model_copy(
+            update={
+                "kinds": tuple(self.kinds[kind] for kind in kinds),
+                "layers": tuple(kinds.index(self.layers[layer]) for layer in kept),
+                "shared": shared if len(kept) < len(self.layers) else self.shared,
+            }
+        )
 
     def resized(self, before: Mapping[str, Any], config: Mapping[str, Any], divisor: int) -> "ModelSplit":
         """The same split at the sizes of another config than that ``before``, all of which ``divisor`` divides.

@@ -1,19 +1,21 @@
 """The chain of any model of transformers: of a known family, or split by its structure once and remembered.
 
-Imports torch and transformers only where a model is not known yet.
+Imports torch and transformers only where a model is not known yet. With this module imported,
+`steelyard.model.read.chain_from_config` knows any model too.
 """
 
+import json
 import logging
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidProfileError
 from steelyard.installed import installed_version, require_training
 from steelyard.model.chain import ModelChain
-from steelyard.model.families import FAMILIES
-from steelyard.model.packaged import packaged_split
-from steelyard.model.read import chain_from_config, config_hash, load_config
+from steelyard.model.config_values import check_values
+from steelyard.model.read import FINDERS, chain_from_config, config_hash, load_config
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
@@ -21,42 +23,51 @@ from steelyard.plan.file import parse_file
 _logger = logging.getLogger(__name__)
 
 
-def chain_of_any(config: Mapping[str, Any], *, name: str, folder: Path | None = None) -> ModelChain:
-    """The chain of a Hugging Face config: of a known family, else split by its structure.
+def chain_of_any(config: Mapping[str, Any], *, name: str) -> ModelChain:
+    """The chain of a Hugging Face config: packaged, of a known family, else split by its structure.
 
-    A split is found and proved once, which takes torch and seconds, and kept in ``folder`` (see `cached_trace`). Raises
+    A split is found and proved once, which takes torch and seconds, and kept where traces are. Raises
     `InvalidModelError` for a type that transformers does not know, and for a model that does not split, and
     `NotInstalledError` where transformers is needed and not there.
     """
-    model_type = str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
-    if model_type in FAMILIES or not model_type:
-        return chain_from_config(config, name=name)
-    packaged = packaged_split(config_hash(config))
-    if packaged is not None:
-        return chain_from_config(config, name=name, split=packaged)
+    return chain_from_config(config, name=name)
+
+
+def load_any_model(name_or_path: str | Path) -> ModelChain:
+    """As `steelyard.model.read.load_model`, for models that are neither packaged nor of a family too."""
+    name, config = load_config(name_or_path)
+    return chain_of_any(config, name=name)
+
+
+def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
+    """How the model of a config splits; None for a type that transformers does not know. Raises as `chain_of_any`."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        return None
     require_training(f"a model of type {model_type!r} is not packaged and has to be split by its structure")
     if model_type not in _types_of_transformers():
-        return chain_from_config(config, name=name)
+        return None
+    check_values(config)
+    return found_once(json.dumps(dict(config)), default_folder())
+
+
+@cache
+def found_once(content: str, folder: Path) -> ModelSplit:
+    """How the model of a config, as JSON, splits: as remembered, as kept in a folder, or found and kept there."""
+    config = json.loads(content)
     version = installed_version("transformers")
     key = {"config": config_hash(config), "split": SPLIT_VERSION, "transformers": version}
-    path = (folder or default_folder()) / f"split-{digest(key)}.json"
+    path = folder / f"split-{digest(key)}.json"
     if path.is_file():
         try:
-            found = parse_file(path, ModelSplit, InvalidProfileError, what="split")
-            return chain_from_config(config, name=name, split=found)
+            return parse_file(path, ModelSplit, InvalidProfileError, what="split")
         except InvalidProfileError as error:
             _logger.warning("split again, since the cached split cannot be read: %s", error)
     from steelyard.modules.split_proof import split_model
 
-    split = split_model(model_type, config)
+    split = split_model(config["model_type"], config)
     keep(path, split.model_dump_json())
-    return chain_from_config(config, name=name, split=split)
-
-
-def load_any_model(name_or_path: str | Path) -> ModelChain:
-    """As `steelyard.model.read.load_model`, for models without a family too: see `chain_of_any`."""
-    name, config = load_config(name_or_path)
-    return chain_of_any(config, name=name)
+    return split
 
 
 def _types_of_transformers() -> Collection[str]:
@@ -64,3 +75,6 @@ def _types_of_transformers() -> Collection[str]:
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING.keys()
+
+
+FINDERS.append(split_of)

@@ -14,6 +14,7 @@ from typing import Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
@@ -22,7 +23,7 @@ _HEAD_DIM = 8
 _LEAST_VOCABULARY, _LEAST_SEQUENCE, _LEAST_EXPERTS = 256, 16, 4
 _KEPT_OF_A_RUN = 2
 _PATCH, _WINDOW = 2, 4
-_EXPERTS = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+_EXPERTS = {"mixtral": "num_local_experts"}
 """The key of the number of experts, where it is not ``num_experts``."""
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -45,8 +46,11 @@ def shrunk_plan(plan: Plan) -> Plan:
         )
     degree = _common([each.head_degree for each in plan.strategies])
     expert_degree = _common([each.expert_degree for each in plan.strategies])
-    kept = [list(part.layers) for part in plan.parts] if chain.split else list(_kept_layers(plan, chain))
-    small = _small_chain(chain, [layer for part in kept for layer in part], degree, expert_degree)
+    kept = list(_kept_layers(plan, chain))
+    blocks = _config_of_blocks(chain, [layer for part in kept for layer in part])
+    if blocks is None:
+        kept, blocks = [list(part.layers) for part in plan.parts], {}
+    small = _small_chain(chain, blocks, [layer for part in kept for layer in part], degree, expert_degree)
     config = dict(small.config)
     first, stages = 0, []
     for part, layers in zip(plan.parts, kept, strict=True):
@@ -70,13 +74,59 @@ def shrunk_plan(plan: Plan) -> Plan:
     )
 
 
-def _small_chain(chain: ModelChain, kept: list[int], degree: int, expert_degree: int) -> ModelChain:
-    """The model at small width with the kept layers; a split one keeps all, for which of them are alike is its own."""
+def _small_chain(
+    chain: ModelChain, blocks: Mapping[str, Any], kept: list[int], degree: int, expert_degree: int
+) -> ModelChain:
+    """The model at small width with the kept layers; ``blocks`` is what its config says of them."""
     if chain.split is None:
         return chain_from_config(shrunk_config(chain, kept, degree, expert_degree), name=chain.name)
-    config = small_config(chain.config, degree=degree * expert_degree)
-    split = chain.split.resized(chain.config, config, degree * expert_degree)
+    heads = dict(_divided(chain)).get(KV_HEADS)
+    given = ({} if heads is None or "num_attention_heads" not in chain.config else {"num_key_value_heads": heads}) | {
+        **chain.config
+    }
+    config = small_config(given, degree=degree * expert_degree) | dict(blocks)
+    config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
+    split = chain.split.with_layers(kept).resized(given, config, degree * expert_degree)
     return chain_from_config(config, name=chain.name, split=split)
+
+
+_NUMBERS_OF_BLOCKS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_DENSE_FIRST, _DENSE = "first_k_dense_replace", "mlp_only_layers"
+_SPARSE_STEP = "decoder_sparse_step"
+
+
+def _config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
+    """What the config says of its blocks where only some are kept; None where that is not known of a split model.
+
+    Which of them have experts and what they attend to is known where the config says so in one of the usual ways.
+    """
+    split = chain.split
+    if split is None:
+        return {}
+    places = _blocks(chain, kept)
+    ends = {0, chain.num_layers - 1}
+    number = next((key for key in _NUMBERS_OF_BLOCKS if chain.config.get(key) == chain.num_layers - 2), None)
+    shares_blocks = any(layer not in ends for copies in split.shared for layer, _ in copies)
+    if number is None or split.encoder or split.streams or split.image or shares_blocks:
+        return None
+    found: dict[str, Any] = {number: len(places)}
+    attention = [chain.kind_of(layer).attention for layer in places]
+    dense = [not chain.kind_of(layer).num_experts for layer in places]
+    kinds = {chain.layers[layer] for layer in range(1, chain.num_layers - 1)}
+    if len({(chain.kinds[kind].attention, chain.kinds[kind].num_experts) for kind in kinds}) < len(kinds):
+        return None
+    if len({chain.kinds[kind].attention for kind in kinds}) > 1 or chain.config.get("layer_types"):
+        found["layer_types"] = attention
+    if "sliding_attention" in attention:
+        found["sliding_window"] = _LEAST_SEQUENCE // 2
+    if len({chain.kinds[kind].num_experts for kind in kinds}) > 1:
+        if _DENSE in chain.config or _SPARSE_STEP in chain.config:
+            found |= {_DENSE: [place for place, is_dense in enumerate(dense) if is_dense], _SPARSE_STEP: 1}
+        elif _DENSE_FIRST in chain.config and dense == sorted(dense, reverse=True):
+            found[_DENSE_FIRST] = sum(dense)
+        else:
+            return None
+    return found
 
 
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
@@ -142,7 +192,7 @@ def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int, *
     if "key-value heads" in sizes:
         grouped = sizes["key-value heads"] != sizes["attention heads"]
         found["num_key_value_heads"] = degree if grouped else _heads(chain, degree)
-    if chain.layout.rotary_size and chain.family.model_type not in ("gpt_neox", "deepseek_v3"):
+    if chain.layout.rotary_size and chain.family.model_type != "gpt_neox":
         found["head_dim"] = _HEAD_DIM
     if "experts" in sizes:
         key = _EXPERTS.get(chain.family.model_type, "num_experts")
@@ -151,12 +201,6 @@ def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int, *
         dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
         found |= {"mlp_only_layers": [i for i, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
         found |= {"moe_intermediate_size": width, "intermediate_size": 2 * width}
-    if chain.family.model_type == "deepseek_v3":
-        dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
-        found |= {"first_k_dense_replace": sum(dense), "n_group": 1, "topk_group": 1}
-        found["num_key_value_heads"] = _heads(chain, degree)
-        found |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), width)
-        found |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM)
     if chain.family.model_type == "t5":
         between = next(place for place, layer in enumerate(kept) if chain.kind_of(layer).name == "decoder embedding")
         blocks = len(_blocks(chain, kept))

@@ -16,13 +16,12 @@ from torch.nn.functional import cross_entropy
 from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_model, build_rotary, layer_modules, prepare_model
-from steelyard.modules.context_attention import reads_mask
+from steelyard.modules.build import build_model, layer_modules, prepare_model
 from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.kinds import cp
 from steelyard.modules.kinds.cp import apply_context_parallel
 from steelyard.modules.kinds.tp import apply_tensor_parallel
-from steelyard.modules.layers import BlockLayer, ChainLayer, LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, side_inputs_of
 from steelyard.modules.replicated import Replicas
 from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
@@ -130,10 +129,7 @@ def divided(case: Case) -> tuple[float, dict[str, Tensor]]:
     replicas = Replicas([replicate_over(layer, mesh, "fp32") for layer in layers] if case.replicas else [])
     replicas.begin_step(1)
     inputs, labels = samples(case.seq_len)
-    blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
-    attends = {block.attention_type for block in blocks}
-    masked = {block.attention_type for block in blocks if reads_mask(block)}
-    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), attends, masked)
+    side = side_inputs_of(layers, model, chain, torch.device("cpu"))
     context = LayerContext(
         side=side(case.seq_len, torch.float32, torch.device("cpu")),
         config=model.config,

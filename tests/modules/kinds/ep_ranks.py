@@ -22,12 +22,12 @@ from torch.nn import functional
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.build import build_meta_model, build_model, build_rotary, materialize_layer, prepare_model
+from steelyard.modules.build import build_meta_model, build_model, materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.ep import apply_expert_parallel, take_imbalance
 from steelyard.modules.kinds.tp import apply_tensor_parallel
-from steelyard.modules.layers import BlockLayer, SideInputBuilder, build_layer
+from steelyard.modules.layers import build_layer, side_inputs_of
 from steelyard.modules.replicated import Replicas
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Precision
@@ -179,11 +179,10 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
     )
     if division.zero is not None:
         fully_shard(loop, mesh=meshes.data)
-    attention = {layer.attention_type for layer in layers.values() if isinstance(layer, BlockLayer)}
     return StageModule(
         loop,
         replicas=Replicas(replicas),
-        side=SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), attention),
+        side=side_inputs_of(layers.values(), model, chain, torch.device("cpu")),
         seq_len=SEQ_LEN,
         dtype=activation_dtype(division.precision),
         num_tokens=NUM_SAMPLES * SEQ_LEN,

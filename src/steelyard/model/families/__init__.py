@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.families import (
     bert,
-    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
@@ -30,7 +29,6 @@ __all__ = ["FAMILIES", "family_of"]
 
 _MODULES = (
     bert,
-    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
