@@ -108,6 +108,14 @@ def test_the_command_to_go_on_with_names_the_fastest_plan(run: Run, path: Path, 
     assert f"run it: steelyard train {path.with_suffix('.best.json')} --data PATH" in output
 
 
+def test_paths_with_brackets_are_printed_whole(run: Run, path: Path, launched: list[Plan], tmp_path: Path) -> None:
+    folder = tmp_path / "runs [bold]"
+    output = run("measure", path, "--alternatives", "--folder", folder, "-o", tmp_path / "[red].json").output
+    assert f"plans and records are in {folder}/" in output
+    assert f"written to {tmp_path / '[red].json'}\n" in output
+    assert f"--calibrate {folder / 'record.2.json'}" in output
+
+
 def test_without_alternatives_the_plan_alone_is_run(run: Run, path: Path, launched: list[Plan]) -> None:
     assert run("measure", path).exit_code == 0
     assert [plan.num_stages for plan in launched] == [1]
