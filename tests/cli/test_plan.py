@@ -249,6 +249,13 @@ def test_the_next_commands_are_printed(run: Run, tmp_path: Path) -> None:
     assert "-o plan.json" in run("plan", *SMALL).output
 
 
+def test_the_next_commands_keep_a_path_as_it_is(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "a-[b]-name-" + "long-" * 20
+    folder.mkdir()
+    output = run("plan", *SMALL, "-o", folder / "plan.json").output
+    assert f"why this plan: steelyard explain {folder / 'plan.json'}\n" in output
+
+
 def test_exit_codes_are_documented_where_help_is(run: Run) -> None:
     assert "Exit codes: 0 done; 1 nothing fits" in run("--help").output
 

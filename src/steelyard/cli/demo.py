@@ -80,7 +80,7 @@ def demo(
     first, last = record.steps[0].loss, record.steps[-1].loss
     console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")
     console.print(comparison_table(record))
-    console.print(f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json")
+    print(f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json")
     if as_json:
         print_json({"profile": profile, "plan": result.plan, "record": record})
 

@@ -106,10 +106,9 @@ def frontier(
     if as_json:
         print_json(found)
     else:
-        console = Console()
-        console.print(frontier_view(found))
+        Console().print(frontier_view(found))
         if output is not None:
-            console.print(f"figures written to {output}")
+            print(f"figures written to {output}")
     if not found.points and all(point.step_time_s is None for point in (*found.devices, *found.offers)):
         raise typer.Exit(1)
 

@@ -335,19 +335,18 @@ def _completed(
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> None:
     """The plan as tables, and the commands to run next."""
-    console = Console()
-    console.print(plan_view(found, num_alternatives=top))
+    Console().print(plan_view(found, num_alternatives=top))
     if output is not None:
-        console.print(f"written to {output}", highlight=False)
-        console.print(f"  why this plan: steelyard explain {output}", highlight=False)
-        console.print(f"  see it: steelyard report {output} -o {output.with_suffix('.html')}", highlight=False)
-        console.print(f"  run it: steelyard train {output}{builder} --data PATH", highlight=False)
+        print(f"written to {output}")
+        print(f"  why this plan: steelyard explain {output}")
+        print(f"  see it: steelyard report {output} -o {output.with_suffix('.html')}")
+        print(f"  run it: steelyard train {output}{builder} --data PATH")
         if found.next_best:
             count = len(found.next_best) + 1
             command = f"steelyard measure {output}{builder} --alternatives"
-            console.print(f"  measure the best {count}: {command}", highlight=False)
+            print(f"  measure the best {count}: {command}")
     else:
-        console.print("  keep it: add -o plan.json", highlight=False)
+        print("  keep it: add -o plan.json")
 
 
 def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
