@@ -250,7 +250,7 @@ def test_the_next_commands_are_printed(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_next_commands_keep_a_path_as_it_is(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "a-[b]-name-" + "long-" * 20
+    folder = tmp_path / ("a-[b]-name-" + "long-" * 20)
     folder.mkdir()
     output = run("plan", *SMALL, "-o", folder / "plan.json").output
     assert f"why this plan: steelyard explain {folder / 'plan.json'}\n" in output
