@@ -31,7 +31,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ActivationLayout:
     """How an activation lies on the ranks of a stage while it crosses a border."""
 
     first_rank: int
@@ -99,7 +99,7 @@ class Layout:
         return int(np.ravel_multi_index([place[axis] for axis in axes], [self.sizes[axis] for axis in axes]))
 
 
-def border(plan: Plan, index: int) -> tuple[Layout, Layout]:
+def border(plan: Plan, index: int) -> tuple[ActivationLayout, ActivationLayout]:
     """How the activation lies as part ``index`` - 1 of a pipeline sends it, and as part ``index`` receives it."""
     before, after = plan.parts[index - 1], plan.parts[index]
     layer = after.first_layer
@@ -109,7 +109,7 @@ def border(plan: Plan, index: int) -> tuple[Layout, Layout]:
     return _even(sending, plan), _even(_layout(plan, layer, after.ranks[0]), plan)
 
 
-def sent_pieces(rank: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> list[Piece]:
+def sent_pieces(rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]) -> list[Piece]:
     """What ``rank`` of the stage ``source`` sends of an activation [B, S, …] to the stage ``target``."""
     block = source.block_of(rank)
     return [
@@ -120,7 +120,9 @@ def sent_pieces(rank: int, source: Layout, target: Layout, shape: tuple[int, ...
     ]
 
 
-def received_pieces(rank: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> list[Piece]:
+def received_pieces(
+    rank: int, source: ActivationLayout, target: ActivationLayout, shape: tuple[int, ...]
+) -> list[Piece]:
     """What ``rank`` of the stage ``target`` receives, where `sent_pieces` says what others send."""
     place, own = rank - target.first_rank, target.block_of(rank)
     return [
@@ -130,10 +132,10 @@ def received_pieces(rank: int, source: Layout, target: Layout, shape: tuple[int,
     ]
 
 
-def _layout(plan: Plan, layer: int, first_rank: int) -> Layout:
+def _layout(plan: Plan, layer: int, first_rank: int) -> ActivationLayout:
     strategy = plan.strategies[layer]
     sizes = mesh_axes(strategy.num_devices)
-    return Layout(
+    return ActivationLayout(
         first_rank=first_rank,
         sizes=sizes,
         letters=strategy.hidden.placements(sizes),
@@ -141,13 +143,13 @@ def _layout(plan: Plan, layer: int, first_rank: int) -> Layout:
     )
 
 
-def _even(layout: Layout, plan: Plan) -> Layout:
+def _even(layout: ActivationLayout, plan: Plan) -> ActivationLayout:
     """The layout without copies, if a microbatch has enough samples."""
     letters = layout.letters.replace(Placed.WHOLE.value, Placed.BATCH.value)
     degree = prod(size for size, letter in zip(layout.sizes, letters, strict=True) if letter in _SAMPLES)
     if plan.microbatch_samples % degree:
         return layout
-    return Layout(
+    return ActivationLayout(
         first_rank=layout.first_rank,
         sizes=layout.sizes,
         letters=letters,
@@ -159,7 +161,11 @@ _Where = tuple[slice, slice]
 
 
 def _common(
-    source: Layout, sent: tuple[int, int], target: Layout, received: tuple[int, int], shape: tuple[int, ...]
+    source: ActivationLayout,
+    sent: tuple[int, int],
+    target: ActivationLayout,
+    received: tuple[int, int],
+    shape: tuple[int, ...],
 ) -> Iterator[tuple[_Where, _Where]]:
     """What two blocks of an activation [B, S, …] have in common: where it lies in the one, and where in the other."""
     num_samples, num_tokens = shape[0], shape[1] if len(shape) > 1 else 1

@@ -28,7 +28,7 @@ from steelyard.modules.own_read import check_read, parts_of, planned_module
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.runtime.border import Layout, Piece, border, received_pieces, sent_pieces
+from steelyard.runtime.border import ActivationLayout, Piece, border, received_pieces, sent_pieces
 from steelyard.runtime.checks import check_same_model, check_world_size
 from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.samples import Samples
@@ -279,7 +279,9 @@ class ParallelModel:
         """What part ``index`` of the pipeline exchanges with the ranks of the parts beside it."""
         rank, stages, found = dist.get_rank(), self.plan.parts, {}
 
-        def pieces(of: Callable[..., list[Piece]], source: Layout, target: Layout, layer: int) -> Pieces:
+        def pieces(
+            of: Callable[..., list[Piece]], source: ActivationLayout, target: ActivationLayout, layer: int
+        ) -> Pieces:
             return [of(rank, source, target, shape) for shape in flow_shapes(self.plan, self.chain, layer)]
 
         if index > 0:

@@ -32,7 +32,7 @@ from steelyard.modules.layers import (
 from steelyard.modules.own_pieces import OwnBatch
 from steelyard.modules.replicated import Replica, Replicas
 from steelyard.plan.plan import Plan
-from steelyard.runtime.border import Layout, border
+from steelyard.runtime.border import ActivationLayout, border
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
 from steelyard.runtime.sharding import shard_layer
 
@@ -259,7 +259,7 @@ def _build_chunk(
     )
 
 
-def _placement(layout: Layout, mesh: PlanMesh) -> HiddenPlacement:
+def _placement(layout: ActivationLayout, mesh: PlanMesh) -> HiddenPlacement:
     return mesh.placement(layout.letters, layout.head_tail_degree)
 
 
