@@ -154,6 +154,7 @@ def test_the_best_plans_over_pools_are_refined_behind_all_searches(monkeypatch):
     job = make_pooled_job(
         "llama3-8b", parse_pools("1x4xh100-80gb+1x8xa100-40gb"), global_batch=64, seq_len=4096, precision="bf16"
     )
+    monkeypatch.setattr("steelyard.planning.acceptance.REFINED_GAP", 0.0)
     found = search_pools(job, PooledSpace(job, PlanOptions()))
     monkeypatch.setattr(pool_search, "refined_further", lambda _job, accepted, *_: accepted)
     unrefined = search_pools(job, PooledSpace(job, PlanOptions()))
