@@ -6,7 +6,7 @@ Configs are those that transformers takes for a type where nothing is given, and
 blocks. Every type has a
 process and limits of its own.
 
-    python benchmarks/model_types.py                          # every type: about 40 minutes on one core
+    python benchmarks/model_types.py                          # every type: about 90 minutes on one core
     python benchmarks/model_types.py --task causal --types phi3,opt --json
 """
 

@@ -31,7 +31,7 @@ def _keep_all_tokens(model: Any) -> None:
 
 
 PREPARES: Mapping[str, Callable[[Any], None]] = {
-    **dict.fromkeys(("longt5", "mt5", "switch_transformers"), share_bias),
+    **dict.fromkeys(("longt5", "mt5", "switch_transformers", "t5"), share_bias),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),
 }
 """Of types whose blocks are given what the first makes of its weights, what lets each hold those; of others, what lets
