@@ -110,6 +110,13 @@ def test_stages_of_unlike_sizes_are_refused() -> None:
         content_of(plan)
 
 
+def test_key_value_heads_that_ranks_would_share_are_refused() -> None:
+    few = FAMILY_CONFIGS["llama"] | {"num_key_value_heads": 2}
+    layers = ", ".join(["tp4"] * chain_from_config(few, name="few").num_layers)
+    with pytest.raises(UserError, match=r"with tp 4 over 2 key-value heads\n(?s:.*)--max-tp 2"):
+        content_of(make_plan(few, layers, num_devices=4))
+
+
 def test_experts_under_tensor_parallelism_are_refused() -> None:
     plan = make_plan(FAMILY_CONFIGS["mixtral"], "tp2, tp2, tp2, tp2", num_devices=2)
     with pytest.raises(UserError, match="whose style 'experts' is more than stock calls"):

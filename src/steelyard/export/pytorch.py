@@ -89,6 +89,14 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             expected="stages of as many devices each, which are one mesh",
             hint="run the plan with `steelyard train`, or plan with equal stages",
         )
+    shared = _shared(plan, chain)
+    if shared is not None:
+        raise UserError(
+            field="--to",
+            found=f"pytorch for a plan with tp {shared[0]} over {shared[2]} {shared[1]}",
+            expected=f"a tp degree that divides them: stock calls let no ranks share {shared[1]}",
+            hint=f"plan with --max-tp {shared[2]}, or run the plan with `steelyard train`",
+        )
     others = sorted({kind.name for strategy in plan.strategies for kind in strategy.kinds} - KINDS)
     if others:
         raise UserError(
@@ -105,6 +113,16 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             expected="a model of " + ", ".join(known) + "; experts without tp",
             hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
         )
+
+
+def _shared(plan: Plan, chain: ModelChain) -> tuple[int, str, int] | None:
+    """A tp degree of a plan, and the name and number of what its ranks, being more, share; None where they do not."""
+    for layer, strategy in enumerate(plan.strategies):
+        kind = chain.kind_of(layer)
+        for name, size in kind.tp_divides:
+            if name in kind.tp_shares and size % strategy.tensor_degree:
+                return strategy.tensor_degree, name, size
+    return None
 
 
 def _is_known(family: Family) -> bool:
