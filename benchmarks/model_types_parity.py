@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.model_types import TASKS, class_of, shallow_config
 from steelyard.model.small import small_config
 from steelyard.modules.build import build_model
