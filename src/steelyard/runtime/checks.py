@@ -1,6 +1,7 @@
 """What must hold before a plan is run; checked by every process before it takes memory."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
@@ -58,7 +59,7 @@ def check_builder(plan: Plan, builder: str | None) -> None:
     )
 
 
-def check_same_model(config: object | None, chain: ModelChain) -> None:
+def check_same_model(config: Any, chain: ModelChain) -> None:
     """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
     if config is None:
         raise InvalidPlanError(
@@ -70,8 +71,10 @@ def check_same_model(config: object | None, chain: ModelChain) -> None:
     own_type = getattr(config, "model_type", None)  # of some types the class holds the part of text alone
     parts = [each for each in chain.config.values() if isinstance(each, Mapping) and each.get("model_type") == own_type]
     model_type = own_type if parts else chain.family.model_type
+    of_layers = getattr(config, "per_layer_attributes", None) or ()  # which a whole config refuses to be asked for
+    written = config.to_dict() if of_layers else {}
     for key, expected in {"model_type": model_type, **chain.sizes}.items():
-        found = getattr(config, key, None)
+        found = written.get(key) if key in of_layers else getattr(config, key, None)
         if found != expected:
             raise InvalidPlanError(
                 field=f"model.config.{key}",
