@@ -92,8 +92,8 @@ def test_context_parallelism_is_proved() -> None:
 
 
 @pytest.mark.slow
-def test_attention_with_a_bias_of_places_cannot_be_divided_by_tokens() -> None:
-    assert "differs" in split_of("bloom").kinds[1].no_cp
+def test_attention_that_runs_step_by_step_cannot_be_divided_by_tokens() -> None:
+    assert "step by step" in split_of("bloom").kinds[1].no_cp
 
 
 def test_layers_without_attention_cannot_be_divided_by_tokens() -> None:

@@ -80,7 +80,8 @@ def demo(
     first, last = record.steps[0].loss, record.steps[-1].loss
     console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")
     console.print(comparison_table(record))
-    print(f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json")
+    text = f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json"
+    console.print(text, markup=False, soft_wrap=True)
     if as_json:
         print_json({"profile": profile, "plan": result.plan, "record": record})
 
