@@ -250,13 +250,15 @@ def test_a_pool_that_is_lost_and_comes_back_changes_no_loss(
     hosts.start("second pool", pool=POOLS[1])
     wait_for(lambda: listens(hosts.port))
     hosts.start("first pool", "0:kill-agent:7", pool=POOLS[0])
-    wait_for(lambda: (tmp_path / "checkpoints" / "plan-2.json").exists() or hosts.ended[1:] != [])
+    left = (tmp_path / "checkpoints").glob  # of so small a model one device may be as fast as two
+    wait_for(lambda: [*left("plan-[12].json")] != [] or hosts.ended[1:] != [])
     assert hosts.ended == ["first pool is lost"]
-    assert read_plan(tmp_path / "checkpoints" / "plan-2.json").cluster == POOLS[1]
+    (written,) = (read_plan(path) for path in left("plan-[12].json"))
+    assert written.machines().device.name == "a100-80gb"
     hosts.start("first pool", pool=POOLS[0])
     hosts.join()
     assert sorted(hosts.ended[1:]) == ["first pool is done", "second pool is done"]
-    assert "elastic: 4 → 2 devices" in capfd.readouterr().out
+    assert f"elastic: 4 → {written.num_devices} device" in capfd.readouterr().out
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert num_ranks(options) == 4
     assert_gone(tmp_path, within_s=10)
