@@ -575,7 +575,7 @@ def folder_of_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_a_split_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def found(model_type: str, _config: object) -> ModelSplit:
+    def found(model_type: str, _config: object, _folder: object) -> ModelSplit:
         asked.append(model_type)
         return split_of("cohere2")
 
@@ -588,12 +588,43 @@ def test_a_split_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_damaged_split_is_found_again(folder_of_splits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_proof, "split_model", lambda _type, _config: split_of("cohere2"))
+    monkeypatch.setattr(split_proof, "split_model", lambda *_: split_of("cohere2"))
     chain_of_any(split_config("cohere2"), name="c")
     (kept,) = folder_of_splits.glob("split-*.json")
     kept.write_text(kept.read_text()[:-20])
     any_model.found_once.cache_clear()
     assert chain_of_any(split_config("cohere2"), name="c").split == split_of("cohere2")
+
+
+def test_what_is_proved_of_a_structure_holds_at_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    config = split_config("cohere2") | {"num_hidden_layers": 4, "layer_types": kinds * 2}
+    first = split_model("cohere2", config, tmp_path)
+    monkeypatch.setattr(split_proof, "_prove", lambda _: pytest.fail("proved again"))
+    wider = config | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 1000}
+    deeper = wider | {"num_hidden_layers": 6, "layer_types": kinds * 3}
+    found = split_model("cohere2", deeper | {"rope_theta": 123.0, "eos_token_id": 7}, tmp_path)
+    assert [kind.styles for kind in found.kinds] == [kind.styles for kind in first.kinds]
+    assert dict(found.kinds[1].tp_divides)["key-value heads"] == 3
+    assert (found.hidden_size, found.vocab_size, len(found.layers)) == (96, 1000, 8)
+
+
+def test_what_is_proved_of_a_structure_is_not_taken_for_another(tmp_path: Path) -> None:
+    config = split_config("cohere2")
+    shared, single = (split_model("cohere2", config | {"num_key_value_heads": heads}, tmp_path) for heads in (2, 4))
+    assert {kind.name: kind.styles for kind in shared.kinds} == {kind.name: kind.styles for kind in single.kinds}
+    assert len([*tmp_path.glob("split-*.json")]) == 2
+
+
+def test_attention_that_drops_entries_is_not_divided_by_tokens_where_it_is_known_that_others_are(
+    tmp_path: Path,
+) -> None:
+    plain_config = split_config("granite") | {"sliding_window": None}
+    plain, dropping = (
+        split_model("granite", plain_config | {"attention_dropout": share}, tmp_path) for share in (0.0, 0.1)
+    )
+    assert not plain.kinds[1].no_cp
+    assert "drops entries" in dropping.kinds[1].no_cp
 
 
 def test_a_plan_that_does_not_say_how_its_model_splits_finds_it() -> None:

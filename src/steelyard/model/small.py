@@ -47,6 +47,12 @@ _EXPANSIONS = (
     ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
 )
 """Of state-space layers: how many times the width their heads take, the number of heads, and the width of one."""
+_NAMES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_NUMBERS = {
+    **{"initializer_range": 0.02, "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5},
+    **{"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
+}
+_FIRST_AND_LAST = ("bos_token_id", "eos_token_id")
 TOKENS = 256
 """Tokens of the vocabulary, and positions."""
 
@@ -99,6 +105,16 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collecti
     last = TOKENS * degree - 1
     found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
     return found
+
+
+def structure_of(small: Mapping[str, Any]) -> dict[str, Any]:
+    """A small config without what changes numbers alone and no operation, so that models of one structure share it."""
+    found = {
+        key: structure_of(value) if isinstance(value, Mapping) else _NUMBERS.get(key, value)
+        for key, value in small.items()
+        if key not in _NAMES
+    }
+    return found | {key: 0 for key, value in small.items() if key in _FIRST_AND_LAST and isinstance(value, int)}
 
 
 def widths_of(config: Mapping[str, Any]) -> set[int]:

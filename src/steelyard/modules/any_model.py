@@ -15,6 +15,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.installed import installed_version, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values
+from steelyard.model.packaged import packaged_split
 from steelyard.model.read import FINDERS, chain_from_config, config_hash, load_config
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.cache import default_folder, digest, keep
@@ -44,30 +45,50 @@ def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         return None
-    require_training(f"a model of type {model_type!r} is not packaged and has to be split by its structure")
-    if model_type not in _types_of_transformers():
-        return None
     check_values(config)
     return found_once(json.dumps(dict(config)), default_folder())
 
 
 @cache
-def found_once(content: str, folder: Path) -> ModelSplit:
+def found_once(content: str, folder: Path) -> ModelSplit | None:
     """How the model of a config, as JSON, splits: as remembered, as kept in a folder, or found and kept there."""
     config = json.loads(content)
-    version = installed_version("transformers")
-    key = {"config": config_hash(config), "split": SPLIT_VERSION, "transformers": version}
-    path = folder / f"split-{digest(key)}.json"
-    if path.is_file():
-        try:
-            return parse_file(path, ModelSplit, InvalidProfileError, what="split")
-        except InvalidProfileError as error:
-            _logger.warning("split again, since the cached split cannot be read: %s", error)
+    known = kept_split(config_hash(config), folder)
+    if known is not None:
+        return known
+    model_type = config["model_type"]
+    require_training(f"a model of type {model_type!r} is not packaged and has to be split by its structure")
+    if model_type not in _types_of_transformers():
+        return None
     from steelyard.modules.split_proof import split_model
 
-    split = split_model(config["model_type"], config)
-    keep(path, split.model_dump_json())
+    split = split_model(model_type, config, folder)
+    keep_split(config_hash(config), split, folder)
     return split
+
+
+def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
+    """How the model of a config splits, or a small model, as comes in the package or is kept in a folder."""
+    packaged = packaged_split(config_hash)
+    path = packaged is None and folder and _path(config_hash, folder)
+    if not path or not path.is_file():
+        return packaged
+    try:
+        return parse_file(path, ModelSplit, InvalidProfileError, what="split")
+    except InvalidProfileError as error:
+        _logger.warning("split again, since the cached split cannot be read: %s", error)
+        return None
+
+
+def keep_split(config_hash: str, split: ModelSplit, folder: Path | None) -> None:
+    """Keeps how a model splits in a folder, where there is one."""
+    if folder is not None:
+        keep(_path(config_hash, folder), split.model_dump_json())
+
+
+def _path(config_hash: str, folder: Path) -> Path:
+    version = installed_version("transformers")
+    return folder / f"split-{digest({'config': config_hash, 'split': SPLIT_VERSION, 'transformers': version})}.json"
 
 
 def _types_of_transformers() -> Collection[str]:

@@ -7,11 +7,11 @@ is proved likewise (`steelyard.modules.split_tp`).
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS
-from steelyard.model.read import chain_from_config
-from steelyard.model.small import small_config, widths_of
+from steelyard.model.read import chain_from_config, config_hash
+from steelyard.model.small import small_config, structure_of, widths_of
 from steelyard.model.split import ModelSplit
+from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.holes import forward_options, reads
@@ -36,78 +37,124 @@ from steelyard.modules.split_tp import (
     divided_kinds,
     divided_sizes,
     no_context_parallelism,
+    no_cp,
     parameters_by_path,
     pieces_of,
     shares_heads,
 )
 from steelyard.modules.splitting import Found, find_split
+from steelyard.plan.shrink import config_of_blocks
 
 _LENGTHS = (16, 24)
 _KEY_VALUE_HEADS = "num_key_value_heads"
+_KEEPS_RESULTS = "all that blocks return flows along"
+"""Entry of the identity of a small model."""
 _SAMPLES = 2
 TOLERANCE = 1e-4
 """Largest difference of a logit or gradient, as a share of the largest entry of its tensor."""
 
 
-def split_model(model_type: str, config: Mapping[str, Any]) -> ModelSplit:
-    """How the model of a config.json splits, proved at small width; raises `InvalidModelError` where it does not."""
+def split_model(model_type: str, config: Mapping[str, Any], folder: Path | None = None) -> ModelSplit:
+    """How the model of a config.json splits, proved at small width; raises `InvalidModelError` where it does not.
+
+    What is proved of a small model holds for every model whose structure it has; it is kept in ``folder``.
+    """
     full = read_hub_config(model_type, config)
-    found, small = find_split(full), _small(model_type, full)
+    found = find_split(full)
     try:
-        return _proved(found, small)
+        return _proved(found, folder)
     except InvalidModelError:
         handing_on = find_split(full, keeps_results=True)
         if all(each.result is None for each in handing_on.split.streams):
             raise
-        return _proved(handing_on, find_split(small.config, keeps_results=True))
+        return _proved(handing_on, folder, keeps_results=True)
 
 
-def _small(model_type: str, full: PreTrainedConfig) -> Found:
-    """The split of a small model; where its sizes do not go together, whatever is a width of the full is made small."""
-    given = full.to_dict()
-    plain, wide = (without_dropout(small_config(given, widths=each)) for each in ((), widths_of(given)))
-    try:
-        return find_split(read_hub_config(model_type, plain))
-    except InvalidModelError:
-        with suppress(InvalidModelError):
-            return find_split(read_hub_config(model_type, wide))
-        raise
+def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -> ModelSplit:
+    """The split of a model, with what is proved of the first small model that splits like it."""
+    wrong: InvalidModelError | None = None
+    for config, layers in small_models(found):
+        expected = _parts(found.split.with_layers(layers))
+        name = config_hash({**config, _KEEPS_RESULTS: keeps_results})
+        known = kept_split(name, folder)
+        if known is not None and _parts(known) == expected:
+            return _with_proof(found, known)
+        try:
+            small = find_split(read_hub_config(found.split.model_type, config), keeps_results=keeps_results)
+        except InvalidModelError as error:
+            wrong = wrong or error
+            continue
+        if _parts(small.split) == expected:
+            proved = _prove(small)
+            keep_split(name, proved, folder)
+            return _with_proof(found, proved)
+        wrong = wrong or _not_exact(found.split, "at small width, where it is proved, it splits otherwise")
+    assert wrong is not None, "there is a small model of every model"
+    raise wrong
 
 
-def _proved(found: Found, small: Found) -> ModelSplit:
-    """The split of a model, of which that of a small one is proved."""
-    model_type, small_width = found.config.model_type, small.config.to_dict()
-    if _parts(found.split) != _parts(small.split):
-        raise _not_exact(found.split, "at small width, where it is proved, it splits otherwise")
-    proofs, options = _first_proof(small)
-    small = replace(small, split=small.split.model_copy(update=options))
-    divided = divided_kinds(small.model, small.split, small.keywords, proofs)
-    one_head = _proof_of_one_head(model_type, small_width, small.split, training=proofs.model.training)
-    no_cp = no_context_parallelism(found.model, found.split, proofs)
+def small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Configs of small models that may split like a model, and the layers of it that they have.
+
+    First one with two blocks of each kind, where the config says how; then with all of them; then where whatever is a
+    width of the full model is made small.
+    """
+    given = json.loads(found.config.to_json_string(use_diff=False))
+    plain, wide = (structure_of(without_dropout(small_config(given, widths=each))) for each in ((), widths_of(given)))
+    chain = chain_from_config(given, name=found.split.model_type, split=found.split)
+    few = _first_two_of_each(chain)
+    blocks = config_of_blocks(chain, few)
+    if blocks is not None:
+        yield {**plain, **{key: value for key, value in blocks.items() if key != "sliding_window"}}, few
+    for config in (plain, wide):
+        yield config, list(range(chain.num_layers))
+
+
+def _with_proof(found: Found, small: ModelSplit) -> ModelSplit:
+    """The split of a model with what is proved of a small one, and the sizes that its own degrees divide."""
     kinds = tuple(
         kind.model_copy(
             update={
                 "styles": proved.styles,
                 "no_tp": proved.no_tp,
                 "no_sp": proved.no_sp,
-                "no_cp": no_cp[kind.name],
-                "tp_shares": (KV_HEADS,) if one_head and shares_heads(proved, one_head) else (),
+                "no_cp": no_cp(found.model, found.split, kind) or proved.no_cp,
+                "tp_shares": proved.tp_shares,
                 "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
             }
         )
-        for number, (kind, proved) in enumerate(zip(found.split.kinds, divided, strict=True))
+        for number, (kind, proved) in enumerate(zip(found.split.kinds, small.kinds, strict=True))
     )
+    options = {"sides_by_sample": small.sides_by_sample, "head_sees_shape": small.head_sees_shape}
     return found.split.model_copy(update={**options, "kinds": kinds})
 
 
-def _proof_of_one_head(
-    model_type: str, config: Mapping[str, Any], split: ModelSplit, *, training: bool
-) -> ThreadedProof | None:
+def _prove(small: Found) -> ModelSplit:
+    """The split of a small model, proved, with how its layers divide."""
+    proofs, options = _first_proof(small)
+    small = replace(small, split=small.split.model_copy(update=options))
+    divided = divided_kinds(small.model, small.split, small.keywords, proofs)
+    one_head = _proof_of_one_head(small, training=proofs.model.training)
+    without_cp = no_context_parallelism(small.model, small.split, proofs)
+    kinds = tuple(
+        proved.model_copy(
+            update={
+                "no_cp": without_cp[proved.name],
+                "tp_shares": (KV_HEADS,) if one_head and shares_heads(proved, one_head) else (),
+            }
+        )
+        for proved in divided
+    )
+    return small.split.model_copy(update={"kinds": kinds})
+
+
+def _proof_of_one_head(small: Found, *, training: bool) -> ThreadedProof | None:
     """The proof of a model that has one key-value head for all; None for one whose config gives no number of these."""
+    config, split = small.config.to_dict(), small.split
     if not isinstance(config.get(_KEY_VALUE_HEADS), int):
         return None
     try:
-        found = find_split(read_hub_config(model_type, {**config, _KEY_VALUE_HEADS: 1}))
+        found = find_split(read_hub_config(split.model_type, {**config, _KEY_VALUE_HEADS: 1}))
     except InvalidModelError:
         return None
     options = {name: getattr(split, name) for name in ("sides_by_sample", "head_sees_shape")}
@@ -134,9 +181,11 @@ def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(split: ModelSplit) -> tuple[object, ...]:
+    """What models of one structure split alike in."""
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
+    kinds = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
-    return split.embedding, split.blocks, split.head, split.layers, call, split.encoder, streams
+    return split.embedding, split.blocks, split.head, split.layers, call, split.encoder, streams, kinds
 
 
 def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
@@ -164,7 +213,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
             wrong = f"they raise {type(error).__name__} ({(str(error).splitlines() or [''])[0][:160]})"
         if wrong:
             return None, wrong
-    few = sorted({place for kind in range(len(chain.kinds)) for place in _first_two(chain, kind)})
+    few = _first_two_of_each(chain)
     few = few if _is_chain(chain, few) else list(range(chain.num_layers))
     short = _results(parts, split, _run_pieces(parts, chain, ids, decoder_ids, few), labels)
     parts.zero_grad()
@@ -203,8 +252,10 @@ def _without_parts(module: nn.Module) -> nn.Module:
     return found
 
 
-def _first_two(chain: ModelChain, kind: int) -> list[int]:
-    return [place for place, each in enumerate(chain.layers) if each == kind][:2]
+def _first_two_of_each(chain: ModelChain) -> list[int]:
+    """The first two layers of each kind."""
+    places = range(chain.num_layers)
+    return sorted({place for kind in set(chain.layers) for place in [n for n in places if chain.layers[n] == kind][:2]})
 
 
 def _run_pieces(

@@ -116,14 +116,14 @@ def shares_heads(kind: SplitKind, one_head: "ThreadedProof") -> bool:
 
 def no_context_parallelism(model: PreTrainedModel, split: ModelSplit, proof: "ThreadedProof") -> dict[str, str]:
     """For every kind why ranks may not compute its layers for their own tokens each; empty where that is proved."""
-    known = {kind.name: _no_cp(model, split, kind) for kind in split.kinds}
+    known = {kind.name: no_cp(model, split, kind) for kind in split.kinds}
     tried = [name for name, reason in known.items() if not reason]
     together = proof.by_tokens(tried) if tried else ""
     reasons = {name: proof.by_tokens([name]) for name in tried if together}
     return known | {name: f"not proved: {reason}" for name, reason in reasons.items() if reason}
 
 
-def _no_cp(model: PreTrainedModel, split: ModelSplit, kind: SplitKind) -> str:
+def no_cp(model: PreTrainedModel, split: ModelSplit, kind: SplitKind) -> str:
     """Why no layer of a kind can be under cp; empty where that is to be tried."""
     attends = kind.attention in ("full_attention", "sliding_attention")
     if split.task is not Task.CAUSAL_LM or (kind.role is LayerRole.BLOCK and not attends):

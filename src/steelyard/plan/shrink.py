@@ -47,7 +47,7 @@ def shrunk_plan(plan: Plan) -> Plan:
     degree = _common([each.head_degree for each in plan.strategies])
     expert_degree = _common([each.expert_degree for each in plan.strategies])
     kept = list(_kept_layers(plan, chain))
-    blocks = _config_of_blocks(chain, [layer for part in kept for layer in part])
+    blocks = config_of_blocks(chain, [layer for part in kept for layer in part])
     if blocks is None:
         kept, blocks = [list(part.layers) for part in plan.parts], {}
     small = _small_chain(chain, blocks, [layer for part in kept for layer in part], degree, expert_degree)
@@ -95,7 +95,7 @@ _DENSE_FIRST, _DENSE = "first_k_dense_replace", "mlp_only_layers"
 _SPARSE_STEP = "decoder_sparse_step"
 
 
-def _config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
+def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
     """What the config says of its blocks where only some are kept; None where that is not known of a split model.
 
     Which of them have experts and what they attend to is known where the config says so in one of the usual ways.
