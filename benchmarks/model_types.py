@@ -99,7 +99,7 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
         }
         chain = chain_from_config(config, name=model_type, split=split)
         found["share"] = round(divided_share(chain), 3)
-        trace(chain, seq_len=128, precision="bf16", degrees=(1,))
+        trace(chain, seq_len=max(128, split.multiple), precision="bf16", degrees=(1,))
         found["traced"] = True
     except UserError as error:
         found["reason"] = error.found

@@ -86,6 +86,18 @@ ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Of an encoder and a decoder."""
 
+PADDED_CONFIGS: dict[str, dict[str, Any]] = {
+    "longformer": {
+        **{**_SMALL, **_NO_DROPOUT, "max_position_embeddings": 130},
+        **{"attention_window": 64, "architectures": ["LongformerForMaskedLM"]},
+    },
+    "pegasus_x": {
+        **{**_STACKS, "max_position_embeddings": 128, "block_size": 64, "num_global_tokens": 8},
+        "architectures": ["PegasusXForConditionalGeneration"],
+    },
+}
+"""Of a length that a window divides."""
+
 
 OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
     "dbrx": {
@@ -103,10 +115,19 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         **{**_SMALL, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 1, "head_dim": 16},
         **{"moe_intermediate_size": 32, "layer_types": ["hybrid"] * 3},
     },
+    "albert": {**_SMALL, **_NO_DROPOUT, "embedding_size": 32, "architectures": ["AlbertForMaskedLM"]},
+    "squeezebert": {
+        **{**_SMALL, **_NO_DROPOUT, "embedding_size": 64, "architectures": ["SqueezeBertForMaskedLM"]},
+    },
+    "ibert": {**_SMALL, **_NO_DROPOUT, "architectures": ["IBertForMaskedLM"]},
+    "neomme": {
+        **{**_SMALL, "num_hidden_layers": 3, "embedding_rank": 32, "head_dim": 16, "patch_size": 4},
+        **{"sliding_window": 256, "architectures": ["NeoMMEForMaskedLM"]},
+    },
     "minimax": {**_SMALL, **_EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "linear_attention"]},
 }
 """Blocks that ask for values, hold frozen tables, tokens first or two states, and parameters beside blocks."""
-_ALL = SPLIT_CONFIGS | BESIDE_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS | OTHERWISE_CONFIGS
+_ALL = SPLIT_CONFIGS | BESIDE_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS | PADDED_CONFIGS | OTHERWISE_CONFIGS
 
 
 def split_config(model_type: str) -> dict[str, Any]:

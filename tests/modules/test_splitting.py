@@ -403,6 +403,58 @@ def test_blocks_that_are_called_otherwise_split_and_are_traced(model_type: str) 
     assert trace(chain, seq_len=32, precision="bf16", degrees=(1,)).layers
 
 
+def test_a_block_that_the_model_calls_again_and_again_is_as_many_layers_that_share_it() -> None:
+    split = split_of("albert")
+    assert split.layers == (0, 1, 1, 2)
+    groups = "albert.encoder.albert_layer_groups"
+    place = "albert_layers.0.ffn.weight"
+    assert ((1, f"{groups}.0.{place}"), (2, f"{groups}.1.{place}")) in split.shared
+
+
+def test_blocks_whose_forward_is_called_and_that_return_a_mapping_split() -> None:
+    split = split_of("squeezebert")
+    assert (split.call.result, split.call.order, split.layers) == ("feature_map", (0, 2, 1), (0, 1, 1, 2))
+
+
+@pytest.mark.slow
+def test_modules_that_return_a_scale_for_quantization_have_holes_that_do() -> None:
+    assert split_of("ibert").layers == (0, 1, 1, 2)
+
+
+@pytest.mark.slow
+def test_blocks_with_equal_masks_of_their_own_are_of_one_kind_and_windows_stay_unlike_at_small_width() -> None:
+    assert split_of("neomme").layers == (0, 1, 2, 3, 4)
+    config = {"sliding_window": 256, "per_layer_config": {"1": {"sliding_window": 1024}}}
+    small = small_config(config)
+    assert (small["sliding_window"], small["per_layer_config"]["1"]["sliding_window"]) == (16, 64)
+
+
+def test_a_tied_matrix_that_the_head_reads_without_a_call_is_the_heads() -> None:
+    split = find_split(read_hub_config("neomme", split_config("neomme"))).split
+    assert split.head == ("lm_head", "unembedding_projection")
+
+
+def test_samples_of_a_model_that_pads_them_have_a_length_that_needs_none() -> None:
+    split = split_of("longformer")
+    assert split.multiple == 64
+    chain = chain_from_config(split_config("longformer"), name="l", split=split)
+    chain.check_seq_len(128)
+    with pytest.raises(InvalidModelError, match=r"(?s)multiple of 64.*--seq-len 128"):
+        chain.check_seq_len(65)
+    small = small_config(split_config("longformer"))
+    assert split.resized(split_config("longformer"), small, 1).multiple == small["attention_window"] == 32
+
+
+@pytest.mark.slow
+def test_a_second_state_flows_from_each_block_of_an_encoder_to_the_next() -> None:
+    split = split_of("pegasus_x")
+    assert [(each.maker, each.readers, each.shape) for each in split.streams] == [
+        (0, (1,), (8, 64)),
+        (1, (2,), (8, 64)),
+    ]
+    assert split.places(3, 2) == (None, ())
+
+
 def test_blocks_that_ask_how_many_tokens_an_expert_has_are_known() -> None:
     assert split_of("dbrx").asks_for_values
     assert not split_of("cohere2").asks_for_values

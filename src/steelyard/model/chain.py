@@ -216,6 +216,9 @@ class ModelChain:
             expected, hint = f"{longest}, the patches of an image", f"give --seq-len {longest}"
         elif self.layout.learned_positions and seq_len > longest:
             expected, hint = f"{longest} or less, the positions that the model knows", "give a shorter --seq-len"
+        elif self.split is not None and seq_len % self.split.multiple:
+            expected = f"a multiple of {self.split.multiple}, to which the model pads what it reads"
+            hint = f"give --seq-len {-(-seq_len // self.split.multiple) * self.split.multiple}"
         else:
             return
         raise InvalidModelError(field="seq_len", found=f"{seq_len} for {self.name}", expected=expected, hint=hint)

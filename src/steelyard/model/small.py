@@ -39,7 +39,9 @@ _FFN_KEYS = (
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
 _TOKEN_KEYS = ("vocab_size", "vocab_size_per_layer_input", "max_position_embeddings", "n_positions")
-_WINDOW_KEYS = ("sliding_window", "attention_window")
+_WINDOW_KEYS = ("sliding_window",)
+_PADDED_KEYS = ("attention_window", "block_size")
+"""Tokens to a multiple of which models pad their samples."""
 _EXPANSIONS = (
     ("expand", "num_heads", "head_dim"),
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
@@ -55,6 +57,8 @@ _NUMBERS = {
 _FIRST_AND_LAST = ("bos_token_id", "eos_token_id")
 TOKENS = 256
 """Tokens of the vocabulary, and positions."""
+PADDED_TO = 2 * _HEAD_DIM
+"""Tokens to a multiple of which small models pad their samples, where others do."""
 
 
 def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collection[int] = ()) -> dict[str, Any]:
@@ -79,10 +83,12 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collecti
         **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_num_shared_experts", "n_shared_experts"), 1),
         **dict.fromkeys(_TOKEN_KEYS, TOKENS * degree),
         **dict.fromkeys(_WINDOW_KEYS, _HEAD_DIM),
+        **dict.fromkeys(_PADDED_KEYS, PADDED_TO),
     }
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
     found |= {key: value for key, value in sizes.items() if given.get(key)}  # what is of size 0 is not there
     found |= {key: _in_ratio(config[key], heads) for key in _HEAD_KEYS if isinstance(config.get(key), list)}
+    found |= {key: [PADDED_TO] * len(config[key]) for key in _PADDED_KEYS if isinstance(config.get(key), list)}
     hidden = given.get("hidden_size")
     found |= {key: width // 2 for key in _PROJECTED_KEYS if key in given and hidden not in (None, given[key])}
     abreast = given.get("attention_hidden_size", 0) // (hidden or 1)
@@ -100,7 +106,8 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collecti
     found |= {key: small_config(value, degree=degree, widths=widths) for key, value in parts.items()}
     if layers:
         found["per_layer_config"] = {
-            key: small_config(value, degree=degree, widths=widths) for key, value in layers.items()
+            key: small_config(value, degree=degree, widths=widths) | _windows_in_ratio(value, given)
+            for key, value in layers.items()
         }
     last = TOKENS * degree - 1
     found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
@@ -142,6 +149,12 @@ def is_part(key: str, value: Mapping[str, Any]) -> bool:
 def _in_ratio(by_stage: list[int], heads: int) -> list[int]:
     """Heads of stages that grow as those given do, the first with so many."""
     return [max(1, each * heads // by_stage[0]) for each in by_stage]
+
+
+def _windows_in_ratio(layer: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, int]:
+    """Of a layer the windows that are longer than the model's, as many times as long."""
+    both = (key for key in _WINDOW_KEYS if isinstance(layer.get(key), int) and given.get(key))
+    return {key: _HEAD_DIM * max(1, layer[key] // given[key]) for key in both}
 
 
 def _heads_of(given: Mapping[str, int], key: str, degree: int) -> int:

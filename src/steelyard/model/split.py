@@ -7,6 +7,7 @@ own forward pass with holes, and blocks are called as the model calls them (`ste
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from math import prod
 from typing import Annotated, Any
 
@@ -14,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.model.families.t5 import share_bias
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
-from steelyard.model.small import WIDTH_KEYS, sizes_of
+from steelyard.model.small import PADDED_TO, WIDTH_KEYS, sizes_of
 
-SPLIT_VERSION = 4
+SPLIT_VERSION = 5
 """Raised whenever models are split differently."""
 
 
@@ -30,7 +31,33 @@ def _keep_all_tokens(model: Any) -> None:
             module._maybe_slice_kv_shared_inputs = lambda *given, **_: given[:4]
 
 
+def _repeat_groups(model: Any) -> None:
+    """Gives every layer a place of its own in the list of groups, with the weights of the group that it shares.
+
+    The model calls each group for several layers one after another.
+    """
+    stack = model.albert.encoder
+    groups, number = stack.albert_layer_groups, stack.config.num_hidden_layers
+    if len(groups) == number:
+        return
+    own = {id(each): each for each in groups.modules() if not [*each.children()]}  # which all copies hold
+    of_layers = [groups[layer * len(groups) // number] for layer in range(number)]
+    stack.albert_layer_groups = type(groups)(deepcopy(group, dict(own)) for group in of_layers)
+    stack.config = copy(stack.config)
+    stack.config.num_hidden_groups = number
+
+
+def _collect_no_ranges(model: Any) -> None:
+    """Has activations that are not quantized collect no ranges for it, which they do by values that steer the flow."""
+    for module in model.modules():
+        if hasattr(module, "act_range_momentum"):
+            module.training = False
+            module.train = lambda _mode=True: None
+
+
 PREPARES: Mapping[str, Callable[[Any], None]] = {
+    "albert": _repeat_groups,
+    "ibert": _collect_no_ranges,
     **dict.fromkeys(("longt5", "mt5", "switch_transformers", "t5"), share_bias),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),
 }
@@ -83,8 +110,8 @@ class BlockCall(_Part):
 
     argument: int | str = 0
     """Place or name of the hidden state among the arguments."""
-    result: int | None = None
-    """Place of the hidden state in what is returned; None where it is all."""
+    result: int | str | None = None
+    """Place or name of the hidden state in what is returned; None where it is all."""
     num_results: int | None = None
     """How many things are returned; None where it is the hidden state alone."""
     number: int | str | None = None
@@ -123,6 +150,8 @@ class BlockCall(_Part):
     def returned(self, hidden: Tensor) -> Any:
         """The hidden state in the form in which blocks return it."""
         hidden = self._ordered(hidden)
+        if isinstance(self.result, str):
+            return {self.result: hidden}
         return hidden if self.result is None else _with((None,) * (self.num_results or 1), self.result, hidden)
 
     def result_of(self, outputs: Any) -> Tensor:
@@ -230,6 +259,8 @@ class ModelSplit(_Part):
     hidden_size: Count
     vocab_size: Count
     max_seq_len: Count
+    multiple: Count = 1
+    """What divides the length of every sequence, to a multiple of which the model would pad it."""
     learned_positions: bool
     rotary_size: int
     rotary_by_attention: bool
@@ -293,11 +324,14 @@ class ModelSplit(_Part):
         """The streams that flow out of a layer beside its hidden state: those that layers behind it read."""
         return tuple(n for n, each in enumerate(self.streams) if each.maker <= layer < max(each.readers))
 
-    def places(self, layer: int, before: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def places(self, layer: int, before: int) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
         """The places of what a layer reads in what flows out of the layer ``before``, and of what flows on.
 
-        What it makes itself beside its hidden state stands behind that.
+        What it makes itself beside its hidden state stands behind that. None where it reads all: a decoder behind an
+        encoder whose blocks hand on more than one state.
         """
+        if self.between and layer >= self.between:
+            return None, ()
         known = (*self.past(before), *self.made_by(layer))
         read, past = self.read_by(layer), self.past(layer)
         return (0, *(1 + known.index(number) for number in read)), tuple(1 + known.index(number) for number in past)
@@ -335,7 +369,8 @@ class ModelSplit(_Part):
         streams = tuple(each.resized(known) for each in self.streams)
         call = self.call.model_copy(update={"inner": tuple(known.get(size, size) for size in self.call.inner)})
         width = prod(call.inner) if call.inner else width
-        sizes = {"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds, "streams": streams, "call": call}
+        sizes: dict[str, object] = {"multiple": min(self.multiple, PADDED_TO)}
+        sizes |= {"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds, "streams": streams, "call": call}
         return self.model_copy(update=sizes)
 
     def layout(self) -> Layout:

@@ -450,7 +450,7 @@ class _Hole(nn.Module):
         kept = {name: value for name, value in vars(module).items() if name not in vars(self)}
         self.__dict__.update(kept)
         self._modules = dict(module._modules)
-        self._width = _width(module)
+        self._width, self._is_quantized = _width(module), hasattr(module, "quant_mode")  # which returns a scale, too
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._module = _Whole(module)
         self.__dict__.update({name: None for name, each in module._parameters.items() if each is None})
@@ -459,8 +459,8 @@ class _Hole(nn.Module):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
         given = next((each for each in (*arguments, *named.values()) if isinstance(each, Tensor)), None)
-        if given is None:
-            return self._of_sizes(*arguments, **named)
+        if given is None or self._is_quantized:
+            return self._as_made(*arguments, **named)
         if self._width is None:
             return given
         is_hidden = given.is_floating_point() and (given.ndim > 2 or not self._is_table)  # [B, S] of any type are ids
@@ -492,8 +492,8 @@ class _Hole(nn.Module):
             return torch.empty((0,), dtype=parameter.dtype)
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(parameter.shape)
 
-    def _of_sizes(self, *arguments: Any, **named: Any) -> Any:
-        """What the module makes of sizes alone, as tables of positions do: blanks are its parameters."""
+    def _as_made(self, *arguments: Any, **named: Any) -> Any:
+        """What the module makes with blanks as its parameters: tables of positions of sizes alone."""
         module = copy.copy(self._module.model)
         module._parameters = {n: None if each is None else self._blank(each) for n, each in module._parameters.items()}
         return module(*arguments, **named)

@@ -123,6 +123,15 @@ def _known(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu() if has_values(tensor) else tensor._known()
 
 
+def values_of(tensor: Tensor) -> tuple[Any, ...] | None:
+    """The shape and values of a tensor without values of which these are known; None for any other."""
+    value = getattr(tensor, "_known", None)
+    if value is None:
+        return None
+    found = value()
+    return (*found.shape, *found.flatten().tolist())
+
+
 def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
     """What computes the result from known values when it is first asked for."""
     known: list[Any] = []

@@ -199,7 +199,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     whole.tie_weights()
     parts = copy.deepcopy(whole)
     prepare_model(parts, chain)
-    for seed, length in enumerate(_LENGTHS):
+    for seed, length in enumerate(_LENGTHS if split.multiple == 1 else (split.multiple, 2 * split.multiple)):
         ids, labels = _samples(chain, whole.config, length, seed)
         decoder_ids = decoder_inputs(labels, whole.config) if split.encoder else None
         with_decoder = {} if decoder_ids is None else {"decoder_input_ids": decoder_ids}

@@ -17,7 +17,9 @@ import linecache
 import traceback
 from collections import UserDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -44,7 +46,7 @@ from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, one_sequence_each, reads
-from steelyard.modules.known_values import plain_token, without_values
+from steelyard.modules.known_values import plain_token, values_of, without_values
 from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS, _LONGER = 2, 16, 24
@@ -80,6 +82,11 @@ class Recording:
     """What every module called is given by name."""
     asks_for_values: bool
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of each sample."""
+        return self.samples.shape[1]
+
     def entering(self, encoded: object) -> dict[str, str | None]:
         """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
         found = dict(self.keywords)
@@ -110,6 +117,10 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     PREPARES.get(config.model_type, leave_as_it_is)(model)
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     seen = _record(model, config, task, image)
+    (_, *sizes) = _first_state(seen).shape
+    if not image and _TOKENS not in sizes and (padded := sizes[0]) > _TOKENS:
+        of_padded = _record(model, config, task, image, padded)
+        seen = of_padded if _first_state(of_padded).shape[1] == padded else seen
     options = {"fused_attention": fused_attention, "keeps_results": keeps_results}
     split = _split_of(model, seen, config, task, image, **options)
     keywords = seen.keywords
@@ -117,6 +128,12 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
         first = seen.chains[split.blocks][0]
         keywords = seen.entering(_argument(first, split.encoder.encoded))
     return Found(split=split, config=config, model=model, keywords=keywords)
+
+
+def _first_state(seen: Recording) -> Tensor:
+    """What the first block is given first."""
+    (first, *_) = next(iter(seen.chains.values()))
+    return next(each for each in (*first.places, *first.names.values()) if isinstance(each, Tensor))
 
 
 def _split_of(
@@ -129,7 +146,7 @@ def _split_of(
     fused_attention: bool,
     keeps_results: bool,
 ) -> ModelSplit:
-    calls = {path: _block_call(each, config, image) for path, each in seen.chains.items()}
+    calls = {path: _block_call(each, config, image, seen.tokens) for path, each in seen.chains.items()}
     blocks = list(seen.chains)[-1]
     call, last = calls[blocks], seen.chains[blocks]
     firsts = next(iter(seen.chains.values()))
@@ -139,12 +156,14 @@ def _split_of(
     if between:
         first = next(iter(seen.chains))
         encoded = _encoded(last, call, config)
-        order, _ = _order(_argument(last[0], encoded), config)
+        order, _ = _order(_argument(last[0], encoded), config, seen.tokens)
         encoder = SplitEncoder(blocks=first, call=calls[first], between=between[0], encoded=encoded, order=order)
-    streams = [] if encoder or image else list(_streams(last, call, keeps_results=keeps_results))
+    first_list, before_between = next(iter(calls.items())), next(iter(seen.chains.values()))
+    streams = [] if image else list(_streams(before_between, first_list[1], keeps_results=keeps_results))
     if streams:
-        longer = _record(model, config, task, image, _LONGER).chains[blocks]
-        streams = [_of_tokens(each, last, longer, config) for each in streams]
+        more = seen.tokens + (_LONGER - _TOKENS if seen.tokens == _TOKENS else seen.tokens)
+        longer = _record(model, config, task, image, more).chains[first_list[0]]
+        streams = [_of_tokens(each, before_between, longer, (seen.tokens, more), config) for each in streams]
     hidden = [next(iter(calls.values())).hidden((firsts[0].places, firsts[0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
     shapes = [tuple(each.shape[1:]) if image else () for each in hidden]
@@ -158,8 +177,9 @@ def _split_of(
         given = {each.argument, each.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules = list(model.get_submodule(path).children())
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
+        own_streams = streams if path == first_list[0] else []
         beside = [
-            [one for one in streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
+            [one for one in own_streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
         ]
         keys = [
             _key(modules[place], one, given, beside[place], passed, place, config)
@@ -212,6 +232,7 @@ def _split_of(
         hidden_size=width_of(shapes[0]) if image else hidden[0].shape[-1],
         vocab_size=seen.logits.shape[-1],
         max_seq_len=positions,
+        multiple=1 if image or seen.tokens == _TOKENS else seen.tokens,
         image=image,
         learned_positions=not image and _has_table(model, ends[0], positions),
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
@@ -337,6 +358,7 @@ def _record(
             torch.device("meta"),
             without_values([samples], plain_token(config)) as known,
             CalledModules(model) as modules,
+            _called_with_hooks(place_of),
         ):
             outputs = model(**{reads(image): samples}, **with_decoder, **forward_options(model))
     except Exception as error:
@@ -373,6 +395,29 @@ def _record(
     )
 
 
+@contextmanager
+def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
+    """Within it blocks are called with their hooks, though a model calls their ``forward`` itself."""
+
+    called: set[nn.Module] = set()
+
+    def forward(block: nn.Module, *places: Any, **names: Any) -> Any:
+        return type(block).forward(block, *places, **names) if block in called else block(*places, **names)
+
+    plain = [block for block in blocks if "forward" not in vars(block)]
+    handles = [each.register_forward_pre_hook(lambda module, _given: called.add(module)) for each in plain]
+    handles += [each.register_forward_hook(lambda module, *_: called.discard(module)) for each in plain]
+    for block in plain:
+        block.forward = partial(forward, block)
+    try:
+        yield
+    finally:
+        for block in plain:
+            del block.forward
+        for handle in handles:
+            handle.remove()
+
+
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The lists of modules that lie in no other of their type, by their path; those with the most parameters first.
 
@@ -391,11 +436,13 @@ def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) 
     return {path: found[path] for path in sorted(found, key=lambda path: -size[path])}
 
 
-def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, image: object) -> BlockCall:
+def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, image: object, tokens: int) -> BlockCall:
     """Where the result of a block goes into the next; the same for all."""
     first = calls[0].outputs
     if isinstance(first, Tensor):
-        candidates: list[tuple[int | None, int | None]] = [(None, None)]
+        candidates: list[tuple[int | str | None, int | None]] = [(None, None)]
+    elif isinstance(first, dict):
+        candidates = [(name, len(first)) for name, each in first.items() if isinstance(each, Tensor)]
     elif isinstance(first, tuple | list):
         candidates = [(place, len(first)) for place, each in enumerate(first) if isinstance(each, Tensor)]
     else:
@@ -412,7 +459,7 @@ def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, image: object)
             arguments = {0} if calls[0].places else {"hidden_states"}
         if len(arguments) == 1:
             argument = arguments.pop()
-            order, inner = ((), ()) if image else _order(_argument(calls[0], argument), config)
+            order, inner = ((), ()) if image else _order(_argument(calls[0], argument), config, tokens)
             number = _number(calls)
             return BlockCall(
                 argument=argument, result=result, num_results=count, number=number, order=order, inner=inner
@@ -424,16 +471,16 @@ def _argument(call: _Call, name: int | str) -> Tensor:
     return call.names[name] if isinstance(name, str) else call.places[name]
 
 
-def _order(state: Tensor, config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _order(state: Tensor, config: PreTrainedConfig, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims of a hidden state that are samples and tokens, and the others, where these come first; the sizes of all
     others, where they are several.
     """
     sizes = list(state.shape)
-    if state.ndim == 3 and sizes[:2] == [_SAMPLES, _TOKENS]:
+    if state.ndim == 3 and sizes[:2] == [_SAMPLES, tokens]:
         return (), ()
-    if sizes.count(_SAMPLES) != 1 or sizes.count(_TOKENS) != 1:
-        raise _refused(config, f"a hidden state of {sizes} for {_SAMPLES} samples of {_TOKENS} tokens")
-    first = [sizes.index(_SAMPLES), sizes.index(_TOKENS)]
+    if sizes.count(_SAMPLES) != 1 or sizes.count(tokens) != 1:
+        raise _refused(config, f"a hidden state of {sizes} for {_SAMPLES} samples of {tokens} tokens")
+    first = [sizes.index(_SAMPLES), sizes.index(tokens)]
     rest = [dim for dim in range(state.ndim) if dim not in first]
     order = (*first, *rest)
     inner = tuple(sizes[dim] for dim in rest) if len(rest) > 1 else ()
@@ -522,14 +569,16 @@ def _streams(calls: Sequence[_Call], how: BlockCall, *, keeps_results: bool) -> 
 
 
 def _of_tokens(
-    stream: SplitStream, calls: Sequence[_Call], longer: Sequence[_Call], config: PreTrainedConfig
+    stream: SplitStream,
+    calls: Sequence[_Call],
+    longer: Sequence[_Call],
+    tokens: tuple[int, int],
+    config: PreTrainedConfig,
 ) -> SplitStream:
     """The stream with 0 in the place of the dims that are tokens, as calls with more tokens show."""
     seen = [dict(_given(each[stream.readers[0] - 1])) for each in (calls, longer)]
     samples, *sizes = zip(*(each[stream.argument, stream.entry].shape for each in seen), strict=True)
-    if samples != (_SAMPLES, _SAMPLES) or any(
-        one != other and (one, other) != (_TOKENS, _LONGER) for one, other in sizes
-    ):
+    if samples != (_SAMPLES, _SAMPLES) or any(one != other and (one, other) != tokens for one, other in sizes):
         raise _refused(config, f"blocks that are given {stream.argument}, of another length than the samples are")
     return stream.model_copy(update={"shape": tuple(one if one == other else 0 for one, other in sizes)})
 
@@ -551,17 +600,25 @@ def _ends(
         spans.append((inside[0], inside[-1]))
     held = {id(each) for path in outside if path in seen.called for each in _parameters(model, path)}
     ends: list[list[str]] = [[] for _ in range(len(spans) + 1)]
+    tied: list[str] = []
     holders = [path for path in outside if any(_below(blocks, path) for blocks in seen.chains) or not path]
     if "" in holders:
         raise _refused(config, "parameters of the model itself, which holds the blocks")
     for path in (path for path in outside if path not in holders):
         if path not in seen.called and held.issuperset(map(id, _parameters(model, path))):
+            tied.append(path)
             continue
         when = _calls(seen, path)
         where = {sum(last < place for _, last in spans) for place in when}
         if any(first < place < last for first, last in spans for place in when) or len(where) > 1:
             raise _refused(config, f"{path}, which is called between blocks")
         ends[where.pop()].append(_at_rest(seen, path))
+    in_head = {id(each) for path in ends[-1] for each in model.get_submodule(path).parameters()}
+    leaving = pytree.tree_leaves(list(seen.chains.values())[-1][-1].outputs)
+    for path in tied:
+        own = _parameters(model, path)
+        if in_head.isdisjoint(map(id, own)) and _depends(seen.logits, own, leaving):
+            ends[-1].append(path)
     if not all(ends):
         raise _refused(config, f"no parameters {'before' if ends[-1] else 'behind'} its blocks")
     found = [_outermost(each) for each in ends]
@@ -572,9 +629,10 @@ def _ends(
     return found, tuple(holders)
 
 
-def _depends(result: Tensor, parameters: Collection[nn.Parameter]) -> bool:
-    """Whether a tensor was made of one of these parameters."""
-    wanted, seen, left = {id(each) for each in parameters}, set(), [result.grad_fn]
+def _depends(result: Tensor, parameters: Collection[nn.Parameter], leaving: Collection[object] = ()) -> bool:
+    """Whether a tensor was made of one of these parameters, other than by way of what is ``leaving`` the blocks."""
+    wanted, left = {id(each) for each in parameters}, [result.grad_fn]
+    seen = {each.grad_fn for each in leaving if isinstance(each, Tensor)} - {None}
     while left:
         node = left.pop()
         if node is None or node in seen:
@@ -647,7 +705,7 @@ def _key(
                     continue
                 if leaf.requires_grad:
                     raise _refused(config, f"blocks that are given {name}, which depends on parameters")
-                given.append((name, id(leaf)))
+                given.append((name, values_of(leaf) or id(leaf)))
             else:
                 given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))
     given += [(each.argument, each.entry, each.result, each.maker == block + 1, each.shape) for each in streams]

@@ -61,6 +61,7 @@ def shrunk_plan(plan: Plan) -> Plan:
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
     degree = _common(2 * each.token_degree * each.tensor_degree for each in plan.strategies)
+    degree = _common([degree, small.split.multiple if small.split else 1])
     return Plan(
         model=PlanModel(name=chain.name, config=config, split=small.split),
         cluster=plan.cluster,
