@@ -17,7 +17,7 @@ from steelyard.model.families.t5 import share_bias
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, sizes_of
 
-SPLIT_VERSION = 5
+SPLIT_VERSION = 4
 """Raised whenever models are split differently."""
 
 
