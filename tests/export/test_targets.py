@@ -260,6 +260,19 @@ def test_megatron_drops_out_what_the_model_does(given: dict[str, float], expecte
     assert (flags["--attention-dropout"], flags["--hidden-dropout"]) == expected
 
 
+@pytest.mark.parametrize(("asked", "balancing", "coefficient"), [(True, "aux_loss", "0.00125"), (False, "none", None)])
+def test_megatron_balances_experts_where_the_config_asks_for_it(
+    asked: bool, balancing: str, coefficient: str | None
+) -> None:
+    config = dict(load_model("mixtral-8x7b").config) | {"output_router_logits": asked}
+    plan = uniform("dp8", devices=8, model="mixtral-8x7b")
+    plan = plan.model_copy(update={"model": PlanModel(name="x", config=config)})
+    flags = megatron_flags(plan)
+    assert (flags["--moe-router-load-balancing-type"], flags.get("--moe-aux-loss-coeff")) == (balancing, coefficient)
+    assert ("samples by themselves" in text_of(plan, "megatron", ".sh")) is asked
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
+
+
 def test_megatron_leaves_sharded_parameters_to_its_other_target() -> None:
     assert any("--to megatron-fsdp" in reason for reason in unsupported(FSDP, TARGETS["megatron"].capabilities))
     assert unsupported(FSDP, TARGETS["megatron-fsdp"].capabilities) == ()

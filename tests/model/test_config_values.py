@@ -50,10 +50,17 @@ def test_more_experts_of_a_token_than_there_are_is_named(name: str, experts: int
         check_values(config(name, num_experts_per_tok=experts + change))
 
 
-def test_an_auxiliary_loss_of_routers_is_refused_and_not_left_out_in_silence() -> None:
-    chain_from_config(config("mixtral-8x7b", output_router_logits=False), name="without")
-    with pytest.raises(InvalidModelError, match=r"(?s)^output_router_logits: found True.*set this to false"):
-        chain_from_config(config("mixtral-8x7b", output_router_logits=True), name="with")
+@pytest.mark.parametrize(("value", "is_trained"), [(True, True), (False, False), (None, False)])
+def test_the_auxiliary_loss_of_routers_is_trained_where_the_config_asks_for_it(
+    value: bool | None, is_trained: bool
+) -> None:
+    chain = chain_from_config(config("mixtral-8x7b", output_router_logits=value), name="mixtral")
+    assert chain.trains_routers is is_trained
+
+
+def test_what_asks_for_the_loss_of_routers_is_true_or_false() -> None:
+    with pytest.raises(InvalidModelError, match=r"(?s)^output_router_logits: found 1.*true or false, or null"):
+        chain_from_config(config("mixtral-8x7b", output_router_logits=1), name="mixtral")
 
 
 @pytest.mark.parametrize("key", ["dtype", "rope_scaling", "sliding_window"])

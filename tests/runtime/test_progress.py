@@ -61,6 +61,12 @@ def test_the_line_leaves_out_what_is_not_known() -> None:
     assert line == "step 7/9  loss 2.5000  2 images/s  grad norm 0.500"
 
 
+def test_where_routers_are_trained_the_line_says_their_loss_and_the_main_one_apart() -> None:
+    of_both = replace(step(), main_loss=2.25, router_loss=2.5)
+    line = step_metrics(7, of_both, plan_with(None)).line(9, counts_tokens=True)
+    assert line.startswith("step 7/9  loss 2.5000  main 2.2500  routers 2.500  64 tokens/s  ")
+
+
 def report(options: TrainOptions, num_done: int = 0) -> None:
     assert list(reported(iter([step(2.5), step(2.25)]), plan_with(0.4), options, num_done=num_done)) != []
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steelyard.modules import data_parallel, replicated
+from steelyard.modules import data_parallel, replicated, router_loss
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
 from steelyard.processes.group import quiet_notices
@@ -53,7 +53,9 @@ def write_references(folder: Path, cases: Cases) -> None:
 
 def reference_file(plan: Plan) -> str:
     """Where the single process writes what it found for the model and batch of a plan."""
-    return f"{plan.chain().config_hash}-{plan.global_batch}-{plan.seq_len}.pt"
+    chain = plan.chain()
+    microbatches = f"-in-{plan.num_microbatches}" if chain.trains_routers else ""
+    return f"{chain.config_hash}-{plan.global_batch}{microbatches}-{plan.seq_len}.pt"
 
 
 def run_case(case: Case, reference: Reference) -> dict[str, Any]:
@@ -86,6 +88,9 @@ def planted(fault: str | None) -> Iterator[None]:
         "mean": lambda: mock.patch.object(replicated, "dist", SimpleNamespace(all_reduce=mean, Work=dist.Work)),
         "same samples": lambda: mock.patch.object(parallel_model, "data_index", return_value=0),
         "no replica sum": lambda: mock.patch.object(sharding, "_state_mesh", nothing_to_replicate),
+        "routers alone": lambda: mock.patch.object(
+            router_loss, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None)
+        ),
         "untied": lambda: mock.patch.object(parallel_model, "find_shared_gradients", return_value=[]),
     }
     with patches[fault]():

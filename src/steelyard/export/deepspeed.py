@@ -82,4 +82,5 @@ TARGET = Target(
     capabilities=MEANS,
     write=_write,
     execution=DEEPSPEED,
+    routers="the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves",
 )

@@ -172,6 +172,7 @@ ACCELERATE = Target(
     capabilities=ACCELERATE_MEANS,
     write=_write_accelerate,
     execution=RUN_BY_ACCELERATE,
+    routers="the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves",
 )
 TRANSFORMERS = Target(
     name="transformers",
@@ -180,4 +181,5 @@ TRANSFORMERS = Target(
     capabilities=TRANSFORMERS_MEANS,
     write=_write_transformers,
     execution=RUN_BY_TRANSFORMERS,
+    routers="the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves",
 )

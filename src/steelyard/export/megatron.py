@@ -19,6 +19,7 @@ from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
+from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.capabilities import Capabilities, kinds_of
 from steelyard.plan.kinds.ep import DEGREE
 from steelyard.plan.strategy import Remat
@@ -252,23 +253,32 @@ def _qwen3(config: Mapping[str, Any]) -> Flags:
 
 
 def _mixtral(config: Mapping[str, Any]) -> Flags:
-    return [*_llama(config), *_experts(config.get("num_local_experts", 8), config["intermediate_size"], config)]
+    count, width, layers = config.get("num_local_experts", 8), config["intermediate_size"], config["num_hidden_layers"]
+    return [*_llama(config), *_experts(count, width, layers, config)]
 
 
 def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     sparse = [int(block not in dense and (block + 1) % step == 0) for block in range(config["num_hidden_layers"])]
     where = [] if all(sparse) else [f"--moe-layer-freq {sparse}"]
-    return [*_qwen3(config), *_experts(config["num_experts"], config["moe_intermediate_size"], config), *where]
+    experts = _experts(config["num_experts"], config["moe_intermediate_size"], sum(sparse), config)
+    return [*_qwen3(config), *experts, *where]
 
 
-def _experts(count: int, width: int, config: Mapping[str, Any]) -> Flags:
-    """Routed experts, none dropped, and no loss that balances them: transformers adds none unless asked."""
+def _experts(count: int, width: int, layers: int, config: Mapping[str, Any]) -> Flags:
+    """Routed experts, none dropped, of so many layers; the loss that balances them only where the config asks for it.
+
+    Megatron's is the sum over the layers, each divided by the experts of a token; that of transformers is of all.
+    """
+    top_k, balancing = config.get("num_experts_per_tok", 2), ["--moe-router-load-balancing-type none"]
+    if config.get(ROUTER_LOSS):
+        coefficient = config.get("router_aux_loss_coef", 0.001) * top_k / layers
+        balancing = ["--moe-router-load-balancing-type aux_loss", f"--moe-aux-loss-coeff {coefficient:g}"]
     return [
         f"--num-experts {count}",
-        f"--moe-router-topk {config.get('num_experts_per_tok', 2)}",
+        f"--moe-router-topk {top_k}",
         f"--moe-ffn-hidden-size {width}",
-        "--moe-router-load-balancing-type none",
+        *balancing,
         "--moe-grouped-gemm",
     ]
 
@@ -296,6 +306,8 @@ TARGET = Target(
     capabilities=MEANS,
     write=_write,
     execution=MEGATRON_CORE,
+    routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each data "
+    "rank's samples by themselves (the coefficient is the model's times the experts of a token over the layers)",
 )
 FSDP_TARGET = replace(
     TARGET,

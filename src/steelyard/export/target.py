@@ -85,6 +85,8 @@ class Target:
     """How it carries a plan out: what an export is priced by."""
     starts_steelyard: bool = False
     """Whether what it starts is steelyard's own runtime, which sets PyTorch's allocator by itself."""
+    routers: str = "the auxiliary loss of routers"
+    """What is not carried over where that is trained."""
 
 
 def export_plan(target: Target, request: Request) -> Export:
@@ -99,7 +101,8 @@ def export_plan(target: Target, request: Request) -> Export:
         )
     draft = target.write(request)
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
-    left_out = (*request.unsupported, *draft.left_out)
+    trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
+    left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
     usage = draft.usage if target.starts_steelyard else (*draft.usage, *_allocator(request))
     lines = statement(target, request, carried, left_out, usage)
     return Export(

@@ -238,4 +238,5 @@ TARGET = Target(
     capabilities=MEANS,
     write=_write,
     execution=TORCHTITAN,
+    routers="the auxiliary loss of routers: torchtitan moves their biases instead",
 )

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from steelyard.errors import InvalidModelError
+from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
 from steelyard.model.split import ModelSplit
 
@@ -70,6 +71,11 @@ class ModelChain:
     def shared(self) -> tuple[SharedWeight, ...]:
         """The parameters that several layers hold, tied embeddings among them."""
         return self.layout.shared
+
+    @property
+    def trains_routers(self) -> bool:
+        """Whether the auxiliary loss of routers is trained beside the main one."""
+        return self.config.get(ROUTER_LOSS) is True
 
     @property
     def num_layers(self) -> int:

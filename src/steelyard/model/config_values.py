@@ -44,7 +44,7 @@ _SIZES = (
     ),
     *("vocab_size", "max_position_embeddings", *_EXPERTS),
 )
-_ROUTER_LOSS = "output_router_logits"
+ROUTER_LOSS = "output_router_logits"
 """Where it is true, models of transformers add the auxiliary loss of their routers to what they are trained on."""
 
 
@@ -64,9 +64,6 @@ def check_values(config: Mapping[str, Any]) -> None:
     if top_k is not None and not (_is_count(top_k) and (experts is None or top_k <= experts)):
         most = "" if experts is None else f", at most the {experts} experts"
         raise _wrong(_TOP_K, top_k, f"a whole number of 1 or more{most}")
-    if config.get(_ROUTER_LOSS) not in (None, False):
-        hint = "the auxiliary loss of routers is not trained here: to train without it, set this to false"
-        raise _wrong(_ROUTER_LOSS, config[_ROUTER_LOSS], "false or nothing", hint)
 
 
 def sizes_in(config: Mapping[str, Any]) -> dict[str, int]:
@@ -84,6 +81,7 @@ def _is_count(value: object) -> bool:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_FLAGS, lambda value: isinstance(value, bool), "true or false"),
+    ((ROUTER_LOSS,), lambda value: value is None or isinstance(value, bool), "true or false, or null"),
     (_NUMBERS, lambda value: _is_number(value) and 0 < value <= _MOST, "a number above 0"),
     (_SHARES, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object, or null"),

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel, masking_utils
 
 from steelyard.model.chain import ModelChain
+from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
@@ -641,8 +642,9 @@ def blank(image: tuple[int, int, int] | None, samples: int, tokens: int, device:
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's forward pass is told beside the token ids: to keep nothing for generation."""
+    """What the model's forward pass is told beside the token ids: to keep nothing, and to give logits alone."""
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     known = "use_cache" in parameters or (takes_any and hasattr(model.config, "use_cache"))
-    return {"use_cache": False} if known else {}
+    told = {"use_cache": known, ROUTER_LOSS: ROUTER_LOSS in parameters}
+    return {name: False for name, is_known in told.items() if is_known}

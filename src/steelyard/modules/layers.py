@@ -28,6 +28,7 @@ from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.holes import BlockInputs, blank, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.remat import REMAT_CONTEXTS
+from steelyard.modules.router_loss import RouterLoss, router_loss_of
 from steelyard.plan.strategy import Remat
 
 Flow = Tensor | tuple[Tensor, ...]
@@ -115,6 +116,8 @@ class ChainLayer(nn.Module):
         """The places of what flows on beside the hidden state: in what flows in, then in what it makes."""
         self.divided_tokens: tuple[int, str] | None = None
         """Over how many ranks, and how, context parallelism divides tokens; None where it does not."""
+        self.router_loss: RouterLoss | None = None
+        """Of which the layer returns the statistics behind what flows on; None where no router of it is trained."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
         """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
 
@@ -156,7 +159,9 @@ class BlockLayer(ChainLayer):
 
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Runs the block."""
-        return self.run_by_family(self, inputs, context)
+        if self.router_loss is None:
+            return self.run_by_family(self, inputs, context)
+        return self.router_loss.beside(self, lambda: tensors_of(self.run_by_family(self, inputs, context)))
 
 
 class HeadLayer(ChainLayer):
@@ -197,6 +202,9 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
     found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
     if chain.split and chain.split.streams and layer:
         found.entering, found.past = chain.split.places(layer, layer - 1)
+    if chain.trains_routers and kind.role is LayerRole.BLOCK:
+        loss = router_loss_of(model)
+        found.router_loss = loss if loss.has_routers(found) else None
     outside = outside_buffers(model, chain.split, layer) if chain.split else {}
     for path, buffer in outside.items():
         found.register_buffer(local_name(path), buffer)

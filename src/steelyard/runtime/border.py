@@ -52,6 +52,12 @@ class ActivationLayout:
         degrees = (self._degree(_SAMPLES), self._degree(_TOKENS))
         return (*(size // degree for size, degree in zip(whole, degrees, strict=False)), *whole[2:])
 
+    @property
+    def of_copies(self) -> "ActivationLayout":
+        """How what every rank of the stage has whole lies on it."""
+        letters = Placed.WHOLE.value * len(self.sizes)
+        return ActivationLayout(first_rank=self.first_rank, sizes=self.sizes, letters=letters, head_tail_degree=1)
+
     @cached_property
     def blocks(self) -> dict[tuple[int, int], list[int]]:
         """The ranks that hold each block, by its place among the divisions of the samples and of the tokens."""

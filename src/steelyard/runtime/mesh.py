@@ -7,7 +7,7 @@ use it share one process group. A layer that does not divide its samples shards 
 accumulation work alike everywhere.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,11 @@ class PlanMesh:
     """Names of the small axes of a stage, outermost first; ``one`` alone where a stage is a single device."""
     runs: Mapping[tuple[int, ...], DeviceMesh]
     """The one-axis mesh of every run of axes that the plan uses; () is the axis of size 1."""
+
+    @property
+    def whole(self) -> DeviceMesh:
+        """The one-axis mesh of all ranks of this rank's stage, which plans that train routers use."""
+        return self.runs[tuple(range(self.stage.ndim if self.axis_names != (_ONE,) else 0))]
 
     @property
     def stage(self) -> DeviceMesh:
@@ -103,28 +108,30 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
     """
     sizes = plan.stage_sizes
     own = plan.stage_of(dist.get_rank())
+    uses_whole = plan.chain().trains_routers
     if len(set(sizes)) == 1:
         axes = mesh_axes(sizes[0])
         world = init_device_mesh(
             device_type, (plan.num_stages, 1, *axes), mesh_dim_names=(_PIPELINE, _ONE, *_axis_names(axes))
         )
-        return _mesh_of(world, own, axes, plan.strategies)
+        return _mesh_of(world, own, axes, _runs_used(plan.strategies, axes if uses_whole else ()))
     found = None
     for stage, part in enumerate(plan.parts):
         axes = mesh_axes(part.num_devices)
         ranks = torch.arange(part.ranks[0], part.ranks[1] + 1).view(1, *axes)
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(_ONE, *_axis_names(axes)))
+        runs = _runs_used(part.strategies, axes if uses_whole else ())
         if stage == own:
-            found = _mesh_of(mesh, stage, axes, part.strategies)
+            found = _mesh_of(mesh, stage, axes, runs)
         else:
-            _join_groups_of_others(mesh, part.strategies)
+            _join_groups_of_others(mesh, runs)
     assert found is not None, "every rank is of a stage"
     return found
 
 
-def _join_groups_of_others(world: DeviceMesh, strategies: tuple[Strategy, ...]) -> None:
+def _join_groups_of_others(world: DeviceMesh, runs: Sequence[tuple[int, ...]]) -> None:
     """What `_mesh_of` asks of ranks outside its stage, which cannot slice it: all ranks together make every group."""
-    for run in _runs_used(strategies):
+    for run in runs:
         if len(run) > 1:
             flat = _MeshLayout([world._layout[1 + axis] for axis in run]).collapse()
             DeviceMesh._init_one_process_group(flat, world._rank_map, "others", (None, None))
@@ -134,15 +141,19 @@ def _axis_names(axes: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(f"a{index}" for index in range(len(axes)))
 
 
-def _mesh_of(world: DeviceMesh, stage_index: int, axes: tuple[int, ...], strategies: tuple[Strategy, ...]) -> PlanMesh:
+def _mesh_of(world: DeviceMesh, stage_index: int, axes: tuple[int, ...], runs: Sequence[tuple[int, ...]]) -> PlanMesh:
     names = _axis_names(axes)
-    runs = {run: _flat_mesh(world, tuple(names[axis] for axis in run)) for run in _runs_used(strategies)}
-    return PlanMesh(world=world, stage_index=stage_index, axis_names=names or (_ONE,), runs=runs)
+    meshes = {run: _flat_mesh(world, tuple(names[axis] for axis in run)) for run in runs}
+    return PlanMesh(world=world, stage_index=stage_index, axis_names=names or (_ONE,), runs=meshes)
 
 
-def _runs_used(strategies: tuple[Strategy, ...]) -> list[tuple[int, ...]]:
-    """Every run of axes over which layers of these strategies communicate, and that of no axis."""
-    return sorted({(), *(run for strategy in set(strategies) for run in _axes_used(strategy))})
+def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every run of axes over which layers of these strategies communicate, that of no axis, and that of ``together``.
+
+    Those are the sizes of axes over all of which something is summed.
+    """
+    whole = tuple(range(len(together)))
+    return sorted({(), whole, *(run for strategy in set(strategies) for run in _axes_used(strategy))})
 
 
 def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:

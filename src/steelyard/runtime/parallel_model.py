@@ -25,15 +25,16 @@ from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel
 from steelyard.modules.own_read import check_read, parts_of, planned_module
+from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.runtime.border import ActivationLayout, Piece, border, received_pieces, sent_pieces
+from steelyard.runtime.border import ActivationLayout, border, received_pieces, sent_pieces
 from steelyard.runtime.checks import check_same_model, check_world_size
 from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
-from steelyard.runtime.pipeline_part import Exchange, Pieces, PipelinePart
+from steelyard.runtime.pipeline_part import Exchange, PipelinePart
 from steelyard.runtime.stage import StageModule, build_chunks, flow_shapes
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import find_shared_gradients
@@ -60,6 +61,8 @@ class ParallelModel:
         self.clock = StageClock(device)
         self.num_steps = 0
         """Steps that were trained; set it when a run is resumed, for dropout depends on it."""
+        self.router_loss: Tensor | None = None
+        """Of the last step, where routers are trained: their auxiliary loss, not multiplied by its coefficient."""
         self._seed = seed
         self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
         self._shared = find_shared_gradients(plan, chain, self.layers)
@@ -94,9 +97,16 @@ class ParallelModel:
         decoders = [layer for layer in embeddings if layer > 0]
         return self._samples(self.plan.strategies[decoders[0]]) if decoders else None
 
+    @property
+    def router_coefficient(self) -> float:
+        """What the auxiliary loss of routers is multiplied by; 0 where they are not trained."""
+        routers = self.chunks[0].routers
+        return routers.loss.coefficient if routers else 0.0
+
     def train_step(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor:
         """Forward and backward of one global batch; returns its mean loss, the same on every rank.
 
+        Where routers are trained, their loss is part of it (and by itself in `router_loss`).
         ``read`` maps indices into the global batch to their token ids [len, S + 1], or to what their `Samples` are.
         Gradients are added to ``.grad``. Of a user's own module it returns what the ``sample`` of `find_plan` was, for
         these samples; it is called on every process, and must return the same for a sample wherever it is called.
@@ -261,39 +271,37 @@ class ParallelModel:
 
     def _example(self, index: int, *, is_input: bool) -> Tensor | tuple[Tensor, ...]:
         """Tensors of the shape and type that part ``index`` receives or sends for one microbatch."""
-        part = self.plan.parts[index]
         if is_input and index == 0:
             samples = self.plan.microbatch_samples // self.plan.strategies[0].sample_degree
             return blank_samples(self.chain, samples, self.plan.seq_len)[0].to("meta")
         if not is_input and index == len(self.plan.parts) - 1:
             return torch.empty((), device="meta", requires_grad=True)
-        sender = part.first_layer - 1 if is_input else part.last_layer
-        layout = border(self.plan, index)[1] if is_input else border(self.plan, index + 1)[0]
         streams = (
-            torch.empty(layout.local_shape(shape), dtype=self.chunks[0].dtype, device="meta", requires_grad=True)
-            for shape in flow_shapes(self.plan, self.chain, sender)
+            torch.empty((after if is_input else before).local_shape(shape), **kind, device="meta", requires_grad=True)
+            for before, after, shape, kind in self._crossing(index if is_input else index + 1)
         )
         return as_flow(tuple(streams))
 
+    def _crossing(self, index: int) -> Iterator[tuple[ActivationLayout, ActivationLayout, tuple[int, ...], Any]]:
+        """For each tensor that part ``index`` is handed: how it lies before and behind the border, shape and type."""
+        before, after = border(self.plan, index)
+        for shape in flow_shapes(self.plan, self.chain, self.plan.parts[index].first_layer - 1):
+            yield before, after, shape, {"dtype": self.chunks[0].dtype}
+        routers = self.chunks[0].routers
+        if routers is not None:
+            yield before.of_copies, after.of_copies, routers.loss.shape, {"dtype": torch.float32}
+
     def _exchange(self, index: int) -> Exchange:
         """What part ``index`` of the pipeline exchanges with the ranks of the parts beside it."""
-        rank, stages, found = dist.get_rank(), self.plan.parts, {}
-
-        def pieces(
-            of: Callable[..., list[Piece]], source: ActivationLayout, target: ActivationLayout, layer: int
-        ) -> Pieces:
-            return [of(rank, source, target, shape) for shape in flow_shapes(self.plan, self.chain, layer)]
-
+        rank, found = dist.get_rank(), {}
         if index > 0:
-            before, own = border(self.plan, index)
-            layer = stages[index].first_layer - 1
-            found["arriving"] = pieces(received_pieces, before, own, layer)
-            found["returning"] = pieces(sent_pieces, own, before, layer)
-        if index < len(stages) - 1:
-            own, after = border(self.plan, index + 1)
-            layer = stages[index].last_layer
-            found["leaving"] = pieces(sent_pieces, own, after, layer)
-            found["coming_back"] = pieces(received_pieces, after, own, layer)
+            crossing = list(self._crossing(index))
+            found["arriving"] = [received_pieces(rank, before, own, shape) for before, own, shape, _ in crossing]
+            found["returning"] = [sent_pieces(rank, own, before, shape) for before, own, shape, _ in crossing]
+        if index < len(self.plan.parts) - 1:
+            crossing = list(self._crossing(index + 1))
+            found["leaving"] = [sent_pieces(rank, own, after, shape) for own, after, shape, _ in crossing]
+            found["coming_back"] = [received_pieces(rank, after, own, shape) for own, after, shape, _ in crossing]
         return Exchange(**found)
 
     def _own_generators(self) -> AbstractContextManager[None]:
@@ -314,7 +322,18 @@ class ParallelModel:
         if losses:
             total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
         dist.all_reduce(total)
-        return total
+        routers = self.chunks[-1].routers
+        return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
+
+    def _loss_of_routers(self, routers: PartRouters) -> Tensor:
+        """The mean over the microbatches of a step, which every rank of the last stage has."""
+        self.router_loss = torch.zeros((), device=self.device)
+        if routers.losses:
+            ranks = self.plan.stage_sizes[-1]
+            self.router_loss += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * ranks)
+            routers.losses.clear()
+        dist.all_reduce(self.router_loss)
+        return self.router_loss
 
 
 def _numbers(samples: list[int]) -> Samples:

@@ -9,7 +9,7 @@ rounding noise in entries near zero grows to the size of a step, while a gradien
 (averaged instead of summed) changes nothing.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class Reference:
     """What one process found, step by step; tensors by their name in the unmodified model."""
 
     losses: list[float] = field(default_factory=list)
+    router_losses: list[float] = field(default_factory=list)
+    """Where routers are trained, what their loss is by itself."""
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -55,6 +57,8 @@ class Comparison:
 
     losses: list[float] = field(default_factory=list)
     expected_losses: list[float] = field(default_factory=list)
+    router_losses: list[float] = field(default_factory=list)
+    expected_router_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     expected_norms: list[float] = field(default_factory=list)
     gradient_error: float = 0.0
@@ -90,7 +94,10 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
-    """Trains the unmodified model of a plan in this process, in fp32, on the whole global batch at once."""
+    """Trains the unmodified model of a plan in this process, in fp32, on the whole global batch at once.
+
+    The loss of routers is of a microbatch, so where these are trained it takes one after another.
+    """
     chain = plan.chain()
     model = build_model(chain, seed=seed)
     optimizer = make_optimizer(model.parameters())
@@ -98,9 +105,10 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     found = Reference()
     for step in range(num_steps):
         samples = samples_of_step(chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)
-        loss = _loss(model, chain.family.task, samples)
-        loss.backward()
-        found.losses.append(loss.item())
+        count = plan.num_microbatches if chain.trains_routers else 1
+        losses = [_backward(model, chain, part, count) for part in _parts(samples, count)]
+        found.losses.append(sum(loss for loss, _ in losses))
+        found.router_losses += [sum(routers for _, routers in losses)] if chain.trains_routers else []
         found.gradients.append({name: _gradient(p).clone() for name, p in parameters if p.requires_grad})
         found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
@@ -109,12 +117,28 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     return found
 
 
-def _loss(model: PreTrainedModel, task: Task, samples: Samples) -> Tensor:
-    """The loss that `transformers` computes, but for next-token prediction, whose labels it would shift once more."""
-    if task is Task.CAUSAL_LM:
-        logits = model(samples.inputs).logits
-        return functional.cross_entropy(logits.flatten(0, 1), samples.labels.flatten())
-    return model(**{model.main_input_name: samples.inputs}, labels=samples.labels).loss
+def _parts(samples: Samples, count: int) -> Iterator[Samples]:
+    """The microbatches."""
+    for inputs, labels in zip(samples.inputs.chunk(count), samples.labels.chunk(count), strict=True):
+        yield Samples(inputs=inputs, labels=labels)
+
+
+def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count: int) -> tuple[float, float]:
+    """Adds the gradients of one of ``count`` microbatches; its share of the loss, and of the routers' by itself.
+
+    The loss is what `transformers` computes, but for next-token prediction, whose labels it would shift once more.
+    """
+    routers = torch.zeros(())
+    if chain.family.task is Task.CAUSAL_LM:
+        outputs = model(samples.inputs)
+        loss = functional.cross_entropy(outputs.logits.flatten(0, 1), samples.labels.flatten())
+        if chain.trains_routers:
+            routers = outputs.aux_loss
+            loss = loss + model.router_aux_loss_coef * routers
+    else:
+        loss = model(**{model.main_input_name: samples.inputs}, labels=samples.labels).loss
+    (loss / count).backward()
+    return loss.item() / count, routers.item() / count
 
 
 def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> Comparison:
@@ -129,6 +153,8 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     for step in range(num_steps):
         with observe_layers(model) as shapes:
             found.losses.append(model.train_step(_reader(model, step)).item())
+        if model.router_loss is not None:
+            found.router_losses.append(model.router_loss.item())
         error, tensor = _largest_difference(model, names, reference.gradients[step], _gradient)
         if error >= found.gradient_error:
             found.gradient_error, found.gradient_tensor = error, tensor
@@ -141,6 +167,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     found.strategies = gather_strategies(model, shapes)
     worst = _worst_of_ranks(found)
     worst.expected_losses = reference.losses[:num_steps]
+    worst.expected_router_losses = reference.router_losses[:num_steps]
     worst.expected_norms = reference.norms[:num_steps]
     return worst
 

@@ -37,6 +37,11 @@ class Step:
     """The ranks of the run that were found slow in the last comparison."""
     peak_bytes: int
     """The most bytes that this rank's tensors held, in the step that was measured; 0 before it."""
+    main_loss: float | None = None
+    """Where routers are trained: the loss without theirs."""
+    router_loss: float | None = None
+    """Their auxiliary loss, before it is multiplied by its coefficient and added: as many as a token takes experts
+    where all are used evenly."""
     imbalance: float | None = None
     """Where experts are divided over ranks: the most pairs of tokens and experts that a rank of this one's groups
     computed over their mean, averaged over the layers of this rank."""
@@ -55,6 +60,8 @@ class StepMetrics:
     samples_per_s: float
     mfu: float | None
     memory_bytes: int | None
+    main_loss: float | None = None
+    router_loss: float | None = None
     imbalance: float | None = None
     slow: str | None = None
 
@@ -67,6 +74,8 @@ class StepMetrics:
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
         parts.append(f"grad norm {self.grad_norm:.3f}")
+        if self.router_loss is not None:
+            parts.insert(2, f"main {self.main_loss:.4f}  routers {self.router_loss:.3f}")
         if self.imbalance is not None:
             parts.append(f"imbalance {self.imbalance:.2f}")
         if self.memory_bytes is not None:
@@ -94,6 +103,8 @@ def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:
         samples_per_s=samples_per_s,
         mfu=model_flop_utilisation(plan, step.time_s),
         memory_bytes=step.peak_bytes or None,
+        main_loss=step.main_loss,
+        router_loss=step.router_loss,
         imbalance=step.imbalance,
         slow=", ".join(map(str, step.slow)) or None,
     )

@@ -5,7 +5,7 @@ A part is a whole stage or, interleaved, one of its chunks.
 Legend of shape suffixes: B samples of this rank in a microbatch, S sequence length, s sequence of this rank, H hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers import PreTrainedModel
 
+from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype
@@ -31,7 +32,9 @@ from steelyard.modules.layers import (
 )
 from steelyard.modules.own_pieces import OwnBatch
 from steelyard.modules.replicated import Replica, Replicas
+from steelyard.modules.router_loss import PartRouters, copies, router_loss_of
 from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Strategy
 from steelyard.runtime.border import ActivationLayout, border
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
 from steelyard.runtime.sharding import shard_layer
@@ -54,6 +57,7 @@ class LayerLoop(nn.Module):
         outgoing: HiddenPlacement | None,
         mesh: DeviceMesh,
         shares: list[int],
+        routers: PartRouters | None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
@@ -62,6 +66,7 @@ class LayerLoop(nn.Module):
         self._outgoing = outgoing
         """How the output is sent on; None where it is the loss."""
         self._mesh = mesh
+        self._routers = routers
         self._dropout_shares = [
             share if has_dropout(layer) else None for share, layer in zip(shares, layers.values(), strict=True)
         ]
@@ -73,16 +78,20 @@ class LayerLoop(nn.Module):
         return any(share is not None for share in self._dropout_shares)
 
     def forward(self, inputs: Flow, context: LayerContext, dropout_seed: tuple[int, ...]) -> Flow:
-        """The output of the last layer; ``dropout_seed`` is of this step and microbatch."""
-        hidden, current = inputs, self._incoming
+        """The output of the last layer, and behind it the statistics of routers where these are trained.
+
+        ``dropout_seed`` is of this step and microbatch.
+        """
+        hidden, current, statistics = inputs, self._incoming, []
         for (name, layer), wanted, share in zip(
             self.layers.items(), self._placements, self._dropout_shares, strict=True
         ):
             hidden, current = self._placed(hidden, current, wanted), wanted
             if share is not None:
                 seed_dropout(*dropout_seed, int(name), share)
-            hidden = layer.within(hidden, context, layer)
-        return hidden if self._outgoing is None else self._placed(hidden, current, self._outgoing)
+            hidden = layer.within(hidden, context, _without_statistics(layer, statistics))
+        hidden = hidden if self._outgoing is None else self._placed(hidden, current, self._outgoing)
+        return as_flow((*tensors_of(hidden), *([self._routers.own(statistics)] if self._routers else [])))
 
     def _placed(self, hidden: Flow, current: HiddenPlacement, wanted: HiddenPlacement) -> Flow:
         if wanted == current:
@@ -90,12 +99,26 @@ class LayerLoop(nn.Module):
         return as_flow(tuple(redistribute(each, self._mesh, current, wanted) for each in tensors_of(hidden)))
 
 
+def _without_statistics(layer: ChainLayer, found: list[Tensor]) -> Callable[[Flow, LayerContext], Flow]:
+    """What computes a layer's output alone, and adds to those found the statistics of its routers."""
+    if layer.router_loss is None:
+        return layer
+
+    def compute(flow: Flow, context: LayerContext) -> Flow:
+        *outputs, statistics = tensors_of(layer(flow, context))
+        found.append(statistics)
+        return as_flow(tuple(outputs))
+
+    return compute
+
+
 class StageModule(nn.Module):
     """The layers of one part. Takes token ids [B, S] in the first part and the hidden state [B, s, H] elsewhere.
 
     The hidden state arrives as `steelyard.runtime.border` says, so the receiver redistributes. ``num_microbatches``
     backward passes make a step: replicated layers reduce their gradients in the last of them, sharded layers in each
-    (which keeps their gradients sharded in between).
+    (which keeps their gradients sharded in between). Where ``routers`` are trained, their statistics arrive and leave
+    behind all else.
     """
 
     def __init__(
@@ -107,9 +130,11 @@ class StageModule(nn.Module):
         seq_len: int,
         dtype: torch.dtype,
         num_tokens: int,
+        routers: PartRouters | None,
     ) -> None:
         super().__init__()
         self.loop = loop
+        self.routers = routers
         self.side = side
         self.replicas = replicas
         self._seq_len = seq_len
@@ -158,7 +183,10 @@ class StageModule(nn.Module):
             decoder_ids=decoder_ids,
             batch=batch,
         )
-        output = self.loop(as_flow(inputs), context, (*self._dropout_seed, self._forwards_done))
+        flow, before = self.routers.arrived(inputs) if self.routers else (inputs, None)
+        output = self.loop(as_flow(flow), context, (*self._dropout_seed, self._forwards_done))
+        if self.routers:
+            output = as_flow(self.routers.passed_on(tensors_of(output), before))
         self._forwards_done += 1
         last = tensors_of(output)[0]
         if last.requires_grad and isinstance(self.loop, FSDPModule):
@@ -236,6 +264,9 @@ def _build_chunk(
         if isinstance(sharded, Replica):
             replicas.append(sharded)
         layers[str(number)] = layer
+        if layer.router_loss is not None:
+            _check_routes(layer, strategy)
+    routers = _routers(model, plan, index, mesh, device) if chain.trains_routers else None
     arriving = border(plan, index)[1] if index else None
     leaving = border(plan, index + 1)[0] if index + 1 < len(plan.parts) else None
     loop = LayerLoop(
@@ -245,6 +276,7 @@ def _build_chunk(
         outgoing=_placement(leaving, mesh) if leaving else None,
         mesh=mesh.stage,
         shares=[mesh.data(strategy).get_local_rank() for strategy in strategies],
+        routers=routers,
     )
     if len(replicas) < len(layers):
         not_sharded = {parameter for each in replicas for parameter in each.parameters()}
@@ -256,7 +288,30 @@ def _build_chunk(
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),
         num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.reads_text else 1),
+        routers=routers,
     )
+
+
+def _routers(model: PreTrainedModel, plan: Plan, index: int, mesh: PlanMesh, device: torch.device) -> PartRouters:
+    return PartRouters(
+        loss=router_loss_of(model),
+        group=mesh.whole.get_group(),
+        device=device,
+        is_first=index == 0,
+        is_last=index == len(plan.parts) - 1,
+        num_microbatches=plan.num_microbatches,
+    )
+
+
+def _check_routes(layer: ChainLayer, strategy: Strategy) -> None:
+    """Raises `InvalidPlanError` where ranks of tp would each count all tokens and the gradients of all experts."""
+    if strategy.tensor_degree != copies(layer):
+        raise InvalidPlanError(
+            field="parallel",
+            found=f"{strategy} for the {layer.kind.name} layers, whose experts tp does not divide",
+            expected="no tp there, or no loss of routers",
+            hint="plan without tp (--max-tp 1), or set output_router_logits to false in config.json",
+        )
 
 
 def _placement(layout: ActivationLayout, mesh: PlanMesh) -> HiddenPlacement:

@@ -156,11 +156,19 @@ class _Trainer:
                 slow=watch.after_step(step - first_step, own_s),
                 peak_bytes=self.peak_bytes,
                 imbalance=self._imbalance(),
+                **self._parts(loss_value),
             )
             _check_finite(step, result, self._options)
             yield result
             self.persistence.after_step(step + 1)
         self.persistence.end()
+
+    def _parts(self, loss: float) -> dict[str, float]:
+        """What the loss of the last step is made of, where routers are trained."""
+        if self.model.router_loss is None:
+            return {}
+        coefficient, of_routers = self.model.router_coefficient, self.model.router_loss.item()
+        return {"main_loss": loss - coefficient * of_routers, "router_loss": of_routers}
 
     def _imbalance(self) -> float | None:
         """Of this rank's layers on average; collective over the ranks that divide experts."""

@@ -176,6 +176,7 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
         outgoing=None,
         mesh=meshes.world,
         shares=[0] * len(layers),
+        routers=None,
     )
     if division.zero is not None:
         fully_shard(loop, mesh=meshes.data)
@@ -186,6 +187,7 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
         seq_len=SEQ_LEN,
         dtype=activation_dtype(division.precision),
         num_tokens=NUM_SAMPLES * SEQ_LEN,
+        routers=None,
     )
 
 

@@ -1,7 +1,6 @@
 """Mixtral: Mistral's block whose feed-forward part is a mixture of experts, of which every token takes two.
 
-Under tensor parallelism the experts are divided between the ranks. Not trained: the auxiliary loss that balances the
-experts, which transformers leaves out too unless asked for it.
+Under tensor parallelism the experts are divided between the ranks.
 
 Source: ``models/mixtral`` of transformers 5; without the keys it takes 8 key-value heads, 8 experts and no window.
 """

@@ -1,7 +1,6 @@
 """Qwen3 with a mixture of experts: in the feed-forward part of most blocks every token takes a few of many experts.
 
 Under tensor parallelism the experts are divided between the ranks. Source: ``models/qwen3_moe`` of transformers 5.
-Not trained: the auxiliary loss that balances the experts, which transformers leaves out too unless asked for it.
 """
 
 from steelyard.model.decoder import DENSE, LLAMA_BLOCK, Keys, config_value, decoder, dense_ffn

@@ -1,0 +1,209 @@
+r"""The auxiliary loss of routers, which keeps the experts of a model evenly used, as models of transformers have it.
+
+$$L_m = E \sum_{e=1}^{E} \frac{c_e}{R} \frac{p_e}{R}, \qquad \text{loss} = \text{main} + \frac{\alpha}{M} \sum_m L_m$$
+
+| symbol   | meaning                                                                                             |
+|----------|-----------------------------------------------------------------------------------------------------|
+| $E$      | experts of a layer                                                                                  |
+| $c_e$    | how often expert e is among the k likeliest of a token, over all tokens and layers of a microbatch  |
+| $p_e$    | the sum of its probabilities over the same tokens and layers                                        |
+| $R$      | tokens of a microbatch times layers with a router: $\sum_e c_e / k$                                 |
+| $\alpha$ | ``router_aux_loss_coef`` of the config                                                              |
+| $M$      | microbatches of a global batch                                                                      |
+
+Only $p$ has a gradient, which is the same for every token: $\alpha E c_e / (M R^2)$. So $c$ and $p$, 2 E numbers, are
+all that layers, ranks and stages must tell each other. Each layer returns those of its tokens beside its output, in
+fp32, anew wherever it is computed again. A part of the pipeline adds up its layers', sums over the ranks of its stage
+in one all-reduce, adds what the parts before it have sent along with the hidden state, and sends the sum on. The last
+part makes the loss of it; the gradient of $p$ comes back with that of the hidden state.
+
+The tokens are those of a whole microbatch, on whichever ranks they lie: layers of one plan divide samples differently,
+and a loss of a rank's own would depend on the plan. (Megatron-LM's and transformers' own trainers take each data rank's
+samples by themselves.) It is the loss of one process that is given the same microbatches. Nothing is padded here, so
+the function's attention mask would change nothing.
+
+Source: Fedus et al. 2021, equations 4 to 6; ``load_balancing_loss_func`` of transformers, whose every model with the
+very code of Mixtral's is trained so. Not modelled: biases of routers that DeepSeek-V3 moves instead of adding a loss,
+which transformers keeps as they are; z losses.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils.output_capturing import OutputRecorder
+
+from steelyard.errors import InvalidModelError
+from steelyard.modules.experts import routed_experts
+
+_OUTPUT = "router_logits"
+_READS = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+"""What transformers' models keep for the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLoss:
+    """The auxiliary loss of a model."""
+
+    coefficient: float
+    num_experts: int
+    top_k: int
+    recorders: tuple[OutputRecorder, ...]
+    """How transformers finds the logits of routers: by classes of modules, and places in what these return."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the statistics of some tokens: how often each expert is chosen, and the sums of its probabilities."""
+        return 2, self.num_experts
+
+    def has_routers(self, layer: nn.Module) -> bool:
+        """Whether any router's logits in a layer count."""
+        return any(True for _ in self._routers(layer))
+
+    def beside(self, layer: nn.Module, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What ``run`` computes with the layer, and behind it the statistics of the tokens that it routes.
+
+        Tensor-parallel ranks that route the same tokens each count a share of them, as they do of their gradients.
+        """
+        with self._recorded(layer) as logits:
+            outputs = run()
+        return *outputs, torch.stack([self.statistics(each) for each in logits]).sum(dim=0) / copies(layer)
+
+    def _routers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+        for path, module in layer.named_modules():
+            for each in self.recorders:
+                if isinstance(module, each.target_class) and f".{each.layer_name or path}." in f".{path}.":
+                    yield module, each.index
+
+    @contextmanager
+    def _recorded(self, layer: nn.Module) -> Iterator[list[Tensor]]:
+        found: list[Tensor] = []
+
+        def hook(index: int) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda _module, _inputs, output: found.append(output[index] if isinstance(output, tuple) else output)
+
+        handles = [router.register_forward_hook(hook(index)) for router, index in self._routers(layer)]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def statistics(self, logits_TE: Tensor) -> Tensor:  # noqa: N803
+        """Of tokens that one router has given these logits, in the precision in which transformers takes them."""
+        probabilities_TE = nn.functional.softmax(logits_TE, dim=-1)  # noqa: N806
+        chosen = probabilities_TE.topk(self.top_k, dim=-1).indices.flatten()
+        counts = torch.zeros(self.num_experts, device=chosen.device)
+        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
+        return torch.stack([counts, probabilities_TE.float().sum(dim=0)])
+
+    def value(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of a microbatch and its gradient, both before they are multiplied by the coefficient."""
+        counts, probabilities = statistics
+        gradient = self.num_experts * counts / (counts.sum() / self.top_k) ** 2
+        return (gradient * probabilities).sum(), torch.stack([torch.zeros_like(gradient), gradient])
+
+
+def router_loss_of(model: PreTrainedModel) -> RouterLoss:
+    """The auxiliary loss that a model's class has; raises `InvalidModelError` for one that has none, or another."""
+    own = getattr(sys.modules[type(model).__module__], load_balancing_loss_func.__name__, None)
+    recorders = (getattr(model, "_can_record_outputs", None) or {}).get(_OUTPUT)
+    recorders = recorders if isinstance(recorders, list) else [recorders]
+    is_known = own is not None and _code(own) == _code(load_balancing_loss_func)
+    asks = f"output_{_OUTPUT}" in inspect.signature(type(model).forward).parameters
+    if not (is_known and asks and all(hasattr(model, name) for name in _READS)):
+        has = "another loss of its routers than Mixtral has" if own and asks else "no loss of its routers"
+        raise InvalidModelError(
+            field=f"output_{_OUTPUT}",
+            found=f"true for {model.config.model_type}, in which transformers has {has}",
+            expected="false, or a model whose routers transformers trains as Mixtral's",
+            hint="to train without it, set this to false in config.json",
+        )
+    coefficient, num_experts, top_k = (getattr(model, name) for name in _READS)
+    return RouterLoss(coefficient=coefficient, num_experts=num_experts, top_k=top_k, recorders=tuple(recorders))
+
+
+def _code(function: Any) -> tuple[bytes, tuple[str, ...]]:
+    return function.__code__.co_code, function.__code__.co_names
+
+
+def copies(layer: nn.Module) -> int:
+    """How many tensor-parallel ranks route the same tokens, each to experts of its own; 1 where they are whole."""
+    divided = [each for each in routed_experts(layer) if hasattr(each, "num_all_experts")]
+    return max((each.num_all_experts // each.num_experts for each in divided), default=1)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PartRouters:
+    """The routers of one part of a pipeline: what passes through it of their statistics."""
+
+    loss: RouterLoss
+    group: dist.ProcessGroup
+    """The ranks of the stage."""
+    device: torch.device
+    is_first: bool
+    is_last: bool
+    num_microbatches: int
+    losses: list[Tensor] = field(default_factory=list)
+    """In the last part, the loss of every microbatch of a step, not multiplied by the coefficient."""
+
+    def arrived(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What flows into the first layer, and the statistics of the parts before."""
+        return (inputs, None) if self.is_first else (inputs[:-1], inputs[-1])
+
+    def own(self, of_layers: Sequence[Tensor]) -> Tensor:
+        """The statistics of this rank's tokens in all layers of the part."""
+        zeros = torch.zeros(self.loss.shape, device=self.device, requires_grad=not of_layers)
+        return sum(of_layers, zeros)
+
+    def passed_on(self, outputs: tuple[Tensor, ...], before: Tensor | None) -> tuple[Tensor, ...]:
+        """What flows out of the part, given that of its layers with `own` behind it: the loss has the gradients of p.
+
+        The loss keeps its value.
+        """
+        *flow, own = outputs
+        summed = _Summed.apply(own, self.group)
+        total = summed if before is None else before + summed
+        if not self.is_last:
+            return *flow, total
+        value, gradient = self.loss.value(total.detach())
+        self.losses.append(value)
+        return (_Trained.apply(*flow, total, gradient * self.loss.coefficient / self.num_microbatches),)
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks of a group, of which every rank has the whole gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Trained(torch.autograd.Function):
+    """The main loss; statistics have the gradient that is given."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, _statistics: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, gradient * ctx.saved_tensors[0], None
