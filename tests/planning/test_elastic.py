@@ -27,7 +27,9 @@ from steelyard.planning.choose import NUM_RESCORED, PlanningResult, find_plan
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import fastest_plan, replan, with_spares
+from steelyard.planning.pools import pooled_job_of
 from steelyard.planning.problem import is_beaten, make_tables
+from steelyard.report.plan_table import missing_spare_lines, spare_lines
 from tests.runtime.models import make_plan
 
 HERE = Path()
@@ -61,13 +63,11 @@ def test_all_devices_keep_the_plan(plan: Plan) -> None:
     assert found.notice == ""
 
 
-def test_a_lost_node_gives_the_plan_that_the_search_gives_on_what_is_left(plan: Plan) -> None:
+def test_a_lost_node_gives_nearly_the_plan_that_the_whole_search_gives_on_what_is_left(plan: Plan) -> None:
     found = replan(plan, (8, 8, 8), HERE).plan
     alone = {count: plan_of(job_on(f"{count}x8xh100-80gb")) for count in (2, 3)}
-    best = min(alone.values(), key=step_s)
-    assert found.strategies == best.strategies
-    assert found.pipeline == best.pipeline
-    assert step_s(found) == step_s(best)
+    best = min(map(step_s, alone.values()))
+    assert best <= step_s(found) <= best / (1 - elastic.LEAST_GAIN)
 
 
 def step_s(plan: Plan) -> float:
@@ -165,12 +165,11 @@ def test_devices_that_hold_no_plan_are_an_error_that_says_what_to_do(job: Job) -
 
 def test_a_plan_for_a_loss_is_used_without_a_search(plan: Plan, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = with_spares(plan, job, num_spares=1)
-    searched = replan(plan, (8, 8, 8), HERE)
-    monkeypatch.setattr("steelyard.planning.elastic.job_of", None)
+    monkeypatch.setattr("steelyard.planning.elastic.any_job_of", None)
     found = replan(ahead, (8, 8, 8), HERE)
-    assert found.taken == searched.taken
-    assert found.notice == searched.notice
-    assert found.plan.stages == searched.plan.stages
+    assert found.taken == (8, 8, 8)
+    assert found.notice.startswith("32 → 24 devices, predicted ")
+    assert found.plan.stages == ahead.spares[0].stages
 
 
 def test_spares_survive_the_file(plan: Plan, job: Job, tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_a_plan_whose_costs_are_not_known_is_refused_before_it_runs(plan: Plan) 
 
 
 @pytest.mark.parametrize("hosts", [(4, 4), (4,)])
-def test_plans_made_ahead_are_those_that_a_loss_would_find(
+def test_plans_made_ahead_are_taken_and_no_slower_than_those_that_a_loss_would_find(
     plan: Plan, hosts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elastic, "MOST_S", math.inf)
@@ -204,12 +203,12 @@ def test_plans_made_ahead_are_those_that_a_loss_would_find(
     known = read_plan(tmp_path / "new" / "spares.json")
     assert known.model_copy(update={"spares": ()}) == plan
     assert sum(hosts) in {each.num_left for each in known.spares}, "for when the run begins again"
-    monkeypatch.setattr(elastic, "fastest_plan", None)
+    monkeypatch.setattr(elastic, "fastest_on", None)
     for left, found in searched.items():
         again = replan(known, left, HERE)
-        assert (again.plan.strategies, again.plan.pipeline) == (found.plan.strategies, found.plan.pipeline)
-        assert step_s(again.plan) == step_s(found.plan)
-        assert (again.taken, again.notice) == (found.taken, found.notice)
+        assert step_s(again.plan) <= step_s(found.plan)
+        assert sum(again.taken) == again.plan.num_devices
+        assert again.notice.partition("(")[0].startswith("32 → ")
 
 
 def test_what_a_run_waits_for_is_not_searched_to_the_end_and_what_is_made_ahead_is(
@@ -240,7 +239,7 @@ def test_a_plan_made_ahead_that_leaves_the_first_host_out_is_not_taken(plan: Pla
     best = elastic.fastest_plan(job_on("2x8xh100-80gb"), (4, 1), ())
     assert best is not None
     assert best[1] == (1, 4)
-    known = plan.model_copy(update={"spares": (elastic._as_spare(best[0], num_left=5),)})
+    known = elastic._with_spare(plan, (best[0], {plan.cluster: best[1]}), {plan.cluster: (4, 1)})
     assert replan(known, (4, 1), HERE).taken == (4, 0)
     assert replan(known, (1, 4), HERE).taken[0] > 0
 
@@ -263,12 +262,11 @@ def test_hosts_of_all_pools_keep_the_plan_and_come_in_its_order(pooled: Plan) ->
     assert found.order == (1, 3, 0, 2)
 
 
-def test_a_lost_node_of_a_pool_gives_the_plan_of_the_search_over_what_is_left(pooled: Plan) -> None:
+def test_a_lost_node_of_a_pool_gives_nearly_the_plan_of_the_whole_search_over_what_is_left(pooled: Plan) -> None:
     found = replan(pooled, (4, 4, 4), HERE, (POOLS[1], POOLS[0], POOLS[0]))
     searched = find_plan("llama3-8b", f"{POOLS[0]}+1x4xa100-80gb", global_batch=BATCH, seq_len=4096)
-    assert found.plan.strategies == searched.strategies
-    assert (found.plan.cluster, found.plan.pipeline) == (searched.cluster, searched.pipeline)
-    assert step_s(found.plan) == step_s(searched)
+    assert set(found.plan.cluster.split("+")) == {POOLS[0], "1x4xa100-80gb"}
+    assert step_s(searched) <= step_s(found.plan) <= step_s(searched) / (1 - elastic.LEAST_GAIN)
     assert sum(found.taken) == found.plan.num_devices
     places = [("1x4xa100-80gb", POOLS[0])[place > 0] for place in found.order if found.taken[place]]
     assert list(dict.fromkeys(places)) == found.plan.cluster.split("+")
@@ -304,5 +302,47 @@ def test_a_pool_is_refused_where_the_plan_has_none(plan: Plan) -> None:
         replan(plan, (8, 8, 8, 8), HERE, (POOLS[0],) * 4)
 
 
-def test_nothing_is_planned_ahead_over_pools(pooled: Plan) -> None:
-    assert elastic.with_likely_losses(pooled, (4, 4, 4, 4), HERE) is pooled
+def test_losses_of_each_pool_are_planned_ahead_and_taken_without_a_search(
+    pooled: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plan(pooled, tmp_path / "plan.json")
+    monkeypatch.setattr("os.nice", lambda _increment: 0)
+    hosts = [f"4:{POOLS[place]}" for place in (0, 1, 0, 1)]
+    ahead.main([str(tmp_path / "plan.json"), str(tmp_path / "spares.json"), *hosts])
+    known = read_plan(tmp_path / "spares.json")
+    first = pooled.cluster.split("+").index(POOLS[0])
+    assert {(each.left[first], each.left[1 - first]) for each in known.spares} == {(7, 8), (4, 8), (8, 7), (8, 4)}
+    monkeypatch.setattr(elastic, "any_job_of", None)
+    for left, pools in {
+        (4, 4, 4): (POOLS[1], POOLS[0], POOLS[0]),
+        (4, 3, 4, 4): (POOLS[0], POOLS[1], POOLS[0], POOLS[1]),
+    }.items():
+        found = replan(known, left, HERE, pools)
+        assert sum(found.taken) == found.plan.num_devices
+        used = dict.fromkeys(pools[place] for place in found.order if found.taken[place])
+        sizes = [part.num_devices for part in found.plan.pools()]
+        assert [
+            sum(taken for taken, of in zip(found.taken, pools, strict=True) if of == name) for name in used
+        ] == sizes
+        assert all(taken <= there for taken, there in zip(found.taken, left, strict=True))
+
+
+def test_a_lost_node_of_each_pool_is_told_beforehand(pooled: Plan) -> None:
+    told = with_spares(pooled, pooled_job_of(pooled), num_spares=1)
+    assert len(told.spares) == 2
+    assert told.prediction is not None
+    lines = spare_lines(told, told.prediction)
+    assert [line.partition(" less: ")[0] for line in lines] == [
+        f"With 1 node of {name}" for name in pooled.cluster.split("+")
+    ]
+    assert missing_spare_lines(told, 1) == []
+
+
+def test_a_pool_that_is_lost_as_a_whole_leaves_the_others(pooled: Plan) -> None:
+    first, second = pooled.cluster.split("+")
+    told = with_spares(pooled, pooled_job_of(pooled), num_spares=3)
+    assert [each.left for each in told.spares] == [(4, 8), (0, 8), (8, 4), (8, 0)]
+    assert [told.spares[1].cluster, told.spares[3].cluster] == [second, first]
+    assert missing_spare_lines(told, 3) == [
+        f"with 3 nodes of {name} less there is no plan that fits" for name in (first, second)
+    ]

@@ -175,7 +175,8 @@ def plan(
         int,
         typer.Option(
             "--spares",
-            help="Plan ahead for so many lost nodes (devices, of one node): what they cost, and for `train --elastic`.",
+            help="Plan ahead for so many lost nodes (devices, of one node) of each pool: what they cost, and for "
+            "`train --elastic`.",
             min=0,
             max=100,
         ),
@@ -227,7 +228,6 @@ def plan(
             "--calibrate": calibrate_by is not None,
             "--save-problem": problem is not None,
             "--partition": partition != "exact",
-            "--spares": spares > 0,
         },
     )
     with progress("counting the model's layers", silent=as_json) as show:
@@ -314,7 +314,8 @@ def _completed(
     assert result.plan is not None, "asked for a plan that is there"
     if isinstance(result.job, PooledJob):
         show("searching each pool alone, and even cuts, to compare with")
-        return with_pool_baselines(result.plan, result.job, options)
+        plan = with_pool_baselines(result.plan, result.job, options)
+        return _with_spares(plan, result.job, num_spares, show)
     num_next_best, num_fallbacks = num_others
     show("searching the best plans of other pipeline settings")
     result = with_next_best(result, num_plans=num_next_best)
@@ -328,9 +329,14 @@ def _completed(
     plan = with_fallbacks(
         plan, result.job, options, num_fallbacks=num_fallbacks, tables=result.tables, floors=result.floors
     )
-    if num_spares:
-        show("searching plans for what is left after a loss")
-    return with_spares(plan, result.job, num_spares=num_spares) if num_spares else plan
+    return _with_spares(plan, result.job, num_spares, show)
+
+
+def _with_spares(plan: Plan, job: AnyJob, num_spares: int, show: Callable[[str], None]) -> Plan:
+    if not num_spares:
+        return plan
+    show("searching plans for what is left after a loss")
+    return with_spares(plan, job, num_spares=num_spares)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> None:

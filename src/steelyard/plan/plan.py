@@ -319,6 +319,10 @@ class Spare(Fallback):
 
     num_left: Count
     """Devices that are left, of which the plan takes all or a part."""
+    left: tuple[Count, ...] = ()
+    """Of a plan over several pools the devices that are left of each, in its order."""
+    takes_of: tuple[str, ...] = ()
+    """Of a plan over several pools the names of those that the pools of this plan are parts of, in its own order."""
     cluster: str
     hardware: HardwareFile | None = None
 

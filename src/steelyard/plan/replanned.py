@@ -30,5 +30,5 @@ class Replanner:
 
     Raises `UserError` where there is none."""
     ahead: str
-    """The module that is run with the paths of a plan and of a file to write, and the processes of each host: writes
-    the plan with those for the likeliest next losses among its spares."""
+    """The module that is run with the paths of a plan and of a file to write, and the processes of each host, behind a
+    colon the pool where there is one: writes the plan with those for the likeliest next losses among its spares."""

@@ -96,14 +96,16 @@ def accept(
     floors: Floors | PooledFloors | None = None,
     cutoff_s: float = np.inf,
     to_the_end: bool = True,
+    least_gain: float = 0.0,
 ) -> Acceptance:
     """The fastest accepted plans of a job, of all settings whose cost tables are given.
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
     ``floors`` saves making those of the tables again for another budget. Plans that are no faster than ``cutoff_s`` are
     of no use. Not ``to_the_end`` leaves out what takes most of the time and finds some percent at most: the tables
-    within more than there is, refinement, the search without each means; what is proven holds all the same. Over unlike
-    pools, which are searched several times, plans are refined behind all of that (`refined_further`).
+    within more than there is, refinement, the search without each means; what is proven holds all the same. Plans that
+    gain less than the share ``least_gain`` of a step are not looked for once there is one. Over unlike pools, which are
+    searched several times, plans are refined behind all of that (`refined_further`).
     """
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
     given = [OnDemand.of(each) for each in tables]
@@ -116,6 +118,7 @@ def accept(
         known_s=cutoff_s,
         deadline=deadline,
         to_the_end=to_the_end,
+        least_gain=least_gain,
         refines=to_the_end and not isinstance(job, PooledJob),
     )
     if partition != "exact":
@@ -230,7 +233,8 @@ class _Contest:
     deadline: float | None
     """A `time.monotonic` value."""
     to_the_end: bool = True
-    """As `accept` was asked for."""
+    least_gain: float = 0.0
+    """Both as `accept` was asked for."""
     refines: bool = False
     """Whether the best plans are refined before other settings are searched further."""
     room_bytes: int = field(init=False)
@@ -270,7 +274,8 @@ class _Contest:
 
         Over unlike pools, of which each search takes long, it need not be searched for less than `TOLERANCE`.
         """
-        return self.cutoff_s * (1 - (TOLERANCE if isinstance(self.job, PooledJob) else SAME))
+        least = TOLERANCE if isinstance(self.job, PooledJob) else SAME
+        return self.cutoff_s * (1 - max(least, self.least_gain))
 
     def open(self) -> list[int]:
         """The settings of which a faster plan may be accepted, most promising first."""

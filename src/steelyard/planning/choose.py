@@ -179,6 +179,7 @@ def _plan_within(
         time_limit_s=limit_s,
         floors=floors,
         to_the_end=to_the_end,
+        least_gain=options.least_gain,
     )
     searched_s = time.monotonic() - started
     result = PlanningResult(

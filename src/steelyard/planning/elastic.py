@@ -13,34 +13,39 @@ has hosts, and the search over pools decides which of these take part and in whi
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-from steelyard.cost.pools import PooledJob
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.plan import Plan, Spare
 from steelyard.plan.replanned import Replanned
-from steelyard.planning.choose import NUM_RESCORED, NothingFitsError
+from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult
 from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.pools import any_job_of, plan_pools, pooled_job_of
-from steelyard.planning.price import job_of
+from steelyard.planning.pools import any_job_of, plan_pools
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 MOST_S = 1.0
-"""Seconds after which no other candidate is searched once a plan is found. No time limit cuts a search short: what it
+"""Seconds within which other candidates are searched once a plan is found. No time limit cuts a search short: what it
 finds would depend on what else the machine does."""
 LEAST_SHARE = 0.5
 """Of the devices of the largest candidate that has a plan, what a candidate must have."""
+LEAST_GAIN = 0.01
+"""Of a step what a plan that a run waits for must gain for the search of it to go on."""
 MOST_SHAPES = 4
 """Parts of a pool that are tried, the largest ones."""
 Shape = tuple[int, int]
 """Nodes, and the devices of each."""
+Left = Mapping[str, Sequence[int]]
+"""The devices of each host that is left, by the names of the pools of a plan."""
+Part = TypeVar("Part")
 
 
 def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] = ()) -> Replanned:
@@ -53,29 +58,46 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
     """
     for pool in pools or [""] * len(hosts):
         check_pool(plan, pool)
-    if plan.is_mixed:
-        return _replan_pools(plan, hosts, folder, pools)
-    if sum(hosts) == plan.num_devices:
-        return Replanned(plan=plan, taken=tuple(hosts))
-    made = _made_before(plan, hosts)
-    if made is not None:
-        return made
-    job = job_of(plan, folder=folder)
-    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    best, given_up = fastest_plan(job, hosts, demands, to_the_end=False), ()
-    if best is None and demands:
-        best, given_up = fastest_plan(job, hosts, (), to_the_end=False), demands
+    left, given_up = _left_of(plan, hosts, pools), ()
+    if all(sum(left[name]) == size for name, size in _sizes(plan).items()):
+        return Replanned(plan=plan, taken=tuple(hosts), order=_in_order(pools, list(left)))
+    best = _made_before(plan, left)
     if best is None:
-        raise _nothing_fits(hosts, job)
-    found, shape = best
+        job = any_job_of(plan, folder=folder)
+        demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+        best = fastest_on(job, left, demands, to_the_end=False)
+        if best is None and demands:
+            best, given_up = fastest_on(job, left, (), to_the_end=False), demands
+        if best is None:
+            raise _nothing_fits(hosts, job)
+    found, shapes = best
+    counts = {name: iter(each) for name, each in _taken_of(plan, left, shapes).items()}
     return Replanned(
         plan=found,
-        taken=_taken(hosts, shape, has_hosts=job.cluster.num_nodes > 1),
+        taken=tuple(next(counts[pool]) if pool in counts else 0 for pool in pools or [plan.cluster] * len(hosts)),
+        order=_in_order(pools, list(shapes)),
         notice=_notice(plan, found, given_up),
     )
 
 
-def _nothing_fits(hosts: Sequence[int], job: Job | PooledJob) -> NothingFitsError:
+def _sizes(plan: Plan) -> dict[str, int]:
+    """The devices of each pool of a plan by its name: of the cluster, where there is one pool."""
+    return {pool.name: pool.num_devices for pool in plan.pools()} if plan.is_mixed else {plan.cluster: plan.num_devices}
+
+
+def _left_of(plan: Plan, hosts: Sequence[int], pools: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """What is left of each pool of a plan, host by host."""
+    own = pools or [plan.cluster] * len(hosts)
+    return {name: tuple(count for count, of in zip(hosts, own, strict=True) if of == name) for name in _sizes(plan)}
+
+
+def _taken_of(plan: Plan, left: Left, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, ...]]:
+    """Of each pool that has such a part, how many processes of each host take part."""
+    has_hosts = {name: pool.num_nodes > 1 for name, pool in zip(_sizes(plan), plan.pools(), strict=True)}
+    return {name: _taken(left[name], shape, has_hosts=has_hosts[name]) for name, shape in shapes.items()}
+
+
+def _nothing_fits(hosts: Sequence[int], job: AnyJob) -> NothingFitsError:
     return NothingFitsError(
         field="--elastic",
         found=f"{format_plural(sum(hosts), 'device')} left, no part of which has a plan for a global batch of "
@@ -85,95 +107,99 @@ def _nothing_fits(hosts: Sequence[int], job: Job | PooledJob) -> NothingFitsErro
     )
 
 
-def _replan_pools(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str]) -> Replanned:
-    """As `replan` for a plan over several pools."""
-    names = plan.cluster.split("+")
-    left = {name: tuple(count for count, of in zip(hosts, pools, strict=True) if of == name) for name in names}
-    if all(sum(left[pool.name]) == pool.num_devices for pool in plan.pools()):
-        return Replanned(plan=plan, taken=tuple(hosts), order=_in_order(pools, names))
-    job = pooled_job_of(plan, folder=folder)
-    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    best, given_up = _fastest_over_pools(job, left, demands), ()
-    if best is None and demands:
-        best, given_up = _fastest_over_pools(job, left, ()), demands
-    if best is None:
-        raise _nothing_fits(hosts, job)
-    found, shapes = best
-    counts = {
-        name: iter(_taken(left[name], shape, has_hosts=_pool(job, name).cluster.num_nodes > 1))
-        for name, shape in shapes.items()
-    }
-    return Replanned(
-        plan=found,
-        taken=tuple(next(counts[pool]) if pool in counts else 0 for pool in pools),
-        order=_in_order(pools, list(shapes)),
-        notice=_notice(plan, found, given_up),
-    )
-
-
 def _in_order(pools: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
     """The places of hosts of these pools, pool by pool as they are named, those of others last."""
     places = {name: place for place, name in enumerate(names)}
     return tuple(sorted(range(len(pools)), key=lambda host: places.get(pools[host], len(places))))
 
 
-def _fastest_over_pools(
-    job: PooledJob, left: Mapping[str, Sequence[int]], demands: Sequence[Demand]
+def fastest_on(
+    job: AnyJob, left: Left, demands: Sequence[Demand], *, to_the_end: bool = True
 ) -> tuple[Plan, dict[str, Shape]] | None:
-    """The fastest plan on a part of what is ``left`` of each pool, and what it takes of each in their order."""
-    options, began_s = narrowed(PlanOptions(), demands), time.monotonic()
-    found: list[tuple[Plan, dict[str, Shape]]] = []
-    for shapes in _joint_shapes(job, left):
-        count = sum(nodes * per_node for nodes, per_node in shapes.values())
-        if found and (count < LEAST_SHARE * found[0][0].num_devices or time.monotonic() > began_s + MOST_S):
-            break
-        parts = {name: with_shape(_pool(job, name).cluster, *shape) for name, shape in shapes.items()}
-        plan = _plan_on(job, parts, options)
-        if plan is not None:
-            names = {part.name: name for name, part in parts.items()}
-            used = [names[part] for part in plan.cluster.split("+")]
-            found.append((plan, {name: shapes[name] for name in used}))
-    return min(found, key=lambda each: _step_s(each[0])) if found else None
+    """The fastest plan on a part of what is ``left`` of each pool of a job, and what it takes of each in their order.
+
+    ``to_the_end`` as in `fastest_plan`.
+    """
+    if isinstance(job, PooledJob):
+        return _fastest_over_pools(job, left, demands, to_the_end=to_the_end)
+    ((name, hosts),) = left.items()
+    best = fastest_plan(job, hosts, demands, to_the_end=to_the_end)
+    return None if best is None else (best[0], {name: best[1]})
 
 
-def _joint_shapes(job: PooledJob, left: Mapping[str, Sequence[int]]) -> list[dict[str, Shape]]:
+def _fastest_over_pools(
+    job: PooledJob, left: Left, demands: Sequence[Demand], *, to_the_end: bool
+) -> tuple[Plan, dict[str, Shape]] | None:
+    """As `fastest_on`."""
+    options = _options(demands, to_the_end=to_the_end)
+    candidates = ((_num_devices(*each.values()), each) for each in _joint_shapes(job, left))
+    best = _fastest(candidates, lambda shapes, _: _plan_on(job, _parts_of(job, shapes), options))
+    if best is None:
+        return None
+    found, shapes = best
+    names = {part.name: name for name, part in _parts_of(job, shapes).items()}
+    return found, {names[part]: shapes[names[part]] for part in found.cluster.split("+")}
+
+
+def _joint_shapes(job: PooledJob, left: Left) -> list[dict[str, Shape]]:
     """What may be taken of every pool that has hosts, the most devices first."""
     there = [name for name, hosts in left.items() if hosts]
     shapes = [list(_parts(left[name], _pool(job, name)))[:MOST_SHAPES] for name in there]
     joint = [dict(zip(there, each, strict=True)) for each in itertools.product(*shapes)]
-    return sorted(joint, key=lambda each: -sum(nodes * per_node for nodes, per_node in each.values()))
+    return sorted(joint, key=lambda each: -_num_devices(*each.values()))
 
 
 def _pool(job: PooledJob, name: str) -> Job:
     return next(pool for pool in job.pools if pool.cluster.name == name)
 
 
-def _plan_on(job: PooledJob, parts: Mapping[str, Cluster], options: PlanOptions) -> Plan | None:
-    """The plan over these parts of pools; None where there is none."""
-    pools = tuple(replace(_pool(job, name), cluster=part) for name, part in parts.items())
-    if len(pools) == 1:
-        result = plan_or_reason(pools[0], options, top=NUM_RESCORED)
-        return None if isinstance(result, str) else result.plan
-    links = {pool.name: link for pool, link in zip(job.cluster.pools, job.cluster.links, strict=True)}
-    cluster = MixedCluster(pools=tuple(parts.values()), links=tuple(links[name] for name in parts))
+def _parts_of(job: PooledJob, shapes: Mapping[str, Shape]) -> dict[str, Cluster]:
+    """The parts of pools of these shapes, by the names of the pools."""
+    return {name: with_shape(_pool(job, name).cluster, *shape) for name, shape in shapes.items()}
+
+
+def _plan_on(job: PooledJob, parts: Mapping[str, Cluster], options: PlanOptions) -> PlanningResult | None:
+    """What is planned over these parts of pools; None where nothing can be."""
+    own = of_pools(job, list(parts))
+    if isinstance(own, Job):
+        (part,) = parts.values()
+        alone = replace(own, cluster=part)
+        result = plan_or_reason(alone, options, top=NUM_RESCORED, to_the_end=not options.least_gain)
+        return None if isinstance(result, str) else result
+    pools = tuple(replace(each, cluster=part) for each, part in zip(own.pools, parts.values(), strict=True))
+    cluster = MixedCluster(pools=tuple(parts.values()), links=own.cluster.links)
     try:
-        return plan_pools(PooledJob(pools=pools, cluster=cluster), options).plan
+        return plan_pools(PooledJob(pools=pools, cluster=cluster), options)
     except UserError as error:
         if error.field != "global_batch":  # that no pipeline over them can divide
             raise
         return None
 
 
-def _made_before(plan: Plan, hosts: Sequence[int]) -> Replanned | None:
-    """What the plan holds for hosts with so many processes each, where it does and the first host takes part."""
+def of_pools(job: PooledJob, names: Sequence[str]) -> AnyJob:
+    """The job on those of its pools alone that have these names."""
+    known = [pool.cluster.name for pool in job.pools]
+    cluster, pools = job.cluster.only([known.index(name) for name in names]), [_pool(job, name) for name in names]
+    return PooledJob(pools=tuple(pools), cluster=cluster) if isinstance(cluster, MixedCluster) else pools[0]
+
+
+def _made_before(plan: Plan, left: Left) -> tuple[Plan, dict[str, Shape]] | None:
+    """What the plan holds for what is left, with the part of each pool, where it does and where hosts have it.
+
+    Of one pool the first host has to take part.
+    """
     for spare in plan.spares:
-        if spare.num_left != sum(hosts):
+        if (spare.left or (spare.num_left,)) != tuple(map(sum, left.values())):
             continue
         found = plan.spare_plan(spare)
-        machines = found.machines()
-        taken = _taken(hosts, (machines.num_nodes, machines.devices_per_node), has_hosts=plan.machines().num_nodes > 1)
-        if taken[0] and sum(taken) == found.num_devices:
-            return Replanned(plan=found, taken=taken, notice=_notice(plan, found, ()))
+        names = spare.takes_of or (plan.cluster,)
+        shapes = {
+            name: (part.num_nodes, part.devices_per_node) for name, part in zip(names, found.pools(), strict=True)
+        }
+        taken = _taken_of(plan, left, shapes)
+        is_first = plan.is_mixed or taken[plan.cluster][0] > 0
+        if is_first and all(sum(taken[name]) == _num_devices(shape) for name, shape in shapes.items()):
+            return found, shapes
     return None
 
 
@@ -184,23 +210,45 @@ def fastest_plan(
 
     ``to_the_end`` as in `steelyard.planning.acceptance.accept`.
     """
-    options = narrowed(PlanOptions(), demands)
-    began_s, known_s = time.monotonic(), math.inf
-    found: list[tuple[Plan, Shape]] = []
-    for nodes, per_node in _shapes(hosts, job):
-        if found and (nodes * per_node < LEAST_SHARE * found[0][0].num_devices or time.monotonic() > began_s + MOST_S):
+    options = _options(demands, to_the_end=to_the_end)
+
+    def on(shape: Shape, known_s: float) -> PlanningResult | None:
+        part = replace(job, cluster=with_shape(job.cluster, *shape))
+        result = plan_or_reason(part, options, top=NUM_RESCORED, known_s=known_s, to_the_end=to_the_end)
+        return None if isinstance(result, str) else result
+
+    return _fastest(((_num_devices(shape), shape) for shape in _shapes(hosts, job)), on)
+
+
+def _options(demands: Sequence[Demand], *, to_the_end: bool) -> PlanOptions:
+    return narrowed(PlanOptions(least_gain=0.0 if to_the_end else LEAST_GAIN), demands)
+
+
+def _num_devices(*shapes: Shape) -> int:
+    return sum(nodes * per_node for nodes, per_node in shapes)
+
+
+def _fastest(
+    candidates: Iterable[tuple[int, Part]], plan_on: Callable[[Part, float], PlanningResult | None]
+) -> tuple[Plan, Part] | None:
+    """The fastest plan on one of these parts of what is left, each with its number of devices, the most first.
+
+    ``plan_on`` gets a part and what the best plan so far takes. Once there is a plan a part is searched that has
+    devices enough, as long as a search like those before ends within `MOST_S`.
+    """
+    began_s, slowest_s, known_s = time.monotonic(), 0.0, math.inf
+    found: list[tuple[Plan, Part]] = []
+    for count, part in candidates:
+        started_s = time.monotonic()
+        is_late = started_s + slowest_s > began_s + MOST_S
+        if found and (count < LEAST_SHARE * found[0][0].num_devices or is_late):
             break
-        result = plan_or_reason(
-            replace(job, cluster=with_shape(job.cluster, nodes, per_node)),
-            options,
-            top=NUM_RESCORED,
-            known_s=known_s,
-            to_the_end=to_the_end,
-        )
-        if not isinstance(result, str) and result.plan is not None:
-            found.append((result.plan, (nodes, per_node)))
-            searched_s = result.search.ranked[0].score_s  # by the sums that the others are held against
-            known_s = min(known_s, max(searched_s, _step_s(result.plan)))
+        result = plan_on(part, known_s)
+        slowest_s = max(slowest_s, time.monotonic() - started_s)
+        if result is not None and result.plan is not None:
+            found.append((result.plan, part))
+            searched_s = max((each.score_s for each in result.search.ranked[:1]), default=0.0)
+            known_s = min(known_s, max(searched_s, _step_s(result.plan)))  # the others are held against these sums
     return min(found, key=lambda each: _step_s(each[0])) if found else None
 
 
@@ -249,47 +297,61 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def with_spares(plan: Plan, job: Job, *, num_spares: int) -> Plan:
-    """The plan with those for one and more lost nodes in it, up to ``num_spares``; devices where it has one node.
+def with_spares(plan: Plan, job: AnyJob, *, num_spares: int) -> Plan:
+    """The plan with those for one and more lost nodes of each of its pools, up to ``num_spares``; devices where a pool
+    has one node.
 
     Fewer where what is left has no plan.
     """
+    names = list(_sizes(plan))
+    if isinstance(job, PooledJob):
+        job = of_pools(job, names)
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    spares = []
-    for lost in range(1, num_spares + 1):
-        hosts = hosts_without(job.cluster, lost)
-        best = (fastest_plan(job, hosts, demands) or fastest_plan(job, hosts, ())) if hosts else None
-        if best is None:
-            break
-        spares.append(_as_spare(best[0], num_left=sum(hosts)))
-    return plan.model_copy(update={"spares": tuple(spares)})
-
-
-def with_likely_losses(plan: Plan, hosts: Sequence[int], folder: Path) -> Plan:
-    """The plan with those among its spares for one device less on a host, for one host less, and for the hosts as they
-    are where some are lost already: it is taken when the run begins again.
-
-    Where what was asked of the plan would have to be given up there is none: what is given up is said when it is.
-    ``hosts`` and ``folder`` as in `replan`, which raises the same errors. Nothing is made for a plan over pools.
-    """
-    if plan.is_mixed:
-        return plan
-    job = job_of(plan, folder=folder)
-    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    lost_before = [tuple(hosts)] if sum(hosts) < plan.num_devices else []
-    for left in (*_likely_losses(hosts), *lost_before):
-        best = None if _made_before(plan, left) else fastest_plan(job, left, demands)
-        if best is not None:
-            plan = plan.model_copy(update={"spares": (*plan.spares, _as_spare(best[0], num_left=sum(left)))})
+    for name in names:
+        for lost in range(1, num_spares + 1):
+            left = left_without(job, name, lost)
+            best = (fastest_on(job, left, demands) or fastest_on(job, left, ())) if left else None
+            if best is None:
+                break
+            plan = _with_spare(plan, best, left)
+            if not left[name]:
+                break
     return plan
 
 
-def _likely_losses(hosts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """What is left when a device of the last host is lost, and when the host is."""
-    if hosts[-1] > 1:
-        yield (*hosts[:-1], hosts[-1] - 1)
-    if len(hosts) > 1:
-        yield tuple(hosts[:-1])
+def with_likely_losses(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] = ()) -> Plan:
+    """The plan with those among its spares for one device less on a host, for one host less, of every pool, and for the
+    hosts as they are where some are lost already: it is taken when the run begins again.
+
+    Where what was asked of the plan would have to be given up there is none: what is given up is said when it is.
+    ``hosts``, ``folder`` and ``pools`` as in `replan`, which raises the same errors.
+    """
+    there = _left_of(plan, hosts, pools)
+    job = any_job_of(plan, folder=folder)
+    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+    lost_before = [there] if sum(hosts) < plan.num_devices else []
+    for left in (*_likely_losses(there), *lost_before):
+        best = None if _made_before(plan, left) else fastest_on(job, left, demands)
+        if best is not None:
+            plan = _with_spare(plan, best, left)
+    return plan
+
+
+def _likely_losses(there: Left) -> Iterator[dict[str, tuple[int, ...]]]:
+    """What is left when a device of the last host of a pool is lost, and when the host is."""
+    for name, hosts in there.items():
+        if hosts and hosts[-1] > 1:
+            yield {**there, name: (*hosts[:-1], hosts[-1] - 1)}
+        if hosts and sum(map(len, there.values())) > 1:
+            yield {**there, name: tuple(hosts[:-1])}
+
+
+def left_without(job: AnyJob, name: str, lost: int) -> dict[str, tuple[int, ...]]:
+    """What is left of each pool of a job when so many nodes of one are lost, as in `hosts_without`; empty where nothing
+    is."""
+    clusters = [pool.cluster for pool in job.pools] if isinstance(job, PooledJob) else [job.cluster]
+    left = {each.name: hosts_without(each, lost if each.name == name else 0) for each in clusters}
+    return left if any(left.values()) else {}
 
 
 def hosts_without(cluster: Cluster, lost: int) -> tuple[int, ...]:
@@ -312,10 +374,15 @@ def check_pool(plan: Plan, pool: str) -> None:
         )
 
 
-def _as_spare(plan: Plan, *, num_left: int) -> Spare:
-    prediction = plan.prediction.model_copy(update={"alternatives": ()}) if plan.prediction else None
-    own = {name: getattr(plan, name) for name in Spare.model_fields if name in Plan.model_fields}
-    return Spare(**own | {"prediction": prediction, "num_left": num_left})
+def _with_spare(plan: Plan, best: tuple[Plan, Mapping[str, Shape]], left: Left) -> Plan:
+    """The plan with one more among its spares, for what is ``left``."""
+    found, shapes = best
+    prediction = found.prediction.model_copy(update={"alternatives": ()}) if found.prediction else None
+    own = {name: getattr(found, name) for name in Spare.model_fields if name in Plan.model_fields}
+    own |= {"prediction": prediction, "num_left": sum(map(sum, left.values()))}
+    if plan.is_mixed:
+        own |= {"left": tuple(map(sum, left.values())), "takes_of": tuple(shapes)}
+    return plan.model_copy(update={"spares": (*plan.spares, Spare(**own))})
 
 
 def check_replannable(plan: Plan, folder: Path, pool: str = "") -> None:

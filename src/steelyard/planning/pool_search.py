@@ -38,9 +38,14 @@ class PooledSearch:
 
 
 def search_pools(
-    job: PooledJob, space: PooledSpace, *, num_alternatives: int = 0, time_limit_s: float | None = None
+    job: PooledJob,
+    space: PooledSpace,
+    *,
+    num_alternatives: int = 0,
+    time_limit_s: float | None = None,
+    least_gain: float = 0.0,
 ) -> PooledSearch:
-    """The fastest accepted plans of all settings of a space."""
+    """The fastest accepted plans of all settings of a space; ``least_gain`` as in `accept`."""
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     settings = space.settings()
     waiting = [(setting.bound_s, index, 0) for index, setting in enumerate(settings)]
@@ -53,9 +58,9 @@ def search_pools(
         if found is not None and time.monotonic() > deadline:
             break
         most, limit = ROUNDS[min(num_rounds, len(ROUNDS) - 1)], math.inf if found is None else deadline
-        goal_s = min((each.outcome.score_s for each in best.values()), default=math.inf)
+        goal_s = min((each.outcome.score_s for each in best.values()), default=math.inf) * (1 - least_gain)
         taken = _most_promising(waiting, space, settings, refused, goal_s, most, limit)
-        if not taken and best:
+        if not taken and best and not least_gain:
             goal_s = _simulated_s(job, best.values())
             taken = _most_promising(waiting, space, settings, refused, goal_s, RIVALS - num_rivals, limit)
             num_rivals += len(taken)
@@ -68,6 +73,8 @@ def search_pools(
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
             floors=space.floors,
             cutoff_s=goal_s,
+            to_the_end=not least_gain,
+            least_gain=least_gain,
         )
         num_rounds += 1
         bounds.append(found.search.lower_bound_s)
@@ -88,8 +95,9 @@ def search_pools(
             accepted=(), acceptance=nearest, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
         )
     lower = min(*bounds, *(bound_s for bound_s, _, _ in waiting), ranked[0].outcome.score_s)
-    improved = refined_further(job, ranked, lower, None if time_limit_s is None else deadline)
-    ranked = tuple(sorted(improved, key=lambda each: each.outcome.score_s))
+    if not least_gain:
+        improved = refined_further(job, ranked, lower, None if time_limit_s is None else deadline)
+        ranked = tuple(sorted(improved, key=lambda each: each.outcome.score_s))
     fastest_s = ranked[0].outcome.score_s
     proven = lower >= fastest_s * (1 - SAME)
     return PooledSearch(

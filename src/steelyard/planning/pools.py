@@ -86,6 +86,7 @@ def _plan_within(job: PooledJob, options: PlanOptions, top: int, *, missed: tupl
         job,
         PooledSpace(job, options),
         time_limit_s=options.time_limit_s,
+        least_gain=options.least_gain,
     )
     search = found.acceptance.search
     result = PlanningResult(

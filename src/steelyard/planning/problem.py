@@ -49,6 +49,8 @@ class PlanOptions:
     time_limit_s: float | None = TIME_LIMIT_S
     """Of every search with the tables that it makes; None lets it take what it takes."""
     pins: tuple[Pin, ...] = ()
+    least_gain: float = 0.0
+    """The share of a step that a plan must gain for the search of it to go on, once there is one."""
 
     def __post_init__(self) -> None:
         for name in self.schedules:

@@ -154,26 +154,46 @@ def _links(cluster: Cluster, source: CostSource | None) -> str:
 def spare_lines(plan: Plan, prediction: Prediction) -> list[str]:
     """What a step takes after each loss that was planned for."""
     lines = []
-    for lost, spare in enumerate(plan.spares, start=1):
+    for spare in plan.spares:
         if spare.prediction is None:
             continue
         step_s, needed = spare.prediction.step_time_s, max(each.total_bytes for each in spare.prediction.stages)
         change = step_s / prediction.step_time_s - 1
         lines.append(
-            f"With {_loss(plan, lost)} less: {format_seconds(step_s)} a step ({format_change(change)}), "
-            f"{format_bytes(needed)} per device, on {spare.cluster}"
+            f"With {_loss(plan, spare.left or (spare.num_left,))} less: {format_seconds(step_s)} a step "
+            f"({format_change(change)}), {format_bytes(needed)} per device, on {spare.cluster}"
         )
     return lines
 
 
 def missing_spare_lines(plan: Plan, num_asked: int) -> list[str]:
-    """That a loss has no plan, where so many were asked for."""
-    missing = len(plan.spares) + 1
-    return [] if missing > num_asked else [f"with {_loss(plan, missing)} less there is no plan that fits"]
+    """That a loss has no plan, where so many of each pool were asked for."""
+    known = {spare.left or (spare.num_left,) for spare in plan.spares}
+    lines = []
+    pools = plan.pools() if num_asked else ()
+    for pool in pools:
+        for lost in range(1, num_asked + 1):
+            left = [each.num_devices - lost * _unit(pool) * (each is pool) for each in pools]
+            if tuple(left) not in known:
+                lines.append(f"with {_loss(plan, left)} less there is no plan that fits")
+                break
+    return lines
 
 
-def _loss(plan: Plan, lost: int) -> str:
-    return format_plural(lost, "node" if plan.machines().num_nodes > 1 else "device")
+def _loss(plan: Plan, left: Sequence[int]) -> str:
+    """What is lost where so many devices of each pool are left: ``1 node``, ``2 devices of 1x8xh100-80gb``."""
+    losses = []
+    for pool, count in zip(plan.pools(), left, strict=True):
+        lost, of_pool = pool.num_devices - count, f" of {pool.name}" if plan.is_mixed else ""
+        are_nodes = pool.num_nodes > 1 and lost % _unit(pool) == 0
+        text = format_plural(lost // _unit(pool), "node") if are_nodes else format_plural(lost, "device")
+        losses += [text + of_pool] if lost else []
+    return " and ".join(losses)
+
+
+def _unit(pool: Cluster) -> int:
+    """The devices that are lost together: those of a node, where a pool has several."""
+    return pool.devices_per_node if pool.num_nodes > 1 else 1
 
 
 def gain_sentence(plan: Plan) -> str:

@@ -78,10 +78,10 @@ def settled_plan(
             store.wait(spare)
 
 
-def _begin_ahead(path: Path, replanner: Replanner, hosts: Sequence[int], folder: Path) -> subprocess.Popen[bytes]:
+def _begin_ahead(path: Path, replanner: Replanner, hosts: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
     """Begins to make plans for the likeliest next losses; where that fails, a loss is answered by a search."""
     return subprocess.Popen(
-        [sys.executable, "-m", replanner.ahead, str(path), str(folder / _AHEAD), *map(str, hosts)],
+        [sys.executable, "-m", replanner.ahead, str(path), str(folder / _AHEAD), *hosts],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -130,5 +130,5 @@ def _answer(
         "plan": json.loads(dump_json(plan)),
         "ranks": ranks,
         "taken": taken,
-        "hosts": list(counts.values()),
+        "hosts": [f"{count}:{pools[host]}" for host, count in counts.items()],
     }
