@@ -82,6 +82,12 @@ def test_terms_of_states_are_16_bytes_a_parameter_over_the_shards() -> None:
     assert terms["optimizer"] == pytest.approx(8 * params / 2, abs=4 * 30)
 
 
+def test_the_second_step_begins_without_gathered_parameters() -> None:
+    stage = ", ".join(["fsdp8 remat=full"] * 8)
+    plan = make_plan("llama", stage, num_microbatches=1, global_batch=8, seq_len=8, precision="bf16")
+    assert on_host(plan, 0).later_steps.where.startswith("backward")
+
+
 @pytest.mark.slow
 def test_the_first_step_lacks_optimizer_states_alone_until_they_exist() -> None:
     plan = small_plan("fsdp2, fsdp2, fsdp2, fsdp2")  # whose peak is not where the optimizer makes its states

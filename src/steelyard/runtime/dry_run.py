@@ -260,7 +260,7 @@ def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
 
 def _whole(parameter: Any) -> list[Tensor]:
     unsharded = getattr(parameter, "_unsharded_param", None)
-    return [*parameter.all_gather_outputs, *([] if unsharded is None else [unsharded.detach()])]
+    return [*parameter.all_gather_outputs, *([] if unsharded is None else [unsharded])]
 
 
 def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
