@@ -65,6 +65,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "modernbert-decoder": {"pad_token_id": 0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "prophetnet": {"disable_ngram_loss": True},
+    "cpmant": {"pad_token_id": 0},
     "bamba": {"attn_layer_indices": [1, 4]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "cohere2_moe": {"rms_norm_eps": 1e-5},

@@ -97,6 +97,20 @@ PADDED_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Of a length that a window divides."""
+LENGTH_CONFIGS: dict[str, dict[str, Any]] = {
+    "prophetnet": {
+        **{"hidden_size": 64, "vocab_size": 128, "max_position_embeddings": 64, "num_buckets": 8, "ngram": 2},
+        **{"encoder_ffn_dim": 96, "num_encoder_layers": 1, "num_encoder_attention_heads": 4, "dropout": 0.0},
+        **{"decoder_ffn_dim": 96, "num_decoder_layers": 2, "num_decoder_attention_heads": 4, "pad_token_id": 0},
+        **{"attention_dropout": 0.0, "activation_dropout": 0.0},
+        "architectures": ["ProphetNetForConditionalGeneration"],
+    },
+    "cpmant": {
+        **{"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "dim_head": 16, "dim_ff": 96},
+        **{"vocab_size": 128, "prompt_length": 8, "prompt_types": 4, "segment_types": 4, "pad_token_id": 0},
+    },
+}
+"""Whose states are longer than the samples."""
 
 
 OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
@@ -127,7 +141,15 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
     "minimax": {**_SMALL, **_EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "linear_attention"]},
 }
 """Blocks that ask for values, hold frozen tables, tokens first or two states, and parameters beside blocks."""
-_ALL = SPLIT_CONFIGS | BESIDE_CONFIGS | IMAGE_CONFIGS | ENCODER_CONFIGS | PADDED_CONFIGS | OTHERWISE_CONFIGS
+_ALL = (
+    SPLIT_CONFIGS
+    | BESIDE_CONFIGS
+    | IMAGE_CONFIGS
+    | ENCODER_CONFIGS
+    | PADDED_CONFIGS
+    | LENGTH_CONFIGS
+    | OTHERWISE_CONFIGS
+)
 
 
 def split_config(model_type: str) -> dict[str, Any]:

@@ -327,6 +327,18 @@ def test_matrices_that_blocks_share_begin_alike_and_unlike_others() -> None:
     assert not first.q_proj.weight.equal(first.k_proj.weight)
 
 
+def test_a_matrix_that_an_earlier_layer_shares_and_has_divided_by_now_begins_whole() -> None:
+    chain = chain_from_config(split_config("zamba2"), name="zamba2", split=SPLITS["zamba2"])
+    model = build_meta_model(chain)
+    prepare_model(model, chain)
+    first, second = (model.model.layers[place].shared_transformer.self_attn.q_proj for place in (1, 3))
+    materialize_layer(model, chain, 2, seed=0, device=torch.device("cpu"))
+    whole = first.weight.detach().clone()
+    first.weight = torch.nn.Parameter(whole[:2])
+    materialize_layer(model, chain, 4, seed=0, device=torch.device("cpu"))
+    assert second.weight.equal(whole)
+
+
 def test_a_width_of_several_hidden_states_stays_one_at_small_width() -> None:
     given = {"hidden_size": 2560, "num_attention_heads": 32, "attention_hidden_size": 5120, "attention_head_dim": 160}
     small = small_config(given)
@@ -453,6 +465,25 @@ def test_a_second_state_flows_from_each_block_of_an_encoder_to_the_next() -> Non
         (1, (2,), (8, 64)),
     ]
     assert split.places(3, 2) == (None, ())
+
+
+@pytest.mark.slow
+def test_a_state_with_several_places_for_each_token_flows_along_a_decoder() -> None:
+    split = split_of("prophetnet")
+    assert [kind.tokens for kind in split.kinds] == [(1, 0), (1, 0), (3, 0), (3, 0), (1, 0)]
+    chain = _chain_of("prophetnet")
+    assert chain.flow_shapes(1, 16) == ((16, 64),)
+    assert chain.flow_shapes(3, 16) == ((48, 64), (16, 64))
+    assert (chain.num_made(3, 16), chain.most_in_states(16)) == (64 * 64, 64 * 64)
+    assert trace(chain, seq_len=16, precision="fp32", degrees=(1,)).layers
+
+
+def test_a_prompt_before_the_tokens_makes_states_and_what_blocks_share_longer() -> None:
+    split = split_of("cpmant")
+    assert [kind.tokens for kind in split.kinds] == [(1, 8), (1, 8), (1, 0)]
+    assert [each.of_tokens(16) for each in split.streams] == [(4, 24, 24)]
+    assert {kind.no_sp for kind in split.kinds[:-1]} == {"its states are of another length than the samples"}
+    assert _chain_of("cpmant").flow_shapes(1, 16) == ((24, 64), (4, 24, 24))
 
 
 def test_blocks_that_ask_how_many_tokens_an_expert_has_are_known() -> None:

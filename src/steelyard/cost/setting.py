@@ -187,5 +187,5 @@ class Setting:
         Between an encoder's layers it is half of this (one hidden state and not two), in late stages of Swin less.
         """
         job = self.job
-        states = job.seq_len * job.chain.hidden_size * job.chain.num_streams
+        states = job.chain.most_in_states(job.seq_len)
         return self.microbatch_samples * (states + job.chain.most_past(job.seq_len)) * job.compute_bytes

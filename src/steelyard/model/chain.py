@@ -93,7 +93,9 @@ class ModelChain:
 
     def hidden_shape(self, layer: int, seq_len: int) -> tuple[int, int]:
         """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
-        return self.kind_of(layer).hidden or (seq_len, self.hidden_size)
+        kind = self.kind_of(layer)
+        times, beside = kind.tokens
+        return kind.hidden or (times * seq_len + beside, self.hidden_size)
 
     def state_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the hidden states that flow out of a layer, for one sample of ``seq_len`` tokens."""
@@ -101,7 +103,8 @@ class ModelChain:
             return self.own.kind(layer).shapes
         if self.split is not None and self.split.kinds[self.layers[layer]].shape:
             return (self.split.kinds[self.layers[layer]].shape,)
-        return (self.hidden_shape(layer, seq_len),) * self.kind_of(layer).num_streams
+        encoded = ((seq_len, self.hidden_size),) * (self.kind_of(layer).num_streams - 1)
+        return (self.hidden_shape(layer, seq_len), *encoded)
 
     def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of all that flows out of a layer: beside hidden states what layers behind it read."""
@@ -115,13 +118,24 @@ class ModelChain:
 
     def num_made(self, layer: int, seq_len: int) -> int:
         """Entries of what a layer makes, for one sample of ``seq_len`` tokens."""
-        states = prod(self.hidden_shape(layer, seq_len)) * self.kind_of(layer).num_streams
-        return states + self._num_entries(self.split.made_by(layer) if self.split else (), seq_len)
+        return self._num_states(layer, seq_len) + self._num_entries(
+            self.split.made_by(layer) if self.split else (), seq_len
+        )
 
     def num_flowing(self, layer: int, seq_len: int) -> int:
         """Entries of all that flows out of a layer, for one sample of ``seq_len`` tokens."""
-        states = prod(self.hidden_shape(layer, seq_len)) * self.kind_of(layer).num_streams
-        return states + self._num_entries(self.split.past(layer) if self.split else (), seq_len)
+        return self._num_states(layer, seq_len) + self._num_entries(
+            self.split.past(layer) if self.split else (), seq_len
+        )
+
+    def _num_states(self, layer: int, seq_len: int) -> int:
+        encoded = seq_len * self.hidden_size * (self.kind_of(layer).num_streams - 1)
+        return prod(self.hidden_shape(layer, seq_len)) + encoded
+
+    def most_in_states(self, seq_len: int) -> int:
+        """The most entries of the hidden states that flow between two layers, for one sample."""
+        longest = max(times * seq_len + beside for times, beside in (kind.tokens for kind in self.kinds))
+        return (longest + seq_len * (self.num_streams - 1)) * self.hidden_size
 
     def most_past(self, seq_len: int) -> int:
         """The most entries that flow between two layers beside hidden states, for one sample."""

@@ -92,6 +92,8 @@ class LayerKind:
     """Routed experts of a layer; 0 where it has none."""
     hidden: tuple[int, int] | None = None
     """Sequence length and width of what flows out, where these are not those of the whole model."""
+    tokens: tuple[int, int] = (1, 0)
+    """How many places a hidden state that flows out has for each token of a sample, and how many beside them."""
     num_streams: int = 1
     """Hidden states that flow out: two where an encoder's output goes along with the decoder's state."""
     attention: str = "full_attention"

@@ -84,6 +84,7 @@ class SplitKind(_Part):
     attention: str = "full_attention"
     styles: dict[str, str] = {}
     """The style of the modules that tensor parallelism divides, by their path in the layer: as `Family.tp`."""
+    tokens: tuple[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = (1, 0)
     shape: tuple[Count, ...] = ()
     """Of one sample of what flows out, where that does not follow from the number of tokens."""
 
@@ -199,8 +200,8 @@ class SplitStream(_Part):
     """The layer that makes it: the embedding, or a block."""
     readers: tuple[Count, ...]
     """The layers that read it."""
-    shape: tuple[Annotated[int, Field(ge=0, lt=2**53)], ...]
-    """Of one sample; 0 stands for its tokens."""
+    shape: tuple[Annotated[int, Field(gt=-(2**53), lt=2**53)], ...]
+    """Of one sample; 0 stands for its tokens, and -n for n more than these."""
 
     @property
     def reads(self) -> BlockCall:
@@ -216,7 +217,7 @@ class SplitStream(_Part):
 
     def of_tokens(self, seq_len: int) -> tuple[int, ...]:
         """The shape for a sample of so many tokens."""
-        return tuple(size or seq_len for size in self.shape)
+        return tuple(size if size > 0 else seq_len - size for size in self.shape)
 
     def resized(self, sizes: Mapping[int, int]) -> "SplitStream":
         """The same with other sizes in the place of those that are there."""
@@ -386,6 +387,7 @@ class ModelSplit(_Part):
                     no_sp=kind.no_sp,
                     no_cp=kind.no_cp,
                     num_experts=kind.num_experts,
+                    tokens=kind.tokens,
                     attention=kind.attention,
                     hidden=(length_of(kind.shape), width_of(kind.shape)) if kind.shape else None,
                     num_streams=self.num_streams(self.layers.index(number)),

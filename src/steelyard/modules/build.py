@@ -255,7 +255,8 @@ def materialize_layer(
             first = _owner(model, chain, first_layer, first_path)
             if chain.kind_of(first_layer).role is LayerRole.BLOCK and not isinstance(first, nn.Embedding):
                 name, first_name = (each.rpartition(".")[2] for each in (path, first_path))
-                filled = copy.deepcopy(first).to_empty(device=device)
+                like = owner if type(owner) is type(first) else first  # which another layer may have divided by now
+                filled = copy.deepcopy(like).to_empty(device=device)
                 _initialize(model, filled, seed=seed, layer=zlib.crc32(f"{first_layer}.{first_path}".encode()))
                 owner.register_parameter(name, filled.get_parameter(first_name))
             else:
@@ -357,7 +358,7 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
 def _tied_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Pairs of parameters that transformers ties: the one that is replaced, and the one that takes its place."""
     keys = getattr(model, "_tied_weights_keys", None)
-    yield from keys.items() if isinstance(keys, dict) else ()
+    yield from ((target, source.removesuffix("$")) for target, source in keys.items()) if isinstance(keys, dict) else ()
 
 
 def build_rotary(model: PreTrainedModel, chain: ModelChain, device: torch.device) -> nn.Module | None:

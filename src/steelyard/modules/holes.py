@@ -107,6 +107,7 @@ class HeadPiece:
         self._last = _Give(split, last)
         self._buffers = {path: local_name(path) for path in outside_buffers(model, split, last + 1)}
         self._sees_shape, self._image = split.head_sees_shape, split.image
+        self._tokens = split.kinds[split.layers[last]].tokens
         self._shell = Shell(
             model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
         )
@@ -118,7 +119,8 @@ class HeadPiece:
         """
         hidden = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
         self._last.hidden = hidden
-        samples, tokens = hidden.shape[:2] if self._sees_shape else (1, 1)
+        times, beside = self._tokens
+        samples, tokens = (len(hidden), (hidden.shape[1] - beside) // (times or 1)) if self._sees_shape else (1, 1)
         buffers = {path: layer.get_buffer(name) for path, name in self._buffers.items()}
         try:
             outputs = self._shell(blank(self._image, samples, tokens, hidden.device), hidden.dtype, buffers=buffers)
@@ -384,8 +386,11 @@ class Shell:
 def _is_constant(module: nn.Module) -> bool:
     """Whether the parameters of a module are not trained and of a class of a model's own, which knows their values."""
     own = list(module.parameters(recurse=False))
-    is_of_a_model = type(module).__module__.startswith("transformers.models.") and not list(module.children())
-    return bool(own) and is_of_a_model and not any(each.requires_grad for each in own)
+    return bool(own) and _is_leaf_of_a_model(module) and not any(each.requires_grad for each in own)
+
+
+def _is_leaf_of_a_model(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.") and not list(module.children())
 
 
 def _frozen(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -452,6 +457,7 @@ class _Hole(nn.Module):
         self.__dict__.update(kept)
         self._modules = dict(module._modules)
         self._width, self._is_quantized = _width(module), hasattr(module, "quant_mode")  # which returns a scale, too
+        self._is_own = _is_leaf_of_a_model(module)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._module = _Whole(module)
         self.__dict__.update({name: None for name, each in module._parameters.items() if each is None})
@@ -459,9 +465,10 @@ class _Hole(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
-        given = next((each for each in (*arguments, *named.values()) if isinstance(each, Tensor)), None)
-        if given is None or self._is_quantized:
+        tensors = [each for each in (*arguments, *named.values()) if isinstance(each, Tensor)]
+        if not tensors or self._is_quantized or (self._is_own and len(tensors) > 1):
             return self._as_made(*arguments, **named)
+        given = tensors[0]
         if self._width is None:
             return given
         is_hidden = given.is_floating_point() and (given.ndim > 2 or not self._is_table)  # [B, S] of any type are ids

@@ -70,6 +70,7 @@ _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size
 
 IMAGE_NO_SP = "the places of an image are not divided"
 ENCODER_NO_SP = "two sequences flow along the decoder"
+LENGTH_NO_SP = "its states are of another length than the samples"
 STREAM_NO_SP = "what its blocks share is not divided by tokens"
 Styles = Mapping[str, str]
 
@@ -130,6 +131,8 @@ def no_cp(model: PreTrainedModel, split: ModelSplit, kind: SplitKind) -> str:
         return NO_CP
     if not split.fused_attention:
         return "its attention runs step by step, with a mask of the whole sequence"
+    if any(kind.tokens != (1, 0) for kind in split.kinds):
+        return LENGTH_NO_SP
     if split.streams:
         return STREAM_NO_SP
     if any(has_dropout(each) for each in model.modules() if getattr(each, "is_causal", None) is True):
@@ -140,6 +143,8 @@ def no_cp(model: PreTrainedModel, split: ModelSplit, kind: SplitKind) -> str:
 def _no_sp(split: ModelSplit) -> str:
     """Why nothing of a model can be sequence-parallel; empty where that is to be tried."""
     known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
+    if any(kind.tokens != (1, 0) for kind in split.kinds):
+        known = known or LENGTH_NO_SP
     return known or ("" if all(each.shape[0] == 0 for each in split.streams) else STREAM_NO_SP)
 
 

@@ -164,15 +164,19 @@ def _split_of(
         more = seen.tokens + (_LONGER - _TOKENS if seen.tokens == _TOKENS else seen.tokens)
         longer = _record(model, config, task, image, more).chains[first_list[0]]
         streams = [_of_tokens(each, before_between, longer, (seen.tokens, more), config) for each in streams]
+    lengths = {} if image else _lengths(model, seen, calls, config, task)
     hidden = [next(iter(calls.values())).hidden((firsts[0].places, firsts[0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
     shapes = [tuple(each.shape[1:]) if image else () for each in hidden]
-    kinds, layers = [SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, shape=shapes[0])], [0]
+    tokens = lengths.get(first_list[0], (1, 0))
+    kinds = [SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens, shape=shapes[0])]
+    layers = [0]
     rotary = []
     for path, each in calls.items():
         if path == blocks and encoder:
             layers.append(len(kinds))
-            kinds.append(SplitKind(name="decoder embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP))
+            tokens = lengths.get(path, (1, 0))
+            kinds.append(SplitKind(name="decoder embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens))
         words = ("encoder " if path != blocks else "decoder ") if encoder else ""
         given = {each.argument, each.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules = list(model.get_submodule(path).children())
@@ -196,6 +200,7 @@ def _split_of(
                 no_tp=NO_TP,
                 num_experts=max((each.num_experts for each in routed_experts(modules[place])), default=0),
                 attention=attends,
+                tokens=tokens,
                 shape=shapes[place + 1],
             )
             for name, place, attends in zip(names, first_of, attention, strict=True)
@@ -243,6 +248,26 @@ def _split_of(
         shared=tuple(_shared(model, by_layer, seen.called, config)),
         streams=tuple(streams),
     )
+
+
+def _lengths(
+    model: PreTrainedModel, seen: Recording, calls: Mapping[str, BlockCall], config: PreTrainedConfig, task: Task
+) -> dict[str, tuple[int, int]]:
+    """For each list of blocks the places of a state for each token, and beside them, where they are not the tokens."""
+    few = {path: _length(seen.chains[path], call) for path, call in calls.items()}
+    if all(length == seen.tokens for length in few.values()):
+        return {}
+    longer = _record(model, config, task, None, seen.tokens + _LONGER)
+    found = {}
+    for path, call in calls.items():
+        times = (_length(longer.chains[path], call) - few[path]) // _LONGER
+        found[path] = times, few[path] - times * seen.tokens
+    return found
+
+
+def _length(chain: Sequence[_Call], call: BlockCall) -> int:
+    """The places of the state that enters a list of blocks."""
+    return call.hidden((chain[0].places, chain[0].names)).shape[1]
 
 
 def _typed_buffers(
@@ -478,6 +503,8 @@ def _order(state: Tensor, config: PreTrainedConfig, tokens: int) -> tuple[tuple[
     sizes = list(state.shape)
     if state.ndim == 3 and sizes[:2] == [_SAMPLES, tokens]:
         return (), ()
+    if state.ndim == 3 and sizes[0] == _SAMPLES and tokens not in sizes:
+        return (), ()  # of another length
     if sizes.count(_SAMPLES) != 1 or sizes.count(tokens) != 1:
         raise _refused(config, f"a hidden state of {sizes} for {_SAMPLES} samples of {tokens} tokens")
     first = [sizes.index(_SAMPLES), sizes.index(tokens)]
@@ -578,9 +605,11 @@ def _of_tokens(
     """The stream with 0 in the place of the dims that are tokens, as calls with more tokens show."""
     seen = [dict(_given(each[stream.readers[0] - 1])) for each in (calls, longer)]
     samples, *sizes = zip(*(each[stream.argument, stream.entry].shape for each in seen), strict=True)
-    if samples != (_SAMPLES, _SAMPLES) or any(one != other and (one, other) != tokens for one, other in sizes):
+    beside = [one - tokens[0] for one, other in sizes if one != other]
+    grow_alike = all(one == other or other - one == tokens[1] - tokens[0] for one, other in sizes)
+    if samples != (_SAMPLES, _SAMPLES) or not grow_alike or min(beside, default=0) < 0:
         raise _refused(config, f"blocks that are given {stream.argument}, of another length than the samples are")
-    return stream.model_copy(update={"shape": tuple(one if one == other else 0 for one, other in sizes)})
+    return stream.model_copy(update={"shape": tuple(one if one == other else tokens[0] - one for one, other in sizes)})
 
 
 def _ends(

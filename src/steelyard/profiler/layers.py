@@ -92,9 +92,12 @@ class ShortChain:
         tensors = tensors_of(flow)
         wanted = self.chain.kind_of(place - 1).num_streams if place else 1
         states = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
-        streams = self.chain.read_shapes(place, self.seq_len)[wanted:] if place else ()
+        shapes = self.chain.read_shapes(place, self.seq_len) if place else ()
+        streams = shapes[wanted:]
         parts, options = self.strategy.sequence_degree, {"dtype": self.dtype, "device": self.device}
         made = (torch.randn((len(states[0]), shape[0] // parts, *shape[1:]), **options) for shape in streams)
+        if wanted > 1 and shapes[0] != shapes[1]:  # a decoder's state of another length than the encoder's output
+            states[1:] = [torch.randn((len(states[0]), *shape), **options) for shape in shapes[1:wanted]]
         return as_flow((*states, *(each.requires_grad_() for each in made)))
 
     def loss_context(self) -> AbstractContextManager[None]:

@@ -83,7 +83,11 @@ def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: 
     if chain.family.task is Task.CAUSAL_LM:
         first_N1 = torch.randint(0, chain.vocab_size, (num_samples, 1), generator=generator)  # noqa: N806
         stride_N1 = torch.randint(1, 4, (num_samples, 1), generator=generator)  # noqa: N806
-        return Samples.of((first_N1 + stride_N1 * torch.arange(seq_len + 1)) % chain.vocab_size)
+        tokens = (first_N1 + stride_N1 * torch.arange(seq_len + 1)) % chain.vocab_size
+        padding = chain.config.get("pad_token_id")  # of which there is none, since some models read it as no token
+        if isinstance(padding, int):
+            tokens[tokens == padding] = (padding + 1) % chain.vocab_size
+        return Samples.of(tokens)
     inputs, labels = random_samples(chain, num_samples, seq_len, generator)
     return Samples(inputs=inputs, labels=labels)
 
