@@ -204,9 +204,54 @@ def test_a_pool_without_an_elastic_run_is_refused(run: Run, pooled_path: Path) -
     assert "--pool: found '1x2xa100-80gb'\n  expected: --elastic with it" in error
 
 
-def test_a_record_of_a_plan_over_pools_is_refused_and_not_left_out(run: Run, pooled_path: Path) -> None:
-    found = str(user_error(run("explain", pooled_path, "--record", "record.json")))
-    assert "--record with several pools of devices" in found
+@pytest.mark.parametrize("slow", [0, 3])
+def test_explain_names_the_pool_of_a_slow_rank_and_plans_around_its_node(
+    run: Run, pooled_path: Path, tmp_path: Path, slow: int
+) -> None:
+    plan = read_plan(pooled_path)
+    path = record(plan, tmp_path, slow=slow)
+    result = run("explain", pooled_path, "--record", path, "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["explanation"]["slow_nodes"]
+    stage = slow // 2
+    own = plan.cluster.split("+")[stage]
+    assert found["rank"] == f"rank {slow} (stage {stage} in {own}) on node0 computes 2.0 × as long"
+    assert step_s(plan) < found["slowed_step_s"] < 2.0 * step_s(plan)
+    left = plan.cluster.replace(own, own.replace("1x2x", "1x1x"))
+    assert set(found["cluster"].split("+")) == set(left.split("+")), "of one node a device goes"
+    text = " ".join(run("explain", pooled_path, "--record", path).stdout.split())
+    assert f"(stage {stage} in {own}) on node0 computes 2.0 × as long as predicted next to the others" in text
+    assert "the best plan without its device takes" in text
+
+
+def test_explain_cuts_a_plan_over_pools_for_a_slow_node_of_one(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ("--seq-len", 2048, "--global-batch", 64)
+    result = run("plan", "llama3-8b", "--cluster", "2x4xa100-80gb+2x4xh100-80gb", *asked, "-o", path)
+    assert result.exit_code == 0, result.output
+    plan = read_plan(path)
+    assert plan.is_mixed
+    slow = plan.num_devices - 1
+    stages = [stage for stage, size in enumerate(plan.stage_sizes) for _ in range(size)]
+    content = json.loads(record(plan, tmp_path, slow=slow).read_text())
+    for rank, stage in zip(content["ranks"], stages, strict=True):
+        rank["stage"] = stage
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    result = run("explain", path, "--record", tmp_path / "record.json", "--json")
+    (found,) = json.loads(result.stdout)["explanation"]["slow_nodes"]
+    recut, own = found["recut"], plan.cluster.split("+")[-1]
+    assert own in found["rank"]
+    assert set(found["cluster"].split("+")) == {*plan.cluster.split("+")[:-1], own.replace("2x4x", "1x4x")}
+    assert step_s(plan) < recut["step_time_s"] < found["slowed_step_s"]
+    assert any(recut["is_slow"])
+    assert not all(recut["is_slow"])
+    assert sum(recut["layers"]) == plan.chain().num_layers
+
+
+def test_an_even_run_over_pools_is_said_to_be_one(run: Run, pooled_path: Path, tmp_path: Path) -> None:
+    path = record(read_plan(pooled_path), tmp_path)
+    explanation = json.loads(run("explain", pooled_path, "--record", path, "--json").stdout)["explanation"]
+    assert any("computed for longer than predicted" in note for note in explanation["notes"])
 
 
 def test_explain_says_that_a_run_was_even(run: Run, plan_path: Path, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from steelyard.plan.file import write_plan
+from steelyard.plan.plan import Plan
 from steelyard.processes.start import run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.options import TrainOptions
@@ -15,19 +17,20 @@ from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import CONFIGS, make_plan
 
 pytestmark = pytest.mark.processes
+SMALL = {**CONFIGS["llama-tied"], "num_hidden_layers": 2}
 
 
-def run(folder: Path, patch: pytest.MonkeyPatch, faults: str) -> RunRecord:
+def run(folder: Path, patch: pytest.MonkeyPatch, faults: str, plan: Plan | None = None, **more: Any) -> RunRecord:
     """Layers whose ranks wait for each other in every way: for gathered parameters and for parts of activations."""
     fork_ranks(patch, "steelyard.runtime.train")
     patch.setenv("PIDS", str(folder))
-    config = {**CONFIGS["llama-tied"], "num_hidden_layers": 2}
-    plan = make_plan(config, "fsdp2, fsdp2, tp2, fsdp2", num_devices=2, global_batch=4, num_microbatches=2)
+    if plan is None:
+        plan = make_plan(SMALL, "fsdp2, fsdp2, tp2, fsdp2", num_devices=2, global_batch=4, num_microbatches=2)
     write_plan(plan, folder / "plan.json")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
-    options = TrainOptions(steps=12, slow_share=3.0, slow_steps=4, record=folder / "record.json", timeout_s=60)
+    options = TrainOptions(steps=12, slow_share=3.0, slow_steps=4, record=folder / "record.json", timeout_s=60, **more)
     arguments = [faults, str(folder / "plan.json"), "--data", str(folder / "tokens.npy"), *options.arguments()]
-    run_processes("tests.runtime.faulty_train", arguments, num_processes=2)
+    run_processes("tests.runtime.faulty_train", arguments, num_processes=plan.num_devices)
     return RunRecord.model_validate_json((folder / "record.json").read_text())
 
 
@@ -53,3 +56,15 @@ def test_an_even_run_names_nobody(
 ) -> None:
     run(tmp_path, monkeypatch, "")
     assert "slow:" not in capfd.readouterr().out
+
+
+def test_over_pools_of_devices_the_pool_of_a_slow_rank_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both ranks of a stage on the second pool compute, one of them slowly."""
+    written = make_plan(SMALL, "single, single", "dp2, dp2", sizes=(1, 2), global_batch=4, num_microbatches=2)
+    pooled = written.model_copy(update={"cluster": "1x1xh100-80gb+1x2xl40s"})
+    run(tmp_path, monkeypatch, "0:slow:1", plan=pooled, device="cpu")
+    (*_, last) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step")]
+    assert f"slow: rank 1 (stage 1 in 1x2xl40s) on {socket.gethostname()} computes " in last
+    assert "rank 2" not in last

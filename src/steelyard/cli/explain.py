@@ -11,7 +11,7 @@ from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, P
 from steelyard.cli.progress import progress
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.setting import Job
-from steelyard.plan.choices import Explanation, WhyNot
+from steelyard.plan.choices import Explanation, SlowNode, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import (
@@ -62,7 +62,7 @@ def explain(
         job = (
             _pools_of(
                 plan,
-                {"--why-not": why, "--all": everything, "--record": record},
+                {"--why-not": why, "--all": everything},
                 cluster=cluster,
                 network=network,
                 memory=memory,
@@ -84,14 +84,11 @@ def explain(
             else:
                 explanation = Explanation(binds="", why_not=_insist(job, why))
                 plan = with_price(plan, job)
-            if record is not None:
-                show("planning without the nodes that were slow")
-                found = slow_nodes(plan, job, record)
-                note = () if found else (f"no rank of {record} computed for longer than predicted next to the others",)
-                kept = {"slow_nodes": found, "notes": (*explanation.notes, *note)}
-                explanation = explanation.model_copy(update=kept)
             if plan.prediction is None or cluster or network or memory or profile:
                 plan = with_price(plan, job)
+        if record is not None and not isinstance(job, str):
+            show("planning without the nodes that were slow")
+            explanation = _with_slow_nodes(explanation, slow_nodes(plan, job, record), record)
     if output is not None:
         write_plan(plan, output)
     if as_json:
@@ -99,6 +96,11 @@ def explain(
     else:
         view = explain_view if explanation.why_not is None else why_not_view
         Console().print(view(plan, explanation, everything=everything))
+
+
+def _with_slow_nodes(explanation: Explanation, found: tuple[SlowNode, ...], record: Path) -> Explanation:
+    note = () if found else (f"no rank of {record} computed for longer than predicted next to the others",)
+    return explanation.model_copy(update={"slow_nodes": found, "notes": (*explanation.notes, *note)})
 
 
 def _pools_of(plan: Plan, asked: Mapping[str, object], **given: Any) -> PooledJob:

@@ -156,6 +156,8 @@ class SlowNode(PlanPart):
     slowed_step_s: float
     without_step_s: float | None = None
     """Absent where no plan fits without it."""
+    lost: Literal["node", "device"] = "node"
+    """What it goes without: of a pool of one node a device."""
     cluster: str = ""
     setting: str = ""
     strategies: str = ""

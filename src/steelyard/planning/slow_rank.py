@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from steelyard.cost.pools import PooledJob
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
-from steelyard.hardware import MixedCluster
+from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import Recut, SlowNode
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
 from steelyard.planning.calibration import InvalidRunError
 from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.devices import with_shape
-from steelyard.planning.elastic import fastest_plan, hosts_without
+from steelyard.planning.elastic import fastest_on, left_without, of_pools
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pools import plan_pools
 from steelyard.planning.problem import PlanOptions
@@ -31,7 +31,7 @@ MOST_S = 10.0
 """Seconds that the search of a plan with a slow node may take."""
 
 
-def slow_nodes(plan: Plan, job: Job, path: str | Path) -> tuple[SlowNode, ...]:
+def slow_nodes(plan: Plan, job: AnyJob, path: str | Path) -> tuple[SlowNode, ...]:
     """Every rank that was slow in a recorded run of the plan, and the best plan without its node; none of an even run.
 
     Raises `InvalidRunError` for a record that cannot be read, is of another plan, or was written before ranks' own
@@ -50,8 +50,9 @@ def _slow_ranks(plan: Plan, record: RunRecord, path: Path) -> tuple[SlowRank, ..
             expected=f"one of this plan: {plan.model.name} on {plan.num_devices} ranks in {plan.num_stages} stages",
             hint="give the record that `train --record` wrote under this plan",
         )
+    pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else [""] * plan.num_stages
     work = [
-        OwnWork(rank=each.rank, stage=each.stage, host=each.host, own_s=each.own_s)
+        OwnWork(rank=each.rank, stage=each.stage, host=each.host, own_s=each.own_s, pool=pools[each.stage])
         for each in record.ranks
         if each.own_s is not None
     ]
@@ -65,11 +66,13 @@ def _slow_ranks(plan: Plan, record: RunRecord, path: Path) -> tuple[SlowRank, ..
     return slow_ranks(work, record.predicted_own_s, SLOW_SHARE)
 
 
-def _slow_node(plan: Plan, job: Job, slow: SlowRank) -> SlowNode:
+def _slow_node(plan: Plan, job: AnyJob, slow: SlowRank) -> SlowNode:
+    if isinstance(job, PooledJob):
+        job = of_pools(job, plan.cluster.split("+"))
     slowed_s = predict(plan, job, slowed={slow.stage: slow.factor}).step_time_s
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-    hosts = hosts_without(job.cluster, 1)
-    best = fastest_plan(job, hosts, demands) if hosts else None
+    left = left_without(job, slow.pool or plan.cluster, 1)
+    best = fastest_on(job, left, demands) if left else None
     without = None if best is None else best[0]
     recut = _cut_for(plan, job, slow, demands)
     step_s = without.prediction.step_time_s if without is not None and without.prediction is not None else None
@@ -78,6 +81,7 @@ def _slow_node(plan: Plan, job: Job, slow: SlowRank) -> SlowNode:
         step_time_s=predict(plan, job).step_time_s,
         slowed_step_s=slowed_s,
         without_step_s=step_s,
+        lost="node" if plan.stage_pools()[slow.stage].num_nodes > 1 else "device",
         cluster="" if without is None else without.cluster,
         setting="" if without is None else describe(without.pipeline),
         strategies="" if without is None else summarise(without),
@@ -85,35 +89,48 @@ def _slow_node(plan: Plan, job: Job, slow: SlowRank) -> SlowNode:
     )
 
 
-def _cut_for(plan: Plan, job: Job, slow: SlowRank, demands: Sequence[Demand]) -> Recut | None:
+def _cut_for(plan: Plan, job: AnyJob, slow: SlowRank, demands: Sequence[Demand]) -> Recut | None:
     """The best plan found with the node of a slow rank as a pool of its own; of one node the devices of its stage.
 
     None where that pool would be all there is, with a measured profile and with pins, which several pools do not take,
-    and where the best plan found leaves a pool out.
+    and where the best plan found leaves that pool out or takes it alone.
     """
-    cluster, options = job.cluster, narrowed(PlanOptions(time_limit_s=MOST_S), demands)
-    if cluster.num_devices == 1 or job.profile.identity.is_measured or options.pins or options.partition != "exact":
+    options = narrowed(PlanOptions(time_limit_s=MOST_S), demands)
+    pools = job.pools if isinstance(job, PooledJob) else (job,)
+    place = plan.cluster.split("+").index(slow.pool) if slow.pool else 0
+    own, cluster = pools[place], pools[place].cluster
+    if cluster.num_devices == 1 or own.profile.identity.is_measured or options.pins or options.partition != "exact":
         return None
+    link = own.outer_link or cluster.inter_link or cluster.intra_link
+    whole, part = (replace(own, cluster=each, outer_link=link) for each in _parted(plan, cluster, slow))
+    as_slow, others = replace(part, time_factor=own.time_factor * slow.factor), (*pools[:place], *pools[place + 1 :])
+    found = plan_pools(_joined((whole, as_slow, *others)), options).plan
+    slow_name = part.cluster.name
+    if found is None or not found.is_mixed or slow_name not in found.cluster.split("+"):
+        return None
+    names = [pool.name for pool in found.stage_pools()]
+    factors = {stage: slow.factor for stage, name in enumerate(names) if name == slow_name}
+    return Recut(
+        step_time_s=predict(found, _joined((whole, part, *others)), slowed=factors).step_time_s,
+        layers=tuple(len(part.layers) for part in found.parts),
+        is_slow=tuple(stage in factors for stage in range(found.num_stages)),
+        setting=describe(found.pipeline),
+        strategies=summarise(found),
+    )
+
+
+def _parted(plan: Plan, cluster: Cluster, slow: SlowRank) -> tuple[Cluster, Cluster]:
+    """A slow rank's pool without its node, and that node; of one node its devices."""
     if cluster.num_nodes > 1:
         shapes = (cluster.num_nodes - 1, cluster.devices_per_node), (1, cluster.devices_per_node)
     else:
         size = min(plan.parts[slow.stage].num_devices, cluster.num_devices // 2)
         shapes = (1, cluster.num_devices - size), (1, size)
     whole, part = (with_shape(cluster, *shape) for shape in shapes)
-    part = replace(part, name=f"{part.name} {slow.factor:.1f} × as slow")
-    link = cluster.inter_link or cluster.intra_link
-    joined = MixedCluster(pools=(whole, part), links=(link, link))
-    pools = tuple(replace(job, cluster=each, outer_link=link) for each in joined.pools)
-    slowed = replace(pools[1], time_factor=job.time_factor * slow.factor)
-    found = plan_pools(PooledJob(pools=(pools[0], slowed), cluster=joined), options).plan
-    if found is None or not found.is_mixed:
-        return None
-    names = [pool.name for pool in found.stage_pools()]
-    factors = {stage: slow.factor for stage, name in enumerate(names) if name == part.name}
-    return Recut(
-        step_time_s=predict(found, PooledJob(pools=pools, cluster=joined), slowed=factors).step_time_s,
-        layers=tuple(len(part.layers) for part in found.parts),
-        is_slow=tuple(stage in factors for stage in range(found.num_stages)),
-        setting=describe(found.pipeline),
-        strategies=summarise(found),
-    )
+    return whole, replace(part, name=f"{part.name} {slow.factor:.1f} × as slow")
+
+
+def _joined(pools: Sequence[Job]) -> PooledJob:
+    """One job on these pools, each with a link to the others."""
+    links = tuple(pool.outer_link for pool in pools if pool.outer_link is not None)
+    return PooledJob(pools=tuple(pools), cluster=MixedCluster(pools=tuple(each.cluster for each in pools), links=links))

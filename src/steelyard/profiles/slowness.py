@@ -24,6 +24,8 @@ class OwnWork:
     stage: int
     host: str
     own_s: float
+    pool: str = ""
+    """Of devices, where a plan is over several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +36,12 @@ class SlowRank:
     stage: int
     host: str
     factor: float
+    pool: str = ""
 
     def __str__(self) -> str:
+        stage = f"stage {self.stage} in {self.pool}" if self.pool else f"stage {self.stage}"
         where = f" on {self.host}" if self.host else ""
-        return f"rank {self.rank} (stage {self.stage}){where} computes {self.factor:.1f} × as long"
+        return f"rank {self.rank} ({stage}){where} computes {self.factor:.1f} × as long"
 
 
 def slow_ranks(work: Sequence[OwnWork], predicted_s: Sequence[float] | None, share: float) -> tuple[SlowRank, ...]:
@@ -47,7 +51,7 @@ def slow_ranks(work: Sequence[OwnWork], predicted_s: Sequence[float] | None, sha
     ratios = [each.own_s / _expected_s(each, work, predicted_s) for each in work]
     typical = statistics.median_low(ratios)
     found = [
-        SlowRank(rank=each.rank, stage=each.stage, host=each.host, factor=ratio / typical)
+        SlowRank(rank=each.rank, stage=each.stage, host=each.host, factor=ratio / typical, pool=each.pool)
         for each, ratio in zip(work, ratios, strict=True)
         if ratio > (1 + share) * typical
     ]

@@ -68,9 +68,10 @@ def slow_sentence(slow: SlowNode) -> str:
             f"{recut.strategies}), {_gain(recut.step_time_s, slow.slowed_step_s)}"
         )
     if slow.without_step_s is None:
-        return "; ".join([*parts, "no plan fits without its node."])
+        return "; ".join([*parts, f"no plan fits without its {slow.lost}."])
     without = f"{format_seconds(slow.without_step_s)} on {slow.cluster} ({slow.setting}; {slow.strategies})"
-    parts.append(f"the best plan without its node takes {without}, {_gain(slow.without_step_s, slow.slowed_step_s)}")
+    gain = _gain(slow.without_step_s, slow.slowed_step_s)
+    parts.append(f"the best plan without its {slow.lost} takes {without}, {gain}")
     return "; ".join(parts) + "."
 
 

@@ -48,6 +48,14 @@ def device_kind(plan: Plan) -> DeviceKind | None:
         return "gpu" if is_for_gpus else None
 
 
+def stage_pool(plan: Plan, stage: int) -> str:
+    """The name of the pool of devices that a stage lies in; empty where all are alike, or the plan does not say."""
+    try:
+        return plan.stage_pools()[stage].name if plan.is_mixed else ""
+    except InvalidClusterError:
+        return ""
+
+
 def _num_gpus() -> int:
     import torch  # takes seconds, which a plan for the CPU need not wait for
 

@@ -25,7 +25,7 @@ from steelyard.profiles.slowness import OwnWork, SlowRank, slow_ranks
 from steelyard.runtime.checks import check_builder
 from steelyard.runtime.data.own import OwnData
 from steelyard.runtime.data.source import SampleData, open_samples
-from steelyard.runtime.host import device_kind
+from steelyard.runtime.host import device_kind, stage_pool
 from steelyard.runtime.memory_limit import MemoryLimit
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
@@ -84,7 +84,9 @@ class SlownessWatch:
     def __init__(self, model: ParallelModel, options: TrainOptions) -> None:
         self._share, self._every = options.slow_share, options.slow_steps
         self._predicted_s = predicted_own_s(model.plan, model.device)
-        self._mine = OwnWork(rank=dist.get_rank(), stage=model.mesh.stage_index, host=socket.gethostname(), own_s=0.0)
+        stage, host = model.mesh.stage_index, socket.gethostname()
+        pool = stage_pool(model.plan, stage)
+        self._mine = OwnWork(rank=dist.get_rank(), stage=stage, host=host, own_s=0.0, pool=pool)
         self._seen_s: list[float] = []
         self._found: tuple[SlowRank, ...] = ()
 
