@@ -130,6 +130,11 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         **{"moe_intermediate_size": 32, "layer_types": ["hybrid"] * 3},
     },
     "albert": {**_SMALL, **_NO_DROPOUT, "embedding_size": 32, "architectures": ["AlbertForMaskedLM"]},
+    "xlm": {
+        **{"emb_dim": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 128, "max_position_embeddings": 64},
+        **{"pad_token_id": 0, "pad_index": 0, "dropout": 0.0, "attention_dropout": 0.0, "causal": True},
+        "architectures": ["XLMWithLMHeadModel"],
+    },
     "squeezebert": {
         **{**_SMALL, **_NO_DROPOUT, "embedding_size": 64, "architectures": ["SqueezeBertForMaskedLM"]},
     },

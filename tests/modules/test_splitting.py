@@ -28,6 +28,7 @@ from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
+from steelyard.runtime.state import parameter_names
 from steelyard.tracer.trace import trace
 from tests.modules.split_configs import OTHERWISE_CONFIGS, SPLIT_CONFIGS, split_config
 from tests.runtime.family_cases import SPLITS
@@ -465,6 +466,15 @@ def test_a_second_state_flows_from_each_block_of_an_encoder_to_the_next() -> Non
         (1, (2,), (8, 64)),
     ]
     assert split.places(3, 2) == (None, ())
+
+
+def test_parts_of_blocks_that_lie_in_lists_of_their_own_are_blocks_and_keep_the_names_of_their_weights() -> None:
+    split = split_of("xlm")
+    assert (split.layers, split.blocks) == ((0, 1, 1, 2), "transformer.blocks")
+    assert split.kinds[1].styles["block.attention.q_lin"] == "columns"
+    names = parameter_names(_chain_of("xlm")).by_path
+    assert names["2.block.norm2.weight"] == "transformer.layer_norm2.1.weight"
+    assert names["2.block.attention.q_lin.weight"] == "transformer.attentions.1.q_lin.weight"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
 WIDTH_KEYS = (
     *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
-    "attention_hidden_size",
+    *("attention_hidden_size", "emb_dim"),
 )
 _TOWER_KEYS = ("audio_hidden_size",)
 """Widths of a tower that another part's config repeats."""
@@ -84,6 +84,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collecti
         **dict.fromkeys(_TOKEN_KEYS, TOKENS * degree),
         **dict.fromkeys(_WINDOW_KEYS, _HEAD_DIM),
         **dict.fromkeys(_PADDED_KEYS, PADDED_TO),
+        "num_filters": 2,  # of the first of the convolutions of a tower, each of which has twice as many
     }
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
     found |= {key: value for key, value in sizes.items() if given.get(key)}  # what is of size 0 is not there

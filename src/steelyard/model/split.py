@@ -8,6 +8,7 @@ own forward pass with holes, and blocks are called as the model calls them (`ste
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
+from functools import partial
 from math import prod
 from typing import Annotated, Any
 
@@ -55,14 +56,20 @@ def _collect_no_ranges(model: Any) -> None:
             module.train = lambda _mode=True: None
 
 
-PREPARES: Mapping[str, Callable[[Any], None]] = {
+PREPARES: dict[str, Callable[[Any], None]] = {
     "albert": _repeat_groups,
     "ibert": _collect_no_ranges,
     **dict.fromkeys(("longt5", "mt5", "switch_transformers", "t5"), share_bias),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),
 }
 """Of types whose blocks are given what the first makes of its weights, what lets each hold those; of others, what lets
-nothing lie between blocks: `Family.prepare`."""
+nothing lie between blocks: `Family.prepare`. What takes torch to write is added by `steelyard.modules`."""
+
+
+def _prepare(model_type: str, model: Any) -> None:
+    PREPARES.get(model_type, leave_as_it_is)(model)
+
+
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 
@@ -445,5 +452,5 @@ def family_of_split(split: ModelSplit) -> Family:
         rotary=None,
         rotary_by_attention=split.rotary_by_attention,
         fused_attention=split.fused_attention,
-        prepare=PREPARES.get(split.model_type, leave_as_it_is),
+        prepare=partial(_prepare, split.model_type),
     )

@@ -199,23 +199,24 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     whole.tie_weights()
     parts = copy.deepcopy(whole)
     prepare_model(parts, chain)
+    trained = parameters_by_path(parts, split)
     for seed, length in enumerate(_LENGTHS if split.multiple == 1 else (split.multiple, 2 * split.multiple)):
         ids, labels = _samples(chain, whole.config, length, seed)
         decoder_ids = decoder_inputs(labels, whole.config) if split.encoder else None
         with_decoder = {} if decoder_ids is None else {"decoder_input_ids": decoder_ids}
         try:
             outputs = whole(**{reads(split.image): ids}, **with_decoder, **forward_options(whole))
-            expected = _results(whole, split, outputs.logits, labels)
+            expected = _results(whole, _as_in_parts(whole, parts, split), outputs.logits, labels)
             pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))
             logits = pieces.view_as(expected["logits"])
-            wrong = difference(expected, _results(parts, split, logits, labels), chain, TOLERANCE)
+            wrong = difference(expected, _results(parts, trained, logits, labels), chain, TOLERANCE)
         except Exception as error:
             wrong = f"they raise {type(error).__name__} ({(str(error).splitlines() or [''])[0][:160]})"
         if wrong:
             return None, wrong
     few = _first_two_of_each(chain)
     few = few if _is_chain(chain, few) else list(range(chain.num_layers))
-    short = _results(parts, split, _run_pieces(parts, chain, ids, decoder_ids, few), labels)
+    short = _results(parts, trained, _run_pieces(parts, chain, ids, decoder_ids, few), labels)
     parts.zero_grad()
     for path in split.lists:
         blocks = parts.get_submodule(path)
@@ -269,12 +270,26 @@ def _run_pieces(
     return logits
 
 
-def _results(model: PreTrainedModel, split: ModelSplit, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def _as_in_parts(whole: PreTrainedModel, parts: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
+    """The parameters of a whole model, each once, by the paths that they have in its parts."""
+    mine = dict(whole.named_parameters(remove_duplicate=False))
+    paths: dict[int, list[str]] = {}
+    for path, parameter in parts.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(path)
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, parameter in parameters_by_path(parts, split).items():
+        for own in (mine[each] for each in paths[id(parameter)] if each in mine):
+            found.setdefault(id(own), (path, own))
+    return dict(found.values())
+
+
+def _results(
+    model: PreTrainedModel, parameters: Mapping[str, nn.Parameter], logits: Tensor, labels: Tensor
+) -> dict[str, Tensor]:
     """The logits, and the gradient of every parameter by its path."""
     model.zero_grad()
     functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()).backward()
-    trained = parameters_by_path(model, split).items()
-    gradients = {path: each.grad.clone() for path, each in trained if each.grad is not None}
+    gradients = {path: each.grad.clone() for path, each in parameters.items() if each.grad is not None}
     return {"logits": logits.detach(), **gradients}
 
 

@@ -351,6 +351,7 @@ def _record(
     """One forward pass on the meta device, with hooks on all modules."""
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists(model)
+    paths |= _in_blocks(model, lists, paths)
     called: list[str] = []
     calls: dict[str, list[tuple[int, _Call]]] = {path: [] for path in lists}
     place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
@@ -441,6 +442,18 @@ def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
             del block.forward
         for handle in handles:
             handle.remove()
+
+
+def _in_blocks(
+    model: nn.Module, lists: Mapping[str, Sequence[nn.Module]], paths: Mapping[nn.Module, str]
+) -> dict[nn.Module, str]:
+    """The paths in the largest list of modules that stand in another, too."""
+    found: dict[nn.Module, str] = {}
+    for path in list(lists)[:1]:
+        for inner, module in model.get_submodule(path).named_modules(prefix=path):
+            if not _below(paths[module], path) and _in(paths[module], list(lists)):
+                found.setdefault(module, inner)
+    return found
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -621,8 +634,9 @@ def _ends(
     own parameters, or nothing does. A module that is not called, and whose parameters another holds that is, belongs to
     neither.
     """
-    owners = [path for path, module in model.named_modules() if holds_parameters(module)]
-    outside = [path for path in owners if not any(_below(path, blocks) for blocks in seen.chains)]
+    of_blocks = {module for blocks in seen.chains for module in model.get_submodule(blocks).modules()}
+    owners = {path: module for path, module in model.named_modules() if holds_parameters(module)}
+    outside = [path for path, module in owners.items() if module not in of_blocks]
     spans = []
     for blocks in seen.chains:
         inside = [place for place, path in enumerate(seen.called) if _below(path, blocks)]

@@ -1,0 +1,67 @@
+"""Models that keep the parts of their blocks in lists of their own (XLM, FlauBERT), made models with a list of blocks.
+
+Their forward pass takes from each list in turn: attention, a norm, the feed-forward part, another norm. Here a block
+holds those of one place, which stay in their lists too, where their weights have their names; the forward pass is that
+of samples without padding, of one language. `steelyard.modules.split_proof` proves it equal to the model's own.
+
+Legend of shapes: B samples, S tokens, H hidden width.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import BaseModelOutput
+
+
+class BlockOfParts(nn.Module):
+    """One block: the parts of one place of every list."""
+
+    def __init__(self, stack: nn.Module, place: int) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = stack.attentions[place], stack.ffns[place]
+        self.norm1, self.norm2 = stack.layer_norm1[place], stack.layer_norm2[place]
+        self.dropout, self.norms_first = stack.dropout, getattr(stack, "pre_norm", False)
+
+    def forward(self, hidden_BSH: Tensor, mask: Tensor) -> Tensor:  # noqa: N803
+        """The next hidden state [B, S, H]."""
+        first, second = (self.norm1, self.norm2) if self.norms_first else (_same, _same)
+        last, end = (_same, _same) if self.norms_first else (self.norm1, self.norm2)
+        attended = functional.dropout(
+            self.attention(first(hidden_BSH), mask)[0], p=self.dropout, training=self.training
+        )
+        hidden_BSH = last(hidden_BSH + attended)  # noqa: N806
+        return end(hidden_BSH + self.feed_forward(second(hidden_BSH)))
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+class _InBlocks:
+    """What replaces the forward pass of the stack."""
+
+    def forward(self: Any, input_ids: Tensor, **_options: Any) -> BaseModelOutput:
+        """The last hidden state of token ids [B, S]."""
+        samples, tokens = input_ids.shape
+        lengths = input_ids.new_full((samples,), tokens)
+        _, mask = sys.modules[type(self.attentions[0]).__module__].get_masks(tokens, lengths, self.causal)
+        hidden = self.embeddings(input_ids) + self.position_embeddings(self.position_ids[:, :tokens])
+        hidden = functional.dropout(self.layer_norm_emb(hidden), p=self.dropout, training=self.training)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return BaseModelOutput(last_hidden_state=hidden)
+
+
+def join_parts(model: Any) -> None:
+    """Gives the stack of a model its list of blocks, in place; twice does no harm."""
+    stack = model.transformer
+    if not isinstance(stack, _InBlocks):
+        stack.blocks = nn.ModuleList(BlockOfParts(stack, place) for place in range(stack.n_layers))
+        stack.__class__ = type(type(stack).__name__, (_InBlocks, type(stack)), {"__module__": __name__})
+
+
+JOINED: Mapping[str, Callable[[Any], None]] = dict.fromkeys(("flaubert", "xlm"), join_parts)
+"""As `steelyard.model.split.PREPARES`."""
