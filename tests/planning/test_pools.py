@@ -16,7 +16,7 @@ from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning import pool_search
-from steelyard.planning.acceptance import accept, refined_further, walked_bytes
+from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import bare_plan
@@ -148,21 +148,6 @@ def test_a_plan_that_takes_longer_in_simulation_meets_more_rivals(monkeypatch):
     few, more = found
     assert few.accepted[0].plan == more.accepted[0].plan
     assert len(few.accepted) < len(more.accepted) <= pool_search.RIVALS
-
-
-def test_the_best_plans_over_pools_are_refined_behind_all_searches(monkeypatch):
-    job = make_pooled_job(
-        "llama3-8b", parse_pools("1x4xh100-80gb+1x8xa100-40gb"), global_batch=64, seq_len=4096, precision="bf16"
-    )
-    monkeypatch.setattr("steelyard.planning.acceptance.REFINED_GAP", 0.0)
-    found = search_pools(job, PooledSpace(job, PlanOptions()))
-    monkeypatch.setattr(pool_search, "refined_further", lambda _job, accepted, *_: accepted)
-    unrefined = search_pools(job, PooledSpace(job, PlanOptions()))
-    assert found.accepted[0].outcome.score_s < unrefined.accepted[0].outcome.score_s
-    assert found.accepted[0].outcome.score_s >= found.lower_bound_s
-    assert all(walked_bytes(each.plan, job) <= usable_of(job) + 1 for each in found.accepted)
-    again = refined_further(job, found.accepted, found.lower_bound_s, None)
-    assert [each.outcome.score_s for each in again] == [each.outcome.score_s for each in found.accepted]
 
 
 def test_the_walk_lies_between_the_floors_and_the_tables():

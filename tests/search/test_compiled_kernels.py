@@ -15,7 +15,8 @@ import pytest
 
 from steelyard.planning import PlanOptions, plan_job
 from steelyard.search import kernels
-from tests.cost.examples import job
+from tests.cost.examples import cluster, job
+from tests.planning.test_choose import tightening
 
 ROOT = Path(__file__).parents[2]
 FEW_CALLS = 20
@@ -46,7 +47,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, list[tuple[Any, ...]]]:
-    """The arguments of the first calls of each kernel in a search."""
+    """The arguments of the first calls of each kernel in a search, where memory binds too."""
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in kernels.SIGNATURES}
 
     def recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +62,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         for name in kernels.SIGNATURES:
             patch.setattr(kernels, name, recorded(name, getattr(kernels, name)))
         plan_job(job(), PlanOptions())
+        plan_job(tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)[-1], PlanOptions())
     return found
 
 

@@ -22,29 +22,30 @@ reduced of layers whose place is not known, what a stage receives beyond its sha
 the one before the head of a single stage.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.build import context_bytes
-from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import LayerMemory, layer_memory, rank_samples
+from steelyard.cost.layer_parts import (
+    KnownLayers,
+    LayerParts,
+    fullest_moments,
+    least_hidden_bytes,
+    memory_of,
+    shared_overhead,
+    stage_exchange,
+)
 from steelyard.cost.setting import Job, Setting
-from steelyard.cost.stage_memory import backward_sending, hidden_bytes, made_bytes
 from steelyard.cost.tables import CostTables
+from steelyard.cost.working import WorkingBytes, working_bytes
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig
-from steelyard.schedules.passes import Phase
 
 IntTable = NDArray[np.int64]
 
 _LEAST_LAYERS = 4
 """With fewer the layers behind the embedding and before the head are the same, or there are none."""
-
-
-KnownLayers = dict[tuple[object, ...], LayerMemory]
-"""The memory of layers of a job by all that it depends on, shared between settings."""
 
 
 class Floors:
@@ -60,6 +61,10 @@ class Floors:
         if tables not in self._made:
             self._made[tables] = floor_tables(tables, self._job, self._known)
         return self._made[tables]
+
+    def working(self, tables: CostTables) -> WorkingBytes | None:
+        """As `working_bytes` makes them."""
+        return working_bytes(tables, self._job, self._known)
 
     def of_others(self) -> "Floors":
         """Those of tables of the job that are soon done with; what is known of layers serves them too."""
@@ -78,9 +83,9 @@ def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None)
         return (tables,)
     known = {} if known is None else known
     if tables.pipeline.num_chunks > 1:
-        return (_interleaved(tables, setting, _parts(tables, setting, known)),)
+        return (_interleaved(tables, setting, LayerParts.of(tables, setting, known)),)
     tables = _with_places(tables)
-    parts = _parts(tables, setting, known)
+    parts = LayerParts.of(tables, setting, known)
     flights = [tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)]
     short = [count for count in flights if setting.pipeline.num_microbatches <= count]
     floors = [_at_the_fullest(tables, setting, parts, has_gradients=not short)]
@@ -106,7 +111,7 @@ def held_floors(
     """
     found = np.zeros((3, *legal.shape), dtype=np.int64)
     for row, column in np.argwhere(legal).tolist():
-        memory = _memory(row, strategies[column], setting, known)
+        memory = memory_of(row, strategies[column], setting, known)
         found[:, row, column] = 3 * memory.shard + memory.buffers, memory.saved, memory.kept_gradients
     return found
 
@@ -123,80 +128,7 @@ def _with_places(tables: CostTables) -> CostTables:
     return tables.select(kinds=source, layers=layers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Parts:
-    """Bytes [K, S] of the rows of tables, 0 where illegal."""
-
-    states: IntTable
-    """Parameters, optimizer states and samples."""
-    gradients: IntTable
-    replicated_copy: IntTable
-    """The copy that computes, of layers that keep it throughout a step."""
-    gathered_copy: IntTable
-    """The same of sharded layers, from the forward to the backward pass."""
-    saved: IntTable
-    reduced: IntTable
-    """Of sharded layers, the buffer that gradients are reduced from."""
-    ahead: IntTable
-    """Of sharded layers that are gathered again for the backward pass, what is gathered while the next one works."""
-    autograd: IntTable
-    """What the layer takes while autograd works backwards through it."""
-    autograd_sending: IntTable
-    """The same where its output goes to another stage."""
-    reduction: IntTable
-    """What it takes as its gradients are reduced, beside what it has freed by then."""
-    reduction_first: IntTable
-    """The same in the first backward pass of a step."""
-    sent: IntTable
-    """The output, for one microbatch."""
-
-
-def _parts(tables: CostTables, setting: Setting, known: KnownLayers) -> _Parts:
-    names = _Parts.__slots__
-    found = np.zeros((len(names), *tables.legal.shape), dtype=np.int64)
-    last = len(tables.layers) - 1
-    for row, place in {kind: place for place, kind in enumerate(tables.layers)}.items():
-        layer = setting.job.chain.num_layers - 1 if place == last else place
-        for column in np.flatnonzero(tables.legal[row]).tolist():
-            strategy = tables.strategies[column]
-            memory = _memory(setting.job.chain.layers[layer], strategy, setting, known)
-            sent = 0 if place == last else hidden_bytes(layer, strategy, setting)
-            made = 0 if place == last else made_bytes(layer, strategy, setting)
-            found[:, row, column] = _layer_parts(memory, strategy, sent, made)
-            found[0, row, column] += sample_bytes(setting.job.chain.kind_of(layer), strategy, setting)
-    return _Parts(**dict(zip(names, found, strict=True)))
-
-
-def _memory(kind_index: int, strategy: Strategy, setting: Setting, known: KnownLayers) -> LayerMemory:
-    shards, tokens, samples = strategy.state_shards, strategy.token_degree, rank_samples(strategy, setting)
-    key = (kind_index, strategy.tensor_degree, shards, tokens, strategy.variants, strategy.remat, samples)
-    if key not in known:
-        known[key] = layer_memory(setting.job.chain.kinds[kind_index], strategy, setting)
-    return known[key]
-
-
-def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) -> tuple[int, ...]:
-    """The fields of `_Parts` in their order, samples left out."""
-    copy = memory.copy if memory.keeps_copy else 0
-    freed = memory.freed + (memory.copy if memory.drops_copy else 0)
-    beside = memory.made_gradients + (0 if memory.keeps_copy else memory.copy)
-    return (
-        3 * memory.shard + memory.buffers,
-        memory.kept_gradients,
-        copy if memory.shards == 1 else 0,
-        copy if memory.shards > 1 else 0,
-        memory.saved,
-        memory.reduced if memory.shards > 1 else 0,
-        memory.copy if memory.shards > 1 and not memory.keeps_copy else 0,
-        memory.backward + beside,
-        backward_sending(memory, strategy, made) + beside,
-        memory.reduction_bytes(is_first=False) - freed,
-        memory.reduction_bytes(is_first=True) - freed,
-        sent,
-    )
-
-
-def _at_the_fullest(tables: CostTables, setting: Setting, parts: _Parts, *, has_gradients: bool) -> CostTables:
+def _at_the_fullest(tables: CostTables, setting: Setting, parts: LayerParts, *, has_gradients: bool) -> CostTables:
     """As the last layer of a stage works backwards with most microbatches in flight."""
     static = parts.states + parts.replicated_copy + parts.gathered_copy
     if has_gradients:
@@ -204,7 +136,7 @@ def _at_the_fullest(tables: CostTables, setting: Setting, parts: _Parts, *, has_
     return _with_last_layers(tables, setting, parts, static, (parts.saved, parts.sent), follows_reduction=has_gradients)
 
 
-def _with_all_gradients(tables: CostTables, setting: Setting, parts: _Parts, *, in_flight: int) -> CostTables:
+def _with_all_gradients(tables: CostTables, setting: Setting, parts: LayerParts, *, in_flight: int) -> CostTables:
     """In the second backward pass of a step, or of a step of one microbatch as its last layer works, or behind it.
 
     ``in_flight`` is the least number in flight of the stages that have no gradients before.
@@ -220,7 +152,7 @@ def _with_all_gradients(tables: CostTables, setting: Setting, parts: _Parts, *, 
     return _floor_of(tables, setting, static, np.zeros_like(static))
 
 
-def _before_the_head(tables: CostTables, setting: Setting, parts: _Parts) -> CostTables:
+def _before_the_head(tables: CostTables, setting: Setting, parts: LayerParts) -> CostTables:
     """As the layer before the head works backwards on the only stage, while the head still reduces.
 
     With several microbatches in the second backward pass.
@@ -247,14 +179,14 @@ def _floor_of(
         static_bytes=static,
         activation_bytes=saved,
         transient_bytes=np.zeros_like(static),
-        overhead_bytes=context_bytes(setting) + _shared_bytes(setting) + received,
+        overhead_bytes=shared_overhead(setting) + received,
     )
 
 
 def _with_last_layers(
     tables: CostTables,
     setting: Setting,
-    parts: _Parts,
+    parts: LayerParts,
     static: IntTable,
     in_flight: tuple[IntTable, IntTable],
     *,
@@ -274,7 +206,7 @@ def _with_last_layers(
     last = static + np.maximum(parts.autograd_sending, reduction) + (count if has_all else 1) * parts.sent
     static[head] += np.maximum(parts.autograd, reduction)[head]
     if tables.pipeline.num_stages > 1 and has_all:
-        static[head] += (count - tables.pipeline.in_flight(tables.pipeline.num_stages - 1)) * _least_hidden_bytes(
+        static[head] += (count - tables.pipeline.in_flight(tables.pipeline.num_stages - 1)) * least_hidden_bytes(
             setting
         )
     _add_gathered_ahead(tables, parts, static)
@@ -282,7 +214,7 @@ def _with_last_layers(
     return floor if tables.pipeline.num_stages == 1 else floor.with_last_kinds(last, saved + sent, apart={head})
 
 
-def _add_first_reduction(tables: CostTables, parts: _Parts, static: IntTable) -> int:
+def _add_first_reduction(tables: CostTables, parts: LayerParts, static: IntTable) -> int:
     """Adds the buffer of the embedding's reduction, or of the layer behind it where that one is not sharded.
 
     Returns the most that was added. Where both are sharded they count together no more than that of the embedding.
@@ -299,7 +231,7 @@ def _add_first_reduction(tables: CostTables, parts: _Parts, static: IntTable) ->
     return max(int(parts.reduced[first].max(initial=0)), most)
 
 
-def _add_gathered_ahead(tables: CostTables, parts: _Parts, static: IntTable) -> None:
+def _add_gathered_ahead(tables: CostTables, parts: LayerParts, static: IntTable) -> None:
     """Adds what FSDP gathers of the layer before the head as a sharded head begins to work backwards."""
     if len(tables.layers) < _LEAST_LAYERS:
         return
@@ -310,55 +242,13 @@ def _add_gathered_ahead(tables: CostTables, parts: _Parts, static: IntTable) -> 
     static[before] += np.minimum(parts.ahead[before], most)
 
 
-def _shared_bytes(setting: Setting) -> int:
-    """What all layers of a stage read beside the hidden state, for the one microbatch that is always there."""
-    return side_bytes(set(setting.job.chain.kinds) if setting.pipeline.num_stages == 1 else set(), setting)
-
-
-def _least_hidden_bytes(setting: Setting) -> int:
-    """The least that a rank receives of what flows between two layers, for one microbatch."""
-    job = setting.job
-    entries = min(job.chain.num_flowing(place, job.seq_len) for place in _inner(setting))
-    return setting.microbatch_samples * entries * job.compute_bytes // setting.devices_per_stage
-
-
-def _inner(setting: Setting) -> range:
-    return range(setting.job.chain.num_layers - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
-    """A stage of several chunks as it begins a backward pass, by chunk."""
-
-    working: int
-    """The chunk of the pass."""
-    forwards: tuple[int, ...]
-    """Forward passes before."""
-    backwards: tuple[int, ...]
-    num_microbatches: int
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """Microbatches in flight."""
-        return tuple(each - done for each, done in zip(self.forwards, self.backwards, strict=True))
-
-    @property
-    def has_gradients(self) -> tuple[bool, ...]:
-        return tuple(done > 0 for done in self.backwards)
-
-    @property
-    def is_begun(self) -> tuple[bool, ...]:
-        """Whether the copies of replicated layers are there: from the first forward to the last backward pass."""
-        pairs = zip(self.forwards, self.backwards, strict=True)
-        return tuple(each > 0 and done < self.num_microbatches for each, done in pairs)
-
-
-def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTables:
+def _interleaved(tables: CostTables, setting: Setting, parts: LayerParts) -> CostTables:
     """As the last layer of a chunk begins a backward pass with most passes in flight on its stage."""
-    moments = [_fullest(stage, setting) for stage in range(tables.pipeline.num_stages)]
+    moments = fullest_moments(setting)
     first, head = tables.layers[0], tables.layers[-1]
     shape = (len(tables.kinds), 1)
-    gradients, begun, copies = (np.full(shape, tables.pipeline.num_chunks, dtype=np.int64) for _ in range(3))
+    gradients, begun, gathered, copies = (np.full(shape, tables.pipeline.num_chunks, dtype=np.int64) for _ in range(4))
+    gathered[:] = min(sum(moment.has_gathered) for moment in moments)
     gradients[:] = min(sum(moment.has_gradients) for moment in moments)
     begun[:] = min(sum(moment.is_begun) for moment in moments)
     flights = [sum(moment.in_flight) for moment in moments]
@@ -368,50 +258,14 @@ def _interleaved(tables: CostTables, setting: Setting, parts: _Parts) -> CostTab
     for kind, stage, chunk in ((first, 0, 0), (head, tables.pipeline.num_stages - 1, tables.pipeline.num_chunks - 1)):
         moment = moments[stage]
         copies[kind], gradients[kind], begun[kind] = 1, moment.has_gradients[chunk], moment.is_begun[chunk]
+        gathered[kind] = moment.has_gathered[chunk]
         saved[kind] = parts.saved[kind] * moment.in_flight[chunk] // tables.pipeline.in_flight(stage)
     static = copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy
-    received, sent, sent_by_last = _exchanged(moments, setting)
+    static += gathered * parts.gathered_copy
+    received, sent, sent_by_last = stage_exchange(moments, setting)
     last = static + np.maximum(parts.autograd_sending, parts.reduction) + sent * parts.sent
-    static[head] += sent_by_last * _least_hidden_bytes(setting)
+    static[head] += sent_by_last * least_hidden_bytes(setting)
     if moments[-1].working == tables.pipeline.num_chunks - 1:
         static[head] += np.maximum(parts.autograd, parts.reduction)[head]
-    floor = _floor_of(tables, setting, static, saved, received=received * _least_hidden_bytes(setting))
+    floor = _floor_of(tables, setting, static, saved, received=received * least_hidden_bytes(setting))
     return floor.with_last_kinds(last, saved, apart={head})
-
-
-def _exchanged(moments: list[_Moment], setting: Setting) -> tuple[int, int, int]:
-    """What a stage holds beside what layers save, at least: of others, of its own, and of its own on the last stage."""
-    pipeline, last = setting.pipeline, moments[-1]
-    if setting.job.execution.buffers_every_microbatch:
-        others, flights = pipeline.num_chunks - 1, [sum(moment.in_flight) for moment in moments]
-        forwards = min(sum(moment.forwards) for moment in moments[:-1])
-        count = pipeline.num_microbatches
-        return max(0, others * count - max(flights)), pipeline.num_chunks * count + forwards, others * count
-    ahead = (pipeline.schedule.received_ahead(pipeline, stage) for stage in range(pipeline.num_stages))
-    kept = (sum(moment.has_gradients[int(stage == 0) :]) for stage, moment in enumerate(moments))
-    received = min(sum(each) + own for each, own in zip(ahead, kept, strict=True))
-    return received, min(sum(moment.in_flight) for moment in moments[:-1]) + 1, sum(last.in_flight[:-1])
-
-
-def _fullest(stage: int, setting: Setting) -> _Moment:
-    """Of the backward passes that a stage begins with most passes in flight the one with most gradients, or the last.
-
-    On the last stage rather one of the last chunk, which has the head.
-    """
-    chunks, count = setting.pipeline.num_chunks, setting.pipeline.num_microbatches
-    order = setting.pipeline.passes(stage)
-    is_backward = order.phase == Phase.BACKWARD
-    mine = order.chunk == np.arange(chunks)[:, None]
-    before = [np.cumsum(mine & each, axis=1) - (mine & each) for each in (~is_backward, is_backward)]
-    forwards, backwards = before
-    in_flight = (forwards - backwards).sum(axis=0)
-    kept = ((backwards > 0).astype(int) + ((forwards > 0) & (backwards < count))).sum(axis=0)
-    has_head = (order.chunk == chunks - 1) & (stage == setting.pipeline.num_stages - 1)
-    fullest = is_backward & (in_flight == in_flight[is_backward].max())
-    place = max(np.flatnonzero(fullest).tolist(), key=lambda each: (has_head[each], kept[each], each))
-    return _Moment(
-        working=int(order.chunk[place]),
-        forwards=tuple(forwards[:, place].tolist()),
-        backwards=tuple(backwards[:, place].tolist()),
-        num_microbatches=count,
-    )

@@ -31,10 +31,12 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import KnownCosts, border_s, build_tables, usable_bytes
 from steelyard.cost.execution import Execution
-from steelyard.cost.memory_floor import KnownLayers, floor_likeness, floor_tables
+from steelyard.cost.layer_parts import KnownLayers
+from steelyard.cost.memory_floor import floor_likeness, floor_tables
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import border_table
 from steelyard.cost.tables import CostTables, Pools
+from steelyard.cost.working import WorkingBytes, joined_bytes, working_bytes
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.model.chain import ModelChain
@@ -219,6 +221,23 @@ class PooledFloors:
             floors = [self.of_part(place, part) for place, part in zip(pools.order, pools.parts, strict=True)]
             self._made[tables] = tuple(_floor(tables, pools, each) for each in zip(*floors, strict=True))
         return self._made[tables]
+
+    def working(self, tables: CostTables) -> WorkingBytes | None:
+        """As `working_bytes` makes them of each pool, joined."""
+        pools = tables.pools
+        assert pools is not None, "tables of a job of several pools are joined"
+        found = [
+            working_bytes(part, self._job.pools[place], self._known[place])
+            for place, part in zip(pools.order, pools.parts, strict=True)
+        ]
+        parts = [each for each in found if each is not None]
+        if len(parts) < len(found):
+            return None
+        overheads = [
+            num_bytes - pools.parts[pool].overhead_bytes + parts[pool].overhead_bytes[0]
+            for num_bytes, pool in zip(pools.overhead_bytes, pools.of_stages, strict=True)
+        ]
+        return joined_bytes(parts, overheads)
 
     def of_part(self, place: int, tables: CostTables) -> tuple[CostTables, ...]:
         """As `floor_tables` makes them of one pool, for one of all pipelines in which they are the same."""

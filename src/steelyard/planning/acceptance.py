@@ -3,10 +3,11 @@
 The walk (`steelyard.cost.stage_memory`) takes a whole plan; the search takes tables that add up. So a *floor* that no
 walk is below (`steelyard.cost.memory_floor`) stands for each pipeline setting beside its own tables, which are about as
 much above the walk. The fastest plan within a floor is a bound of all plans that the walk accepts, and where the walk
-accepts that very plan it is the answer: so it is wherever memory does not bind. Else the floor is searched within less
-and less, by as much as the walk of the plan found last exceeds its floor, until a plan is accepted, and the room
-between the last two is halved; what the setting's own tables allow and its plain plans compete with it, as far as the
-walk accepts them.
+accepts that very plan it is the answer: so it is wherever memory does not bind. Else its cuts get the strategies that
+are best by what a stage holds as each layer works (`steelyard.search.stage_walk`), which also bounds plans of one stage
+better. Then the floor is searched within less and less, by as much as the walk of the plan found last exceeds its
+floor, until a plan is accepted, and the room between the last two is halved; what the setting's own tables allow and
+its plain plans compete with it, as far as the walk accepts them.
 Only settings whose bound is below the best accepted plan take part.
 """
 
@@ -46,6 +47,7 @@ from steelyard.search.layers import NO_LIMIT_BYTES
 from steelyard.search.least_memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
 from steelyard.search.partition import quick_bound_s
 from steelyard.search.runs import AnyBudget
+from steelyard.search.stage_walk import StageWalks
 from steelyard.units import format_seconds
 
 SAME = 1e-9
@@ -54,6 +56,8 @@ MAX_TRIES = 8
 """Budgets within which a floor is searched until the walk accepts a plan; then that of its own tables is left."""
 HALVINGS = 4
 """How often the room between the least budget that was too much and the largest accepted is halved."""
+WIDTH = 100
+"""States of a layer that are kept where plans are sought by what a stage holds as each layer works."""
 NUM_REFINED = 3
 """Settings whose best plans are refined."""
 REFINED_GAP = 0.001
@@ -104,8 +108,8 @@ def accept(
     ``floors`` saves making those of the tables again for another budget. Plans that are no faster than ``cutoff_s`` are
     of no use. Not ``to_the_end`` leaves out what takes most of the time and finds some percent at most: the tables
     within more than there is, refinement, the search without each means; what is proven holds all the same. Plans that
-    gain less than the share ``least_gain`` of a step are not looked for once there is one. Over unlike pools, which are
-    searched several times, plans are refined behind all of that (`refined_further`).
+    gain less than the share ``least_gain`` of a step are not looked for once there is one. Plans over unlike pools,
+    which are searched several times, are not refined.
     """
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
     given = [OnDemand.of(each) for each in tables]
@@ -146,6 +150,7 @@ def _settle(contest: "_Contest", num_alternatives: int) -> SearchResult:
     )
     contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
     refused = contest.admit(found.ranked[: contest.num_exact + num_alternatives])
+    _as_layers_work(contest, found)
     contested = sorted({*contest.open(), *(each.index for each in refused)})
     if contested:
         _compete(contest, contested, found, num_alternatives)
@@ -171,27 +176,6 @@ def _refine(contest: "_Contest") -> None:
         contest.refined_s[index] = contest.accepted[index].outcome.score_s
 
 
-def refined_further(
-    job: PooledJob, accepted: Sequence[Accepted], lower_bound_s: float, deadline: float | None
-) -> tuple[Accepted, ...]:
-    """These accepted plans of as many settings, the best of them refined; none takes less than ``lower_bound_s``."""
-    contest = _Contest(
-        job=job,
-        given=[each.outcome.given for each in accepted],
-        num_exact=1,
-        made=PooledFloors(job),
-        known_s=np.inf,
-        deadline=deadline,
-    )
-    contest.bounds_s = [each.outcome.score_s if each.is_settled else lower_bound_s for each in accepted]
-    contest.accepted = {
-        place: replace(each, outcome=replace(each.outcome, index=place)) for place, each in enumerate(accepted)
-    }
-    _refine(contest)
-    pairs = zip(accepted, contest.accepted.values(), strict=True)
-    return tuple(replace(new, outcome=replace(new.outcome, index=old.outcome.index)) for old, new in pairs)
-
-
 def _without_means(contest: "_Contest") -> None:
     """Tries the settings of which a faster plan may be accepted without each means of the best plan, over and over.
 
@@ -210,7 +194,14 @@ def _without_means(contest: "_Contest") -> None:
         given = [contest.given[index].narrowed(partial(restricted, keeps=keeps)) for index in indices]
         made = Floors(job) if isinstance(contest.made, PooledFloors) else contest.made.of_others()
         smaller = replace(
-            contest, given=given, made=made, num_exact=1, known_s=contest.cutoff_s, accepted={}, refines=False
+            contest,
+            given=given,
+            made=made,
+            num_exact=1,
+            known_s=contest.cutoff_s,
+            accepted={},
+            refines=False,
+            walked_stages={},
         )
         _settle(smaller, 0)
         for index, each in smaller.accepted.items():
@@ -245,6 +236,8 @@ class _Contest:
     """What the refined plans of settings take."""
     walks: dict[tuple[object, ...], int] = field(default_factory=dict)
     """By how much they exceed the room, by pipeline setting, pools, cuts and strategies."""
+    walked_stages: dict[int, StageWalks | None] = field(default_factory=dict)
+    """By the index of a setting."""
     settings: dict[tuple[object, ...], tuple[Setting, ...]] = field(default_factory=dict)
     """Of the stages, by pipeline setting and pools."""
 
@@ -256,6 +249,14 @@ class _Contest:
     def floors(self, index: int) -> tuple[CostTables, ...]:
         """The floors of a setting, made when first asked for."""
         return self.made.of(self.given[index].tables)
+
+    def stage_walks(self, index: int) -> StageWalks | None:
+        """What a setting's stages hold as each layer works; None for a framework with states of its own."""
+        if index not in self.walked_stages:
+            tables = self.given[index].tables
+            working = self.made.working(tables)
+            self.walked_stages[index] = None if working is None else StageWalks(tables, working)
+        return self.walked_stages[index]
 
     @property
     def left_s(self) -> float | None:
@@ -371,6 +372,30 @@ def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, n
             _between(contest, index, found.settings[index])
         if contest.to_the_end and contest.bounds_s[index] < contest.enough_s:
             _beyond(contest, index)
+
+
+def _as_layers_work(contest: _Contest, found: SearchResult) -> None:
+    """Finds plans by what a stage holds as each layer works, with the cuts of those within floors."""
+    for index in contest.open():
+        like = found.settings[index].result.solution
+        if like is None or contest.left_s == 0 or contest.bounds_s[index] >= contest.enough_s:
+            continue
+        walks = contest.stage_walks(index)
+        if walks is None:
+            return
+        if contest.given[index].pipeline.num_stages == 1:
+            bound_s = walks.bound_s(contest.room_bytes, min(contest.cutoff_s, 1.1 * like.step_s))
+            contest.bounds_s[index] = max(contest.bounds_s[index], bound_s)
+        spared = 0
+        for _ in range(MAX_TRIES):
+            solution = walks.solution(like, contest.room_bytes - spared, WIDTH)
+            if solution is None:
+                break
+            result = SettingResult(status="feasible", solution=solution, lower_bound_s=contest.bounds_s[index])
+            excess = contest.excess_bytes(_outcome(index, walks.tables, result))
+            if excess == 0:
+                break
+            spared += excess
 
 
 def _plain(contest: _Contest, indices: Sequence[int]) -> None:

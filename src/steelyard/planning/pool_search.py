@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
-from steelyard.planning.acceptance import Acceptance, Accepted, accept, refined_further
+from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
 from steelyard.search.least_memory import IMPOSSIBLE
 
@@ -95,9 +95,6 @@ def search_pools(
             accepted=(), acceptance=nearest, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
         )
     lower = min(*bounds, *(bound_s for bound_s, _, _ in waiting), ranked[0].outcome.score_s)
-    if not least_gain:
-        improved = refined_further(job, ranked, lower, None if time_limit_s is None else deadline)
-        ranked = tuple(sorted(improved, key=lambda each: each.outcome.score_s))
     fastest_s = ranked[0].outcome.score_s
     proven = lower >= fastest_s * (1 - SAME)
     return PooledSearch(

@@ -24,7 +24,8 @@ from steelyard.cost.build import (
     transfer_s,
     usable_bytes,
 )
-from steelyard.cost.memory_floor import IntTable, KnownLayers, floor_likeness, held_floors
+from steelyard.cost.layer_parts import IntTable, KnownLayers
+from steelyard.cost.memory_floor import floor_likeness, held_floors
 from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables

@@ -372,3 +372,211 @@ def farthest(
         else:
             high = end - 1
     return low
+
+
+@compiled("f8(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], b1, i8, f8, i8, f8[::1], f8[::1], f8[::1], i8[::1])")
+def raise_prices(  # noqa: C901, PLR0912 (as `sweep`)
+    kinds: IntArray,
+    count: IntArray,
+    rows: IntArray,
+    seconds: FloatArray,
+    again: bool,
+    budget: int,
+    target_s: float,
+    rounds: int,
+    prices: FloatArray,
+    tried: FloatArray,
+    excess: FloatArray,
+    chosen: IntArray,
+) -> float:
+    """Finds prices of memory, as each layer of a run works, that bound its time well; the bound in seconds.
+
+    ``again`` where the last layers of the run begin while the first one of the pass before still reduces.
+    ``prices`` [n] come with where to begin and leave as the best found, by steps along the excess of the layers that
+    are cheapest (Polyak's, towards ``target_s``). ``rows`` [K, 9, O] as in `stage_walk`; the rest is room to work in.
+    """
+    best, reach, stalled = -np.inf, 1.0, 0
+    tried[:] = prices
+    for _ in range(rounds):
+        total = tried.sum()
+        value, done = -total * budget, 0.0
+        held = 0
+        for layer in range(len(kinds)):
+            kind = kinds[layer]
+            before = tried[layer - 1] if layer > 0 else (tried[-1] if again else 0.0)
+            after = tried[layer + 1] if layer + 1 < len(kinds) else 0.0
+            least = np.inf
+            for option in range(count[kind]):
+                paid = seconds[kind, option] + total * rows[kind, 2, option] - done * rows[kind, 3, option]
+                paid += tried[layer] * rows[kind, 8, option] + after * rows[kind, 6, option]
+                paid += before * max(0, rows[kind, 7, option])
+                if paid < least:
+                    least, chosen[layer] = paid, option
+            value += least
+            done += tried[layer]
+            held += rows[kind, 2, chosen[layer]]
+        if value > best:
+            best, stalled = value, 0
+            prices[:] = tried
+        else:
+            stalled += 1
+            if stalled == 10:
+                reach, stalled = 0.7 * reach, 0
+                tried[:] = prices
+                if reach < 0.001:
+                    break
+                continue
+        norm, freed = 0.0, 0
+        for layer in range(len(kinds) - 1, -1, -1):
+            kind, option = kinds[layer], chosen[layer]
+            taken = held - freed + rows[kind, 8, option]
+            if layer > 0:
+                taken += rows[kinds[layer - 1], 6, chosen[layer - 1]]
+            if layer + 1 < len(kinds) or again:
+                behind = layer + 1 if layer + 1 < len(kinds) else 0
+                taken += max(0, rows[kinds[behind], 7, chosen[behind]])
+            freed += rows[kind, 3, option]
+            excess[layer] = float(taken - budget)
+            if tried[layer] > 0 or excess[layer] > 0:
+                norm += excess[layer] * excess[layer]
+        if norm == 0 or value >= target_s:
+            break
+        step = reach * (target_s - value) / norm
+        for layer in range(len(kinds)):
+            tried[layer] = max(0.0, tried[layer] + step * excess[layer])
+    return best
+
+
+@compiled("void(f8[:,::1], i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], b1, i8[::1], f8[:,:,::1], f8[::1])")
+def priced_rests(
+    rest: FloatArray,
+    kinds: IntArray,
+    count: IntArray,
+    rows: IntArray,
+    seconds: FloatArray,
+    again: bool,
+    table: IntArray,
+    switch: FloatArray,
+    prices: FloatArray,
+) -> None:
+    """Fills in the least priced cost in seconds of the layers from each position of a run to its end.
+
+    ``rest`` [n + 1, C + 1] by the class before, zero in the last position; ``prices`` [n] as `raise_prices` finds them.
+    """
+    total = prices.sum()
+    for position in range(len(kinds) - 1, -1, -1):
+        kind = kinds[position]
+        done = prices[:position].sum()
+        before = prices[position - 1] if position > 0 else (prices[-1] if again else 0.0)
+        after = prices[position + 1] if position + 1 < len(kinds) else 0.0
+        rest[position] = np.inf
+        for option in range(count[kind]):
+            paid = seconds[kind, option] + total * rows[kind, 2, option] - done * rows[kind, 3, option]
+            paid += prices[position] * rows[kind, 8, option] + after * rows[kind, 6, option]
+            paid += before * max(0, rows[kind, 7, option]) + rest[position + 1, rows[kind, 1, option]]
+            for entry in range(switch.shape[1]):
+                whole = switch[table[kind], entry, rows[kind, 0, option]] + paid
+                rest[position, entry] = min(rest[position, entry], whole)
+
+
+@compiled(
+    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], b1, f8[:,::1], i8, f8, f8[::1], i8, f8[::1], i8, i8, "
+    "i8[:,::1], f8[:,::1])"
+)
+def working_candidates(
+    states: IntArray,
+    seconds: FloatArray,
+    count: int,
+    options: IntArray,
+    own_seconds: FloatArray,
+    again: bool,
+    switch: FloatArray,
+    budget: int,
+    limit_s: float,
+    prices: FloatArray,
+    position: int,
+    rest: FloatArray,
+    rest_kept: int,
+    rest_held: int,
+    places: IntArray,
+    values: FloatArray,
+) -> int:
+    """Extends states by the options of the layer at a position; returns how many may still fit and be in time.
+
+    ``states`` [8, N] hold class, bytes held, bytes at the fullest moment so far and at that which waits for the next
+    reduction, bytes gathered ahead, index of the state before, strategy, and bytes of the first reduction (-1 for
+    none); ``options`` [9, O] as in `stage_walk`, ``again`` as in `raise_prices`.
+    ``rest`` [C + 1] is `priced_rests` behind; behind the layer at least ``rest_held`` bytes more are held, of which
+    ``rest_kept`` are not freed. Fills ``places`` like states, ``values`` [2, room] with seconds and a lower bound.
+    """
+    found, total, before = 0, prices.sum(), prices[:position].sum()
+    here = prices[position]
+    after = prices[position + 1] if position + 1 < len(prices) else 0.0
+    is_last = position + 1 == len(prices)
+    repeated = prices[-1] if again and not is_last else 0.0
+    for option in range(count):
+        own_group, reduced = options[1, option], options[7, option]
+        kept = options[2, option] - options[3, option]
+        for state in range(states.shape[1]):
+            held, ahead = states[1, state] + options[2, option], states[4, state]
+            if reduced < 0:
+                fullest = max(states[2, state] + kept, held)
+                waiting = max(states[3, state] + kept, held + options[4, option])
+            else:
+                fullest = max(
+                    max(states[2, state], states[3, state] + reduced) + kept, held + options[5, option] + ahead
+                )
+                waiting = held + options[4, option] + ahead
+                ahead = options[6, option]
+            first = states[7, state] if states[7, state] >= 0 else reduced
+            if is_last and again:
+                waiting += max(0, first)
+            most = max(fullest, waiting)
+            if held + rest_held > budget or most + rest_kept > budget:
+                continue
+            spent = seconds[state] + (switch[states[0, state], options[0, option]] + own_seconds[option])
+            bound = spent + rest[own_group] + (total - before - here) * held + before * most + here * waiting
+            bound += after * ahead + repeated * max(0, first) - total * budget
+            if bound > limit_s or spent > limit_s:
+                continue
+            places[0, found] = own_group
+            places[1, found] = held
+            places[2, found] = fullest
+            places[3, found] = waiting
+            places[4, found] = ahead
+            places[5, found] = state
+            places[6, found] = options[0, option]
+            places[7, found] = first
+            values[0, found] = spent
+            values[1, found] = max(bound, spent)
+            found += 1
+    return found
+
+
+@compiled("i8(i8[::1], i8[:,::1], f8[::1], f8[:,::1], i8)")
+def sweep_working(order: IntArray, places: IntArray, seconds: FloatArray, detour: FloatArray, width: int) -> int:
+    """Moves the first ``width`` unbeaten of the `working_candidates` to the front of ``order``; returns how many.
+
+    ``order`` lists them by their bounds, which none that beats another has larger; ``detour`` as in `sweep`.
+    """
+    num_kept = 0
+    for index in order:
+        beaten = False
+        for slot in range(num_kept):
+            other = order[slot]
+            if places[1, other] > places[1, index] or places[2, other] > places[2, index]:
+                continue
+            if places[3, other] > places[3, index] or places[7, other] > places[7, index]:
+                continue
+            if places[1, other] + places[4, other] > places[1, index] + places[4, index]:
+                continue
+            if seconds[other] + detour[places[0, other], places[0, index]] <= seconds[index]:
+                beaten = True
+                break
+        if beaten:
+            continue
+        order[num_kept] = index
+        num_kept += 1
+        if num_kept == width:
+            break
+    return num_kept

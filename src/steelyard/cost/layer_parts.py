@@ -1,0 +1,194 @@
+"""What floors of memory are made of: the bytes of every layer kind under every strategy, and the moments of stages."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.build import context_bytes
+from steelyard.cost.inputs import sample_bytes, side_bytes
+from steelyard.cost.layer import LayerMemory, layer_memory, rank_samples
+from steelyard.cost.setting import Setting
+from steelyard.cost.stage_memory import backward_sending, hidden_bytes, made_bytes
+from steelyard.cost.tables import CostTables
+from steelyard.plan.strategy import Strategy
+from steelyard.schedules.passes import Phase
+
+IntTable = NDArray[np.int64]
+
+KnownLayers = dict[tuple[object, ...], LayerMemory]
+"""The memory of layers of a job by all that it depends on, shared between settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerParts:
+    """Bytes [K, S] of the rows of tables, 0 where illegal."""
+
+    states: IntTable
+    """Parameters, optimizer states and samples."""
+    gradients: IntTable
+    replicated_copy: IntTable
+    """The copy that computes, of layers that keep it throughout a step."""
+    gathered_copy: IntTable
+    """The same of sharded layers, from the forward to the backward pass."""
+    saved: IntTable
+    reduced: IntTable
+    """Of sharded layers, the buffer that gradients are reduced from."""
+    ahead: IntTable
+    """Of sharded layers that are gathered again for the backward pass, what is gathered while the next one works."""
+    autograd: IntTable
+    """What the layer takes while autograd works backwards through it."""
+    autograd_sending: IntTable
+    """The same where its output goes to another stage."""
+    reduction: IntTable
+    """What it takes as its gradients are reduced, beside what it has freed by then."""
+    reduction_first: IntTable
+    """The same in the first backward pass of a step."""
+    sent: IntTable
+    """The output, for one microbatch."""
+
+    @classmethod
+    def of(cls, tables: CostTables, setting: Setting, known: KnownLayers) -> Self:
+        """Those of tables of a pipeline setting; ``known`` saves work between settings."""
+        names = cls.__slots__
+        found = np.zeros((len(names), *tables.legal.shape), dtype=np.int64)
+        last = len(tables.layers) - 1
+        for row, place in {kind: place for place, kind in enumerate(tables.layers)}.items():
+            layer = setting.job.chain.num_layers - 1 if place == last else place
+            for column in np.flatnonzero(tables.legal[row]).tolist():
+                strategy = tables.strategies[column]
+                memory = memory_of(setting.job.chain.layers[layer], strategy, setting, known)
+                sent = 0 if place == last else hidden_bytes(layer, strategy, setting)
+                made = 0 if place == last else made_bytes(layer, strategy, setting)
+                found[:, row, column] = _layer_parts(memory, strategy, sent, made)
+                found[0, row, column] += sample_bytes(setting.job.chain.kind_of(layer), strategy, setting)
+        return cls(**dict(zip(names, found, strict=True)))
+
+
+def memory_of(kind_index: int, strategy: Strategy, setting: Setting, known: KnownLayers) -> LayerMemory:
+    """The memory of a layer of a kind of the model, looked up in what is ``known`` or put there."""
+    shards, tokens, samples = strategy.state_shards, strategy.token_degree, rank_samples(strategy, setting)
+    key = (kind_index, strategy.tensor_degree, shards, tokens, strategy.variants, strategy.remat, samples)
+    if key not in known:
+        known[key] = layer_memory(setting.job.chain.kinds[kind_index], strategy, setting)
+    return known[key]
+
+
+def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) -> tuple[int, ...]:
+    """The fields of `LayerParts` in their order, samples left out."""
+    copy = memory.copy if memory.keeps_copy else 0
+    freed = memory.freed + (memory.copy if memory.drops_copy else 0)
+    beside = memory.made_gradients + (0 if memory.keeps_copy else memory.copy)
+    return (
+        3 * memory.shard + memory.buffers,
+        memory.kept_gradients,
+        copy if memory.shards == 1 else 0,
+        copy if memory.shards > 1 else 0,
+        memory.saved,
+        memory.reduced if memory.shards > 1 else 0,
+        memory.copy if memory.shards > 1 and not memory.keeps_copy else 0,
+        memory.backward + beside,
+        backward_sending(memory, strategy, made) + beside,
+        memory.reduction_bytes(is_first=False) - freed,
+        memory.reduction_bytes(is_first=True) - freed,
+        sent,
+    )
+
+
+def shared_overhead(setting: Setting) -> int:
+    """What a stage holds whatever its layers: the context, and of one microbatch what they read beside its state."""
+    kinds = set(setting.job.chain.kinds) if setting.pipeline.num_stages == 1 else set()
+    return context_bytes(setting) + side_bytes(kinds, setting)
+
+
+def least_hidden_bytes(setting: Setting) -> int:
+    """The least that a rank receives of what flows between two layers, for one microbatch."""
+    job = setting.job
+    entries = min(job.chain.num_flowing(place, job.seq_len) for place in _inner(setting))
+    return setting.microbatch_samples * entries * job.compute_bytes // setting.devices_per_stage
+
+
+def _inner(setting: Setting) -> range:
+    return range(setting.job.chain.num_layers - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMoment:
+    """A stage of several chunks as it begins a backward pass, by chunk."""
+
+    working: int
+    """The chunk of the pass."""
+    forwards: tuple[int, ...]
+    """Forward passes before."""
+    backwards: tuple[int, ...]
+    follow_forward: tuple[bool, ...]
+    """Whether the pass before was a forward one."""
+    num_microbatches: int
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Microbatches in flight."""
+        return tuple(each - done for each, done in zip(self.forwards, self.backwards, strict=True))
+
+    @property
+    def has_gathered(self) -> tuple[bool, ...]:
+        """Whether sharded layers that keep the copy that computes have it: from the forward to the backward pass."""
+        pairs = enumerate(zip(self.in_flight, self.follow_forward, strict=True))
+        return tuple(chunk == self.working or (count > 0 and follows) for chunk, (count, follows) in pairs)
+
+    @property
+    def has_gradients(self) -> tuple[bool, ...]:
+        """Whether gradients are kept by then."""
+        return tuple(done > 0 for done in self.backwards)
+
+    @property
+    def is_begun(self) -> tuple[bool, ...]:
+        """Whether the copies of replicated layers are there: from the first forward to the last backward pass."""
+        pairs = zip(self.forwards, self.backwards, strict=True)
+        return tuple(each > 0 and done < self.num_microbatches for each, done in pairs)
+
+
+def stage_exchange(moments: list[StageMoment], setting: Setting) -> tuple[int, int, int]:
+    """What a stage holds beside what layers save, at least: of others, of its own, and of its own on the last stage."""
+    pipeline, last = setting.pipeline, moments[-1]
+    if setting.job.execution.buffers_every_microbatch:
+        others, flights = pipeline.num_chunks - 1, [sum(moment.in_flight) for moment in moments]
+        forwards = min(sum(moment.forwards) for moment in moments[:-1])
+        count = pipeline.num_microbatches
+        return max(0, others * count - max(flights)), pipeline.num_chunks * count + forwards, others * count
+    ahead = (pipeline.schedule.received_ahead(pipeline, stage) for stage in range(pipeline.num_stages))
+    kept = (sum(moment.has_gradients[int(stage == 0) :]) for stage, moment in enumerate(moments))
+    received = min(sum(each) + own for each, own in zip(ahead, kept, strict=True))
+    return received, min(sum(moment.in_flight) for moment in moments[:-1]) + 1, sum(last.in_flight[:-1])
+
+
+def fullest_moments(setting: Setting) -> list[StageMoment]:
+    """[P] of the stages of several chunks, the moments at which they hold most microbatches."""
+    return [_fullest(stage, setting) for stage in range(setting.pipeline.num_stages)]
+
+
+def _fullest(stage: int, setting: Setting) -> StageMoment:
+    """Of the backward passes that a stage begins with most passes in flight the one with most gradients, or the last.
+
+    On the last stage rather one of the last chunk, which has the head.
+    """
+    chunks, count = setting.pipeline.num_chunks, setting.pipeline.num_microbatches
+    order = setting.pipeline.passes(stage)
+    is_backward = order.phase == Phase.BACKWARD
+    mine = order.chunk == np.arange(chunks)[:, None]
+    before = [np.cumsum(mine & each, axis=1) - (mine & each) for each in (~is_backward, is_backward)]
+    forwards, backwards = before
+    in_flight = (forwards - backwards).sum(axis=0)
+    kept = ((backwards > 0).astype(int) + ((forwards > 0) & (backwards < count))).sum(axis=0)
+    has_head = (order.chunk == chunks - 1) & (stage == setting.pipeline.num_stages - 1)
+    fullest = is_backward & (in_flight == in_flight[is_backward].max())
+    place = max(np.flatnonzero(fullest).tolist(), key=lambda each: (has_head[each], kept[each], each))
+    last = [np.flatnonzero(own[:place]) for own in mine]
+    return StageMoment(
+        working=int(order.chunk[place]),
+        forwards=tuple(forwards[:, place].tolist()),
+        backwards=tuple(backwards[:, place].tolist()),
+        follow_forward=tuple(len(own) > 0 and not is_backward[own[-1]] for own in last),
+        num_microbatches=count,
+    )

@@ -1,0 +1,31 @@
+"""Plans by what a stage holds as each layer works: faster, accepted, and with a smaller gap."""
+
+import pytest
+
+from steelyard.cost.predict import predict_memory
+from steelyard.planning import acceptance
+from steelyard.planning.acceptance import accept
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions, make_tables
+
+
+@pytest.mark.slow
+def test_layers_as_they_work_give_faster_plans_that_fit_and_a_smaller_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(
+        "llama2-13b",
+        "2x8xa100-40gb",
+        global_batch=128,
+        seq_len=4096,
+        precision="bf16",
+        memory="18GiB",
+        profile=None,
+    )
+    tables = make_tables(job, PlanOptions())
+    found = accept(job, tables)
+    best = found.ranked[0]
+    assert all(sum(terms.values()) <= job.budget_bytes for terms in predict_memory(best.plan, job))
+    monkeypatch.setattr(acceptance, "_as_layers_work", lambda *_: None)
+    without = accept(job, tables)
+    assert best.outcome.score_s < without.ranked[0].outcome.score_s * 0.99
+    assert found.search.gap < without.search.gap
+    assert without.search.lower_bound_s <= found.search.lower_bound_s <= best.outcome.score_s
