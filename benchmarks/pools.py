@@ -6,14 +6,13 @@ authors measured on (rows ``mixed_devices`` of the second set of published runs,
 more papers' are in ``data/pools`` with where each number is stated, the others are sizes that users ask for. Words in
 place of `clusters` choose the clusters whose names hold one of them.
 
-`sailor` predicts the measured plans. The rows do not say which links the machines have, nor whether fp32 matmuls are in
-TF32. Assumed are 10 Gb/s Ethernet between nodes, true fp32, and inside a node PCIe through the host's memory, since
-these cards have no peer access, at the rates measured on such servers (``pcie-4-host``); with cards that reach each
-other directly (``pcie-3``) plans of tp 8 come out at a third of what was measured. OPT-350M is priced as a GPT-2 of its
-sizes. A stage whose replicas lie on several kinds of card is priced as if all lay on the slowest of them, for which the
-others wait. Beside each prediction is that calibrated as `--calibrate` does: times the median of measured over
-predicted of the other rows of machines with as many cards, never of the row itself. A row with the numbers of another
-one is left out.
+`sailor` predicts the measured plans. The rows do not say which links the machines have, the authors' own measurements
+beside them do: what a send between nodes reaches, and what a block takes under tensor parallelism, from which the rate
+inside a node follows (`intra_link`). Whether fp32 matmuls are in TF32 no file says; true fp32 is assumed. OPT-350M is
+priced as a GPT-2 of its sizes. A stage whose replicas lie on several kinds of card is priced as if all lay on the
+slowest of them, for which the others wait. Beside each prediction is that calibrated as `--calibrate` does: times the
+median of measured over predicted of the other rows of machines with as many cards, never of the row itself. A row with
+the numbers of another one is left out.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/pools.py [clusters] [sailor] [WORD ...]
 """
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_runs.rows import OPEN_RUNS, PublishedRun, read_runs
 
 from steelyard.cost.predict import predict
-from steelyard.hardware import Cluster, MixedCluster, find_network, hardware_file, parse_pools
+from steelyard.hardware import Cluster, MixedCluster, hardware_file, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.kinds import DP, TP
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
@@ -41,7 +40,18 @@ from steelyard.planning.pools import make_pooled_job, plan_pools, pool_rivals
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_seconds
 
-NETWORK = "ethernet-10"
+NETWORK = "{name: 1 Gb/s between nodes, bandwidth_GBps: 0.117, latency_us: 30}"
+"""Sends between nodes of Sailor's machines reach 0.110 to 0.118 GB/s, large ones 0.115 to 0.118: bandwidth_sockets.json
+under sailor/providers/mit of github.com/eth-easl/sailor (MIT), whose two nodes of Titan RTX reach 2.9."""
+BLOCK_S = {
+    "RTX 2080": {1: 0.033330, 2: 0.033859, 8: 0.027682},
+    "RTX 3090": {1: 0.016952, 2: 0.010626, 8: 0.080919},
+    "Titan RTX": {1: 0.031114, 2: 0.033164, 8: 0.027462},
+}
+"""Seconds of the forward pass of a block of OPT-350M, four samples of 2,048 tokens in fp32, by tensor-parallel degree
+on each card: OPT-350/*/profile.json under sailor/Planner/sailor_planner/profiles of the same code."""
+BLOCK_BYTES = 4 * 2048 * 1024 * 4
+"""Of what an all-reduce of such a block sums up."""
 OPT_350M = {
     "model_type": "gpt2",
     "n_embd": 1024,
@@ -62,18 +72,25 @@ CARDS = {
 }
 
 
+def intra_link(card: str, count: int) -> str:
+    """The link of a node of so many cards: a block waits for two all-reduces beyond its share of the computation."""
+    each_s = (BLOCK_S[card][count] - BLOCK_S[card][1] / count) / 2
+    rate = 2 * (count - 1) / count * BLOCK_BYTES / each_s / 1e9
+    return f"{{name: '{count} × {card}', bandwidth_GBps: {rate:.3g}, latency_us: 5.7}}"
+
+
 def node(card: str, count: int, name: str, nodes: int = 1) -> Cluster:
     """Nodes of one of the cards of Sailor's runs."""
     text = (
         f"version: 1\nname: '{name}'\nnum_nodes: {nodes}\ndevices_per_node: {count}\ndevice: {CARDS[card]}\n"
-        f"intra_link: pcie-4-host\ninter_link: {NETWORK}\n"
+        f"intra_link: {intra_link(card, count)}\ninter_link: {NETWORK}\n"
     )
     return pools_from_yaml(text)
 
 
 def joined(*pools: Cluster) -> MixedCluster:
-    links = tuple(find_network(NETWORK, devices_per_node=pool.devices_per_node) for pool in pools)
-    return MixedCluster(pools=pools, links=links)
+    assert all(pool.inter_link for pool in pools), "given for a single node too"
+    return MixedCluster(pools=pools, links=tuple(pool.inter_link for pool in pools if pool.inter_link is not None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,3 +28,11 @@ def test_a_row_is_calibrated_by_the_others_of_such_machines_and_not_by_itself(ro
     assert found["n-0403"] == pytest.approx(100.0)
     assert found["n-0404"] == pytest.approx(measured_s["n-0404"] / 2 * measured_s["n-0403"] / 50)
     assert found["n-0405"] == pytest.approx(measured_s["n-0405"])
+
+
+def test_links_inside_a_node_are_what_the_measured_blocks_wait_for(rows):
+    _, cluster = measured_plan(rows["n-0403"])
+    rates = {pool.device.name: pool.intra_link.bytes_per_s / 1e9 for pool in cluster.pools}
+    assert rates["rtx-3090"] == pytest.approx(31.2)
+    assert rates["titan-rtx"] == pytest.approx(3.81)
+    assert {link.bytes_per_s for link in cluster.links} == {0.117e9 / 2}, "of one port for both devices"
