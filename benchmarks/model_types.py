@@ -101,8 +101,7 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
         }
         chain = chain_from_config(config, name=model_type, split=split)
         found["share"] = round(divided_share(chain), 3)
-        trace(chain, seq_len=max(128, split.multiple), precision="bf16", degrees=(1,))
-        found["traced"] = True
+        found |= traced(chain)
     except UserError as error:
         found["reason"] = error.found
     except Exception as error:  # what transformers raises for a type's own defaults is of every kind
@@ -110,6 +109,17 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     if not found["split"] and (why := no_model(model_type, architecture)):
         found |= {"no_model": True, "reason": why}
     return found
+
+
+def traced(chain: ModelChain) -> dict[str, Any]:
+    """That a chain is traced, in bf16 or, where its own code knows no such numbers, in fp32."""
+    length = max(128, chain.split.multiple)
+    try:
+        trace(chain, seq_len=length, precision="bf16", degrees=(1,))
+    except RuntimeError as error:
+        trace(chain, seq_len=length, precision="fp32", degrees=(1,))
+        return {"traced": True, "in_fp32": _first_line(error)}
+    return {"traced": True}
 
 
 def no_model(model_type: str, architecture: str) -> str:

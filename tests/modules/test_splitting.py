@@ -12,7 +12,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
-from steelyard.model.split import ModelSplit
+from steelyard.model.split import PREPARES, ModelSplit
 from steelyard.modules import any_model, split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
 from steelyard.modules.build import (
@@ -23,6 +23,7 @@ from steelyard.modules.build import (
     prepare_model,
     read_hub_config,
 )
+from steelyard.modules.holes import forward_options
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
@@ -475,6 +476,27 @@ def test_parts_of_blocks_that_lie_in_lists_of_their_own_are_blocks_and_keep_the_
     names = parameter_names(_chain_of("xlm")).by_path
     assert names["2.block.norm2.weight"] == "transformer.layer_norm2.1.weight"
     assert names["2.block.attention.q_lin.weight"] == "transformer.attentions.1.q_lin.weight"
+
+
+def test_a_router_that_casts_its_weights_leaves_them_of_their_type() -> None:
+    sizes = {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+    sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "vocab_size": 128}
+    config = read_hub_config("switch_transformers", sizes)
+    model = build_from_config(config, Task.SEQ2SEQ_LM, fused_attention=False, dtype=torch.bfloat16)
+    PREPARES["switch_transformers"](model)
+    routers = [each for each in model.modules() if hasattr(each, "classifier")]
+    probabilities = routers[0](torch.zeros((1, 8, 64), dtype=torch.bfloat16, device="meta"))[-1]
+    assert (len(routers), probabilities.dtype) == (2, torch.float32)
+    assert {each.classifier.weight.dtype for each in routers} == {torch.bfloat16}
+
+
+def test_a_model_whose_text_part_alone_knows_of_a_cache_keeps_none() -> None:
+    config = {"model_type": "voxtral", "text_config": {**split_config("phi3"), "model_type": "llama"}}
+    audio = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    hub = read_hub_config("voxtral", {**config, "audio_config": audio})
+    model = build_from_config(hub, Task.SEQ2SEQ_LM, fused_attention=True)
+    assert not hasattr(model.config, "use_cache")
+    assert forward_options(model) == {"use_cache": False}
 
 
 @pytest.mark.slow

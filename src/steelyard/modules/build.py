@@ -24,14 +24,14 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import PREPARES, ModelSplit
-from steelyard.modules.blocks_of_parts import JOINED
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
+from steelyard.modules.prepared import ADDED
 
 _SEED_STRIDE = 1_000_003
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
-PREPARES.update(JOINED)
+PREPARES.update(ADDED)
 
 
 def hub_config(chain: ModelChain) -> PreTrainedConfig:

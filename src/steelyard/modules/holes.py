@@ -652,6 +652,7 @@ def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """What the model's forward pass is told beside the token ids: to keep nothing, and to give logits alone."""
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    known = "use_cache" in parameters or (takes_any and hasattr(model.config, "use_cache"))
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    known = "use_cache" in parameters or (takes_any and any(hasattr(each, "use_cache") for each in configs))
     told = {"use_cache": known, ROUTER_LOSS: ROUTER_LOSS in parameters}
     return {name: False for name, is_known in told.items() if is_known}

@@ -1,8 +1,9 @@
-"""Models that keep the parts of their blocks in lists of their own (XLM, FlauBERT), made models with a list of blocks.
+"""What prepares models of some types and takes torch to write; `steelyard.model.split` has the rest.
 
-Their forward pass takes from each list in turn: attention, a norm, the feed-forward part, another norm. Here a block
-holds those of one place, which stay in their lists too, where their weights have their names; the forward pass is that
-of samples without padding, of one language. `steelyard.modules.split_proof` proves it equal to the model's own.
+XLM and FlauBERT keep the parts of their blocks in lists of their own, and their forward pass takes from each list in
+turn. Here a block holds the parts of one place, which stay in their lists too, where their weights have their names;
+the forward pass is that of samples without padding, of one language. Routers that cast their own weights within a
+forward pass leave them as they are. `steelyard.modules.split_proof` proves all this equal to the unmodified model.
 
 Legend of shapes: B samples, S tokens, H hidden width.
 """
@@ -11,9 +12,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
+
+from steelyard.model.split import PREPARES
 
 
 class BlockOfParts(nn.Module):
@@ -63,5 +67,41 @@ def join_parts(model: Any) -> None:
         stack.__class__ = type(type(stack).__name__, (_InBlocks, type(stack)), {"__module__": __name__})
 
 
-JOINED: Mapping[str, Callable[[Any], None]] = dict.fromkeys(("flaubert", "xlm"), join_parts)
+class RouterLinear(nn.Linear):
+    """A router's matrix that computes in the type of what it reads."""
+
+    def to(self, *_places: Any, **_names: Any) -> "RouterLinear":
+        """This matrix as it is."""
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The product in the type of the inputs."""
+        bias = self.bias if self.bias is None else self.bias.to(inputs.dtype)
+        return functional.linear(inputs, self.weight.to(inputs.dtype), bias)
+
+
+def keep_router_types(model: Any) -> None:
+    """Has routers leave their weights of the type that they have, in place; twice does no harm."""
+    for router in model.modules():
+        if (
+            isinstance(vars(router).get("dtype"), torch.dtype)
+            and type(getattr(router, "classifier", None)) is nn.Linear
+        ):
+            router.classifier.__class__ = RouterLinear
+
+
+def _also(before: Callable[[Any], None]) -> Callable[[Any], None]:
+    def prepare(model: Any) -> None:
+        before(model)
+        keep_router_types(model)
+
+    return prepare
+
+
+ADDED: Mapping[str, Callable[[Any], None]] = {
+    "flaubert": join_parts,
+    "xlm": join_parts,
+    "nllb-moe": keep_router_types,
+    "switch_transformers": _also(PREPARES["switch_transformers"]),
+}
 """As `steelyard.model.split.PREPARES`."""
