@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from steelyard.errors import InvalidModelError
+from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.family import Task
 from steelyard.modules.build import build_from_config, read_hub_config
-from steelyard.modules.router_loss import RouterLoss, router_loss_of
+from steelyard.modules.router_loss import RouterLoss, check_routers, router_loss_of
 from steelyard.modules.split_proof import split_model
+from steelyard.plan.strategy import parse_strategy
 from tests.modules.split_configs import SPLIT_CONFIGS
 from tests.runtime.models import FAMILY_CONFIGS
 from tests.runtime.router_cases import CONFIGS, OLMOE_SPLIT
@@ -62,6 +63,14 @@ def test_a_model_that_transformers_trains_without_such_a_loss_is_refused() -> No
 def test_a_model_with_another_loss_of_its_routers_is_refused() -> None:
     with pytest.raises(InvalidModelError, match=r"(?s)found true for jetmoe.*another loss"):
         of_type("jetmoe", {"hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8})
+
+
+def test_tp_that_leaves_experts_whole_is_refused() -> None:
+    config = read_hub_config("mixtral", CONFIGS["mixtral"])
+    block = build_from_config(config, Task.CAUSAL_LM, fused_attention=True).model.layers[0]
+    check_routers(block, parse_strategy("fsdp4"))
+    with pytest.raises(InvalidPlanError, match="parallel: found fsdp2-tp2 for layers whose experts tp does not divide"):
+        check_routers(block, parse_strategy("fsdp2-tp2"))
 
 
 def test_the_split_of_the_parity_cases_is_what_splitting_finds() -> None:

@@ -39,11 +39,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from transformers.utils.output_capturing import OutputRecorder
 
-from steelyard.errors import InvalidModelError
+from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.modules.experts import routed_experts
+from steelyard.plan.strategy import Strategy
 
 _OUTPUT = "router_logits"
 _READS = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
@@ -57,7 +56,7 @@ class RouterLoss:
     coefficient: float
     num_experts: int
     top_k: int
-    recorders: tuple[OutputRecorder, ...]
+    recorders: tuple[Any, ...]
     """How transformers finds the logits of routers: by classes of modules, and places in what these return."""
 
     @property
@@ -115,6 +114,8 @@ class RouterLoss:
 
 def router_loss_of(model: PreTrainedModel) -> RouterLoss:
     """The auxiliary loss that a model's class has; raises `InvalidModelError` for one that has none, or another."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # which few runs need
+
     own = getattr(sys.modules[type(model).__module__], load_balancing_loss_func.__name__, None)
     recorders = (getattr(model, "_can_record_outputs", None) or {}).get(_OUTPUT)
     recorders = recorders if isinstance(recorders, list) else [recorders]
@@ -140,6 +141,17 @@ def copies(layer: nn.Module) -> int:
     """How many tensor-parallel ranks route the same tokens, each to experts of its own; 1 where they are whole."""
     divided = [each for each in routed_experts(layer) if hasattr(each, "num_all_experts")]
     return max((each.num_all_experts // each.num_experts for each in divided), default=1)
+
+
+def check_routers(layer: nn.Module, strategy: Strategy) -> None:
+    """Raises `InvalidPlanError` where ranks of tp would each count all tokens and the gradients of all experts."""
+    if strategy.tensor_degree != copies(layer):
+        raise InvalidPlanError(
+            field="parallel",
+            found=f"{strategy} for layers whose experts tp does not divide, and whose routers are trained",
+            expected="no tp there, or no loss of routers",
+            hint="plan without tp (--max-tp 1), or set output_router_logits to false in config.json",
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype
@@ -32,9 +31,8 @@ from steelyard.modules.layers import (
 )
 from steelyard.modules.own_pieces import OwnBatch
 from steelyard.modules.replicated import Replica, Replicas
-from steelyard.modules.router_loss import PartRouters, copies, router_loss_of
+from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Strategy
 from steelyard.runtime.border import ActivationLayout, border
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
 from steelyard.runtime.sharding import shard_layer
@@ -265,7 +263,7 @@ def _build_chunk(
             replicas.append(sharded)
         layers[str(number)] = layer
         if layer.router_loss is not None:
-            _check_routes(layer, strategy)
+            check_routers(layer, strategy)
     routers = _routers(model, plan, index, mesh, device) if chain.trains_routers else None
     arriving = border(plan, index)[1] if index else None
     leaving = border(plan, index + 1)[0] if index + 1 < len(plan.parts) else None
@@ -301,17 +299,6 @@ def _routers(model: PreTrainedModel, plan: Plan, index: int, mesh: PlanMesh, dev
         is_last=index == len(plan.parts) - 1,
         num_microbatches=plan.num_microbatches,
     )
-
-
-def _check_routes(layer: ChainLayer, strategy: Strategy) -> None:
-    """Raises `InvalidPlanError` where ranks of tp would each count all tokens and the gradients of all experts."""
-    if strategy.tensor_degree != copies(layer):
-        raise InvalidPlanError(
-            field="parallel",
-            found=f"{strategy} for the {layer.kind.name} layers, whose experts tp does not divide",
-            expected="no tp there, or no loss of routers",
-            hint="plan without tp (--max-tp 1), or set output_router_logits to false in config.json",
-        )
 
 
 def _placement(layout: ActivationLayout, mesh: PlanMesh) -> HiddenPlacement:
