@@ -76,7 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_asr": {"pad_token_id": 0},
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     "bert-generation": {"is_decoder": True},
-    "reformer": {"axial_pos_embds": False},
+    "reformer": {"axial_pos_embds": False, "hash_seed": 0},
     "ReformerModelWithLMHead": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 38},

@@ -135,6 +135,12 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         **{"pad_token_id": 0, "pad_index": 0, "dropout": 0.0, "attention_dropout": 0.0, "causal": True},
         "architectures": ["XLMWithLMHeadModel"],
     },
+    "reformer": {
+        **{"hidden_size": 64, "num_attention_heads": 4, "attention_head_size": 16, "feed_forward_size": 96},
+        **{"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "hash_seed": 0, "num_buckets": 4},
+        **{"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0, "vocab_size": 128},
+        **{"max_position_embeddings": 64, "architectures": ["ReformerForMaskedLM"]},
+    },
     "squeezebert": {
         **{**_SMALL, **_NO_DROPOUT, "embedding_size": 64, "architectures": ["SqueezeBertForMaskedLM"]},
     },

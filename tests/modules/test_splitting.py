@@ -478,6 +478,13 @@ def test_parts_of_blocks_that_lie_in_lists_of_their_own_are_blocks_and_keep_the_
     assert names["2.block.attention.q_lin.weight"] == "transformer.attentions.1.q_lin.weight"
 
 
+def test_blocks_of_a_reversible_stack_are_gone_through_one_by_one() -> None:
+    split = split_of("reformer")
+    assert (split.layers, split.blocks, split.hidden_size) == ((0, 1, 2, 3), "reformer.encoder.blocks", 128)
+    name = parameter_names(_chain_of("reformer")).by_path["2.block.feed_forward.dense.dense.weight"]
+    assert name == "reformer.encoder.layers.1.feed_forward.dense.dense.weight"
+
+
 def test_a_router_that_casts_its_weights_leaves_them_of_their_type() -> None:
     sizes = {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
     sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "vocab_size": 128}

@@ -2,14 +2,16 @@
 
 XLM and FlauBERT keep the parts of their blocks in lists of their own, and their forward pass takes from each list in
 turn. Here a block holds the parts of one place, which stay in their lists too, where their weights have their names;
-the forward pass is that of samples without padding, of one language. Routers that cast their own weights within a
-forward pass leave them as they are. `steelyard.modules.split_proof` proves all this equal to the unmodified model.
+the forward pass is that of samples without padding, of one language. Reformer's stack has a backward pass over all of
+its blocks; here autograd goes through them one by one. Routers that cast their own weights within a forward pass leave
+them as they are. `steelyard.modules.split_proof` proves all this equal to the unmodified model.
 
 Legend of shapes: B samples, S tokens, H hidden width.
 """
 
 import sys
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,6 +69,50 @@ def join_parts(model: Any) -> None:
         stack.__class__ = type(type(stack).__name__, (_InBlocks, type(stack)), {"__module__": __name__})
 
 
+class PlainBlock(nn.Module):
+    """A block of a reversible stack, whose two states lie side by side; its activations are kept, or computed again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = layer.attention, layer.feed_forward
+
+    def forward(self, states: Tensor, mask: Tensor | None, num_hashes: int | None, tokens: int | None) -> Tensor:
+        """The next two states [B, S, 2 H]."""
+        attended, hidden = states.chunk(2, -1)
+        options = {"attention_mask": mask, "num_hashes": num_hashes, "orig_sequence_length": tokens}
+        attended = attended + self.attention(hidden_states=hidden, **options).hidden_states
+        return torch.cat([attended, hidden + self.feed_forward(attended)], -1)
+
+
+class _InPlainBlocks:
+    """What replaces the forward pass of a reversible stack, which has a backward pass of its own over all blocks."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        num_hashes: int | None = None,
+        orig_sequence_length: int | None = None,
+        **_options: Any,
+    ) -> Any:
+        """The last hidden state, and nothing of what else the stack may return."""
+        states = torch.cat([hidden_states, hidden_states], -1)
+        for block in self.blocks:
+            states = block(states, attention_mask, num_hashes, orig_sequence_length)
+        states = functional.dropout(self.layer_norm(states), p=self.dropout, training=self.training)
+        return SimpleNamespace(
+            hidden_states=states, all_hidden_states=None, all_attentions=None, past_buckets_states=None
+        )
+
+
+def leave_reversibility(model: Any) -> None:
+    """Gives the stack of a model blocks that autograd goes through one by one, in place; twice does no harm."""
+    stack = model.reformer.encoder
+    if not isinstance(stack, _InPlainBlocks):
+        stack.blocks = nn.ModuleList(PlainBlock(layer) for layer in stack.layers)
+        stack.__class__ = type(type(stack).__name__, (_InPlainBlocks, type(stack)), {"__module__": __name__})
+
+
 class RouterLinear(nn.Linear):
     """A router's matrix that computes in the type of what it reads."""
 
@@ -101,6 +147,7 @@ def _also(before: Callable[[Any], None]) -> Callable[[Any], None]:
 ADDED: Mapping[str, Callable[[Any], None]] = {
     "flaubert": join_parts,
     "xlm": join_parts,
+    "reformer": leave_reversibility,
     "nllb-moe": keep_router_types,
     "switch_transformers": _also(PREPARES["switch_transformers"]),
 }

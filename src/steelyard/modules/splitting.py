@@ -457,7 +457,8 @@ def _in_blocks(
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The lists of modules that lie in no other of their type, by their path; those with the most parameters first.
+    """The lists of modules that lie in no other of their type, by their path; those with the most parameters first, of
+    equal ones the last.
 
     Sequences of modules that call one another come behind all lists.
     """
@@ -471,7 +472,8 @@ def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) 
         if isinstance(module, list_type) and len(module) and not inside:
             found[path] = list(module)
     size = {path: sum(p.numel() for block in blocks for p in block.parameters()) for path, blocks in found.items()}
-    return {path: found[path] for path in sorted(found, key=lambda path: -size[path])}
+    place = {path: place for place, path in enumerate(found)}
+    return {path: found[path] for path in sorted(found, key=lambda path: (-size[path], -place[path]))}
 
 
 def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, image: object, tokens: int) -> BlockCall:
