@@ -41,8 +41,7 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Device, devices, is_same_device
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.model.read import chain_from_config
-from steelyard.modules.any_model import load_any_model
+from steelyard.modules.any_model import chain_of_any, load_any_model
 from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of, tensors_of
@@ -110,8 +109,8 @@ def tiny_sizes() -> Sizes:
     common |= {"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64}
     sparse = {"model_type": "mixtral", **common, "num_local_experts": 4, "num_experts_per_tok": 2}
     return Sizes(
-        dense=chain_from_config({"model_type": "llama", **common}, name="tiny"),
-        experts=chain_from_config(sparse, name="tiny with experts"),
+        dense=chain_of_any({"model_type": "llama", **common}, name="tiny"),
+        experts=chain_of_any(sparse, name="tiny with experts"),
         seq_len=32,
         samples=(1, 4),
         withheld=2,

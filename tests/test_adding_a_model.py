@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steelyard.model import families
+from steelyard.model import families, read
 from steelyard.model.family import Family
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import random_samples
@@ -43,7 +43,7 @@ def test_a_family_of_the_page_computes_and_divides_as_the_real_model(
     block: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = family_of_block(block)
-    monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES, family.model_type: family})
+    monkeypatch.setattr(read, "FAMILIES", {**families.FAMILIES, family.model_type: family})
     chain = chain_from_config(CONFIGS[family.model_type], name="new")
     inputs, labels = random_samples(chain, 3, 16, torch.Generator().manual_seed(0))
     model = build_model(chain, seed=1)

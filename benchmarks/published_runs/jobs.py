@@ -30,7 +30,9 @@ from steelyard.hardware import Cluster, Link, find_device, find_link
 from steelyard.hardware.catalogue import default_links
 from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
+from steelyard.model.split import BlockCall, ModelSplit, SplitKind
 from steelyard.plan.kinds import CP, DP, FSDP, TP
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Remat, Strategy
@@ -42,6 +44,7 @@ from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
 from steelyard.units import GB
 
 _GATED = {"swiglu": True, "geglu": True, "gelu": False, "squared_relu": False}
+_ENDS = (LayerRole.EMBEDDING, LayerRole.HEAD)
 _VOCAB_MULTIPLE = 128
 """Frameworks pad the vocabulary so that each tensor-parallel rank has a multiple of this."""
 
@@ -276,7 +279,44 @@ def _chain(shape: ModelShape, etp: int) -> ModelChain:
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(shape.dense_blocks)),
         }
-    return chain_from_config(config, name="published")
+    return chain_from_config(config, name="published", split=_split(shape, etp))
+
+
+def _split(shape: ModelShape, etp: int) -> ModelSplit:
+    """How such a model splits: embedding, blocks (dense ones first where others have experts), norm and projection."""
+    heads, width = ((name, shape.heads) for name in ("attention heads", KV_HEADS)), shape.ffn or shape.hidden
+    divides = (*heads, ("feed-forward width", width))
+    block = SplitKind(name="block", role=LayerRole.BLOCK, tp_divides=divides)
+    ends = [SplitKind(name=each.value, role=each, tp_divides=(("vocabulary", shape.vocab),)) for each in _ENDS]
+    blocks, places = [block], [1] * shape.num_layers
+    if shape.experts is not None:
+        experts = shape.experts.count * etp
+        sparse = block.model_copy(update={"tp_divides": (*divides[:2], ("experts", experts)), "num_experts": experts})
+        blocks = [sparse]
+        if shape.dense_blocks:
+            named = {"dense block": block, "sparse block": sparse}
+            blocks = [kind.model_copy(update={"name": name}) for name, kind in named.items()]
+            places = [1] * shape.dense_blocks + [2] * (shape.num_layers - shape.dense_blocks)
+    last = len(blocks) + 1
+    tied = ((0, "model.embed_tokens.weight"), (shape.num_layers + 1, "lm_head.weight"))
+    return ModelSplit(
+        model_type="llama",
+        task=Task.CAUSAL_LM,
+        embedding=("model.embed_tokens",),
+        blocks="model.layers",
+        head=("model.norm", "lm_head"),
+        kinds=(ends[0], *blocks, ends[1]),
+        layers=(0, *places, last),
+        call=BlockCall(),
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocab,
+        max_seq_len=shape.seq_len,
+        learned_positions=False,
+        rotary_size=shape.head_dim,
+        rotary_by_attention=False,
+        fused_attention=True,
+        shared=(tied,) if shape.tied == "across stages" else (),
+    )
 
 
 @cache
@@ -387,7 +427,7 @@ def _plan(
         start = index % degrees.pp * size
         stages.append(StagePlan(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
     return Plan(
-        model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash),
+        model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash, split=chain.split),
         cluster=cluster.name,
         seq_len=shape.seq_len,
         global_batch=degrees.global_batch,

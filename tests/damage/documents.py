@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import steelyard.modules  # noqa: F401  which splits the model
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.planning.problem import PlanOptions, make_tables, problem_of

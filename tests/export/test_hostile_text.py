@@ -132,7 +132,8 @@ def test_a_value_of_a_config_is_one_argument_of_megatron(tmp_path: Path, monkeyp
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56, parallel="dp8")
     monkeypatch.setattr(read, "check_values", lambda _config: None)
     config = dict(plan.chain().config) | {"num_experts_per_tok": HOSTILE}
-    hostile = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config, "config_hash": None})})
+    model = plan.model.model_copy(update={"config": config, "config_hash": None, "split": plan.chain().split})
+    hostile = plan.model_copy(update={"model": model})
     (tmp_path / "megatron.sh").write_text(exported(hostile, "megatron").files[0][1])
     (tmp_path / "torchrun").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
     (tmp_path / "torchrun").chmod(0o755)

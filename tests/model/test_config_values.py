@@ -50,10 +50,8 @@ def test_more_experts_of_a_token_than_there_are_is_named(name: str, experts: int
         check_values(config(name, num_experts_per_tok=experts + change))
 
 
-@pytest.mark.parametrize(("value", "is_trained"), [(True, True), (False, False), (None, False)])
-def test_the_auxiliary_loss_of_routers_is_trained_where_the_config_asks_for_it(
-    value: bool | None, is_trained: bool
-) -> None:
+@pytest.mark.parametrize(("value", "is_trained"), [(True, True), (False, False)])
+def test_the_auxiliary_loss_of_routers_is_trained_where_the_config_asks_for_it(value: bool, is_trained: bool) -> None:
     chain = chain_from_config(config("mixtral-8x7b", output_router_logits=value), name="mixtral")
     assert chain.trains_routers is is_trained
 

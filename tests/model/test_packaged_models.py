@@ -8,6 +8,7 @@ import pytest
 import steelyard
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain, SharedWeight
+from steelyard.model.packaged import packaged_structure
 from steelyard.model.read import load_config, load_model, model_names
 from steelyard.model.sources import hub_names, model_source
 from steelyard.tracer.packaged import packaged_trace
@@ -110,7 +111,8 @@ def test_the_package_holds_the_traces_and_splits_of_its_models_and_no_others() -
     chains = [load_model(name) for name in model_names()]
     traces = {f"{chain.config_hash}-bf16.json.gz" for chain in chains}
     assert {file.name for file in (SOURCE / "tracer" / "traces").iterdir()} == traces
-    splits = {f"{chain.config_hash}.json" for chain in chains if chain.split is not None}
+    split = [chain.config_hash for chain in chains if chain.split is not None]
+    splits = {f"{name}.json" for name in (*split, *map(packaged_structure, split))}
     assert {file.name for file in (SOURCE / "model" / "splits").iterdir()} == splits
 
 

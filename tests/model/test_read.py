@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole
-from steelyard.model.families import FAMILIES, family_of
 from steelyard.model.read import chain_from_config, config_hash, load_model, model_names
 
 CONFIG = {
@@ -117,22 +116,29 @@ def test_layers_are_named_by_what_they_are():
 
 def test_tensor_parallelism_must_divide_heads_width_and_vocabulary():
     embedding, block, head = chain_from_config(CONFIG, name="tiny").kinds
-    assert block.tp_divides == (("attention heads", 8), ("key-value heads", 4), ("feed-forward width", 96))
+    sizes = {
+        "attention heads": 8,
+        "key-value heads": 4,
+        "inputs of self_attn.o_proj": 64,
+        "inputs of mlp.down_proj": 96,
+    }
+    assert dict(block.tp_divides) == sizes
     assert embedding.tp_divides == head.tp_divides == (("vocabulary", 100),)
 
 
-def test_a_family_without_grouped_heads_has_no_key_value_heads():
-    block = load_model("pythia-1.4b").kinds[1]
-    assert [name for name, _ in block.tp_divides] == ["attention heads", "feed-forward width"]
+def test_a_model_without_grouped_heads_has_as_many_for_keys_and_values():
+    sizes = dict(load_model("pythia-1.4b").kinds[1].tp_divides)
+    assert sizes["key-value heads"] == sizes["attention heads"] == 16
 
 
-@pytest.mark.parametrize(("value", "tied"), [(True, True), (False, False), (None, False), (..., False)])
+@pytest.mark.parametrize(("value", "tied"), [(True, True), (False, False), (..., False)])
 def test_embeddings_are_tied_only_where_the_config_says_so(value, tied):
     assert chain_from_config(changed(tie_word_embeddings=value), name="tiny").tied_embeddings is tied
 
 
 def test_a_head_size_frees_the_hidden_size_from_the_heads():
-    assert chain_from_config(changed(hidden_size=60, head_dim=16), name="tiny").hidden_size == 60
+    config = changed(model_type="qwen3", hidden_size=60, head_dim=16)
+    assert chain_from_config(config, name="tiny").hidden_size == 60
 
 
 def test_a_config_file_is_the_model_that_it_describes(tmp_path):
@@ -165,11 +171,6 @@ def test_packaged_models_have_hashes_of_their_own():
     assert len({load_model(name).config_hash for name in names}) == len(names)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_found_by_its_model_type(family):
-    assert family_of(family).model_type == family
-
-
 def test_an_unknown_family_names_the_nearest_one():
     with pytest.raises(InvalidModelError, match=r"(?s)^model_type: found 'qwen4'.*did you mean .*qwen3"):
         chain_from_config(changed(model_type="qwen4"), name="tiny")
@@ -177,7 +178,9 @@ def test_an_unknown_family_names_the_nearest_one():
 
 @pytest.mark.parametrize("model_type", [..., None, 7, [], "", "lama"])
 def test_a_model_type_that_is_no_family_lists_the_known_ones(model_type):
-    with pytest.raises(InvalidModelError, match=r"expected: one of bert, gemma, .*gpt_neox, llama, mistral"):
+    with pytest.raises(
+        InvalidModelError, match=r"expected: a type that .* knows, as bert, cohere, .*gpt_neox, .*llama, mistral"
+    ):
         chain_from_config(changed(model_type=model_type), name="tiny")
 
 
@@ -191,21 +194,21 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 def test_a_missing_size_is_named(key):
     with pytest.raises(InvalidModelError, match=f"^{key}: found nothing"):
         chain_from_config(changed(**{key: ...}), name="tiny")
 
 
 @pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
-@pytest.mark.parametrize("value", ["64", 64.0, True, 0, -8, [64], {}])
+@pytest.mark.parametrize("value", ["64", 64.0, True, 0, -8, {}])
 def test_a_size_that_is_no_whole_number_above_zero_is_named(key, value):
     with pytest.raises(InvalidModelError, match=f"^{key}: found .*\n.*whole number of 1 or more"):
         chain_from_config(changed(**{key: value}), name="tiny")
 
 
 def test_heads_that_do_not_divide_the_hidden_size_are_named():
-    with pytest.raises(InvalidModelError, match=r"^num_attention_heads: found 7\n.*divisor of hidden_size 64"):
+    with pytest.raises(InvalidModelError, match=r"^config: found .*hidden size \(64\) is not a multiple"):
         chain_from_config(changed(num_attention_heads=7, num_key_value_heads=7), name="tiny")
 
 

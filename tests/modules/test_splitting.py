@@ -118,8 +118,15 @@ def test_modules_that_are_all_of_an_embedding_or_a_head_are_called_one_after_ano
     assert (split.embedding_calls, split.head_calls) == (("model.embed_tokens",), ("model.norm", "lm_head"))
 
 
-def test_a_head_that_scales_its_logits_is_more_than_modules_called_one_after_another() -> None:
-    assert split_of("cohere2").head_calls == ()
+def test_a_head_that_scales_its_logits_is_an_operation_more() -> None:
+    split = split_model("cohere2", split_config("cohere2") | {"logit_scale": 0.25})
+    assert split.head_calls == ("model.norm", "lm_head", ":mul:0.25")
+
+
+def test_a_head_that_caps_its_logits_is_three_operations_more() -> None:
+    config = FAMILY_CONFIGS["gemma2"] | {"final_logit_softcapping": 20.0}
+    calls = ("model.norm", "lm_head", ":div:20.0", ":tanh", ":mul:20.0")
+    assert split_model("gemma2", config).head_calls == calls
 
 
 @pytest.mark.slow
@@ -758,7 +765,7 @@ def test_a_plan_that_does_not_say_how_its_model_splits_finds_it() -> None:
 
 def test_a_small_config_keeps_what_is_grouped() -> None:
     small = small_config({"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, degree=2)
-    assert small == {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+    assert small == {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
 
 
 def test_a_small_config_keeps_how_heads_grow_by_stage() -> None:

@@ -144,7 +144,7 @@ def test_wrong_ranks_are_named(ranks, place):
     [
         ("tp16", {}, "found tp16 for the embedding layers|tp 16 does not divide the 8 attention heads"),
         ("tp3", {}, "tp 3 does not divide the 8 attention heads"),
-        ("tp4", {"intermediate_size": 98}, "tp 4 does not divide the 98 feed-forward width entries"),
+        ("tp4", {"intermediate_size": 98}, "tp 4 does not divide the 98 inputs of mlp.down_proj entries"),
         ("tp4", {"vocab_size": 98}, "tp 4 does not divide the 98 vocabulary entries"),
     ],
     ids=["heads", "heads by three", "width", "vocabulary"],
@@ -168,7 +168,7 @@ def test_sp_that_does_not_divide_the_sequence_is_named():
 
 
 def test_levels_across_the_mesh_are_named():
-    config = {**CONFIG, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
+    config = {**CONFIG, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
     content = one_stage("dp2-tp3", devices=6, model={"name": "tiny", "config": config})
     with pytest.raises(InvalidPlanError, match=r"^stages\[0\]\.runs\[0\]\.parallel: .*\n.*not runs of the stage mesh"):
         read(content)

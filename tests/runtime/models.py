@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import steelyard.modules  # noqa: F401  which splits them
 from steelyard.model.own import OwnSplit
 from steelyard.model.split import ModelSplit
 from steelyard.plan.plan import Plan, fold_runs

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from steelyard.model.families import FAMILIES
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.cases import CASES as CASES_OF_EIGHT
 from tests.runtime.family_cases import CASES, SPLITS
+from tests.runtime.models import FAMILY_CONFIGS
 from tests.runtime.processes import run_parity
 
 pytestmark = pytest.mark.processes
@@ -23,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 def test_every_family_is_compared_and_models_without_one() -> None:
     compared = {case.plan.chain().family.model_type for case in [*CASES.values(), *CASES_OF_EIGHT.values()]}
-    assert compared == {*FAMILIES, *SPLITS, "deepseek_v3"}
+    assert compared == {config["model_type"] for config in FAMILY_CONFIGS.values()} | {*SPLITS}
 
 
 @pytest.mark.parametrize("name", EXACT)

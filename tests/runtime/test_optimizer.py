@@ -57,12 +57,12 @@ def decayed_names(config: str) -> tuple[set[str], set[str]]:
 def test_norms_and_embeddings_do_not_decay() -> None:
     decayed, kept = decayed_names("llama")
     assert kept == {
-        "embedding.weight",
-        "norm.weight",
+        "model__embed_tokens.weight",
+        "model__norm.weight",
         "block.input_layernorm.weight",
         "block.post_attention_layernorm.weight",
     }
-    assert "output.weight" in decayed
+    assert "lm_head.weight" in decayed
     assert "block.self_attn.q_proj.weight" in decayed
 
 
@@ -74,7 +74,7 @@ def test_biases_do_not_decay() -> None:
 
 def test_a_tied_head_decays_no_more_than_the_embedding() -> None:
     _, kept = decayed_names("llama-tied")
-    assert {"embedding.weight", "output.weight"} <= kept
+    assert {"model__embed_tokens.weight", "lm_head.weight"} <= kept
 
 
 def trained(optimizer_class: type[torch.optim.Optimizer]) -> tuple[list[torch.Tensor], list[float]]:

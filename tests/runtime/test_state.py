@@ -38,6 +38,10 @@ def test_of_what_layers_share_all_but_the_first_are_copies(name: str) -> None:
 
 def test_a_tied_head_is_a_copy_of_the_embedding() -> None:
     names = parameter_names(chain_of("llama-tied"))
-    assert names.by_path["0.embedding.weight"] == names.by_path["3.output.weight"] == "model.embed_tokens.weight"
+    assert (
+        names.by_path["0.model__embed_tokens.weight"]
+        == names.by_path["3.lm_head.weight"]
+        == "model.embed_tokens.weight"
+    )
     assert names.copy_of_path["3.output.weight"] == 1
     assert names.num_copies == 2

@@ -44,7 +44,7 @@ def test_a_second_call_reads_the_file_without_importing_torch(tmp_path: Path) ->
     first = _trace(tmp_path)
     code = (
         "import sys; from pathlib import Path; from steelyard.tracer.cache import cached_trace;"
-        "from tests.tracer.examples import SEQ_LEN, llama;"
+        "import steelyard.modules; from tests.tracer.examples import SEQ_LEN, llama;"
         f"folder = Path({str(tmp_path)!r});"
         "found = cached_trace(llama(), seq_len=SEQ_LEN, precision='bf16', degrees=(1,), folder=folder);"
         "assert 'torch' not in sys.modules; print(found.identity.created)"

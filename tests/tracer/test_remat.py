@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steelyard.modules.build import build_meta_model, build_model, build_rotary
-from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.build import build_meta_model, build_model
+from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile, Recomputation
 from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world, observe, run_layer, side_inputs
@@ -125,7 +125,7 @@ def test_under_selective_a_real_block_computes_the_same_gradients() -> None:
     torch.manual_seed(0)
     chain = FAMILIES["llama"]
     model = build_model(chain, seed=0)
-    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), {"full_attention"})
+    side = side_inputs_of([build_layer(model, chain, 1, Remat.NONE)], model, chain, torch.device("cpu"))
     context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")), config=model.config)
     found = []
     inputs = torch.randn(2, SEQ_LEN, HIDDEN)

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steelyard.errors import InvalidModelError, InvalidProfileError
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_meta_model, build_model, build_rotary, layer_modules
-from steelyard.modules.layers import BlockLayer, LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.build import build_meta_model, build_model, layer_modules
+from steelyard.modules.layers import BlockLayer, LayerContext, build_layer, side_inputs_of
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile
@@ -314,7 +314,7 @@ def _real_block(chain: ModelChain, precision: Precision) -> tuple[BlockLayer, La
     model = build_model(chain, seed=0)
     block = build_layer(model, chain, 1, Remat.NONE).to(dtype)
     assert isinstance(block, BlockLayer)
-    side = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), {block.attention_type})
+    side = side_inputs_of([block], model, chain, torch.device("cpu"))
     context = LayerContext(side=side(SEQ_LEN, dtype, torch.device("cpu")), config=model.config)
     return block, context, torch.randn((2, SEQ_LEN, HIDDEN), dtype=dtype, requires_grad=True)
 

@@ -8,15 +8,14 @@ same first weights as `steelyard train`.
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
-from steelyard.model.decoder import embed, project, project_capped, run_block
-from steelyard.model.families import FAMILIES
-from steelyard.model.family import Family, LayerKind, LayerRole
+from steelyard.model.family import LayerKind, LayerRole
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import OTHER_PLANS, Plan
 from steelyard.units import format_plural
@@ -27,15 +26,37 @@ MEANS = Capabilities(mixes_layers=True)
 
 KINDS = frozenset({"dp", "fsdp", "tp"})
 """Kinds of parallelism that the script carries out."""
-STYLES = frozenset({"colwise", "rowwise", "gather", "sequence", "sequence_local", "vocabulary", "logits"})
-"""Styles of families that the script knows, by the first word of their name."""
+STYLES: Mapping[str, str] = {
+    "columns": "colwise",
+    "rows": "rowwise",
+    "enter": "gather",
+    "on_part": "sequence_local",
+    "whole": "replicated_with_grad_allreduce",
+    "vocabulary": "vocabulary",
+    "logits": "logits",
+}
+"""What the script calls the styles of modules that it has stock calls for, by the first word of their name."""
+TYPES = frozenset(
+    (
+        "deepseek_v3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    )
+)
+"""The types whose blocks the script gives what they read, as the model does."""
 _BUFFERS = "memory as predicted: every stage has buffers for what it exchanges of all {} microbatches of a step"
-SPLIT_TYPES = frozenset(("deepseek_v3",))
-"""The types without a family whose blocks the script gives what they read, as the model does."""
+_ROTARY = "rotary_emb"
+"""The rotary embedding, beside the list of blocks."""
 _NAMES = {LayerRole.EMBEDDING: ("embedding",), LayerRole.BLOCK: ("block",), LayerRole.HEAD: ("norm", "output")}
 """What the script calls the modules of a layer, in their order."""
-_RUNS = frozenset({embed, run_block, project, project_capped})
-"""How layers run that the script knows."""
 
 
 def _write(request: Request) -> Draft:
@@ -71,16 +92,14 @@ def _write(request: Request) -> Draft:
 
 def _check(plan: Plan, chain: ModelChain) -> None:
     """Raises `UserError` for a model, or a tensor parallelism of it, that the script has no stock calls for."""
-    name, family = chain.name, chain.family
+    name, model_type = chain.name, chain.family.model_type
     divided = {chain.kind_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
-    words = {
-        style.partition(":")[0] for kind in divided for path, style in _styles(family, kind).items() if path != "*"
-    }
+    words = {_word(path, style) for kind in divided for path, style in _split_styles(chain, kind).items()}
     found = None
-    if not _is_known(family):
-        found = f"pytorch for {name} ({family.model_type})"
-    elif words - STYLES:
-        found = f"pytorch for {name} with tp, whose style {min(words - STYLES)!r} is more than stock calls"
+    if model_type not in TYPES:
+        found = f"pytorch for {name} ({model_type})"
+    elif words - STYLES.keys():
+        found = f"pytorch for {name} with tp, whose style {min(words - STYLES.keys())!r} is more than stock calls"
     sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         raise UserError(
@@ -106,11 +125,10 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             hint="plan with --space paper, or run the plan with `steelyard train`",
         )
     if found is not None:
-        known = sorted({each.model_type for each in FAMILIES.values() if _is_known(each)} | SPLIT_TYPES)
         raise UserError(
             field="--to",
             found=found,
-            expected="a model of " + ", ".join(known) + "; experts without tp",
+            expected="a model of " + ", ".join(sorted(TYPES)) + "; experts without tp",
             hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
         )
 
@@ -125,21 +143,36 @@ def _shared(plan: Plan, chain: ModelChain) -> tuple[int, str, int] | None:
     return None
 
 
-def _is_known(family: Family) -> bool:
-    return family.model_type in SPLIT_TYPES or (family.rotary is not None and set(family.run.values()) <= _RUNS)
+def _styles(chain: ModelChain, kind: LayerKind) -> dict[str, str]:
+    """The styles of the modules of a kind under their names in the script, those alone that it has."""
+    found: dict[str, str] = {}
+    layer = chain.layers.index(chain.kinds.index(kind))
+    for path, style in _split_styles(chain, kind).items():
+        word = _word(path, style)
+        if word in STYLES:
+            keyword = style.split(":")[1] if word == "enter" and ":" in style else ""
+            found[_path(chain, layer, path)] = f"{STYLES[word]}:{keyword}".rstrip(":")
+    return found
 
 
-def _styles(family: Family, kind: LayerKind) -> dict[str, str]:
-    return dict(family.of_kind(family.tp, kind) or {})
+def _split_styles(chain: ModelChain, kind: LayerKind) -> Mapping[str, str]:
+    return chain.family.of_kind(chain.family.tp, kind) or {}
+
+
+def _word(path: str, style: str) -> str:
+    """The first word of a style; of what is whole on every rank only norms of heads have a stock call."""
+    word = style.partition(":")[0]
+    return word if word != "whole" or path.endswith("_norm") else f"{word} {path}"
 
 
 def _path(chain: ModelChain, layer: int, path: str) -> str:
-    """The path of a module or parameter of a layer, whose modules have their names in the script."""
-    if chain.split is None:
-        return path
+    """The path of a module or parameter of a layer, whose modules have other names in the script."""
     name, dot, rest = path.partition(".")
-    names = zip(chain.family.modules(chain.layout, layer), _NAMES[chain.kind_of(layer).role], strict=True)
-    return dict(names)[name] + dot + rest
+    return (
+        dict(zip(chain.family.modules(chain.layout, layer), _NAMES[chain.kind_of(layer).role], strict=True))[name]
+        + dot
+        + rest
+    )
 
 
 def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
@@ -150,16 +183,17 @@ def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
 
 def _chain(chain: ModelChain) -> dict[str, Any]:
     """What the script must know of the model beside its config; paths are those of modules and parameters."""
+    assert chain.split is not None, "every type that the script knows is split by its structure"
     family, numbers = chain.family, range(chain.num_layers)
     return {
         "hidden_size": chain.hidden_size,
         "vocab_size": chain.vocab_size,
-        "rotary": f"{chain.split.blocks.rpartition('.')[0]}.rotary_emb" if chain.split else family.rotary,
+        "rotary": f"{chain.split.blocks.rpartition('.')[0]}.{_ROTARY}",
         "rotary_by_attention": family.rotary_by_attention,
         "fused_attention": family.fused_attention,
         "tied": [[layer, _path(chain, layer, path)] for shared in chain.shared for layer, path in shared.copies],
         "kinds": {
-            kind.name: {"role": kind.role.value, "attention": kind.attention, "styles": _styles(family, kind)}
+            kind.name: {"role": kind.role.value, "attention": kind.attention, "styles": _styles(chain, kind)}
             for kind in chain.kinds
         },
         "layers": [

@@ -2,13 +2,14 @@
 
 What is wrong with one of them would show only while the model is built or traced, as an error of somebody else's. Keys
 that stand for the same in every family are checked here, before anything is built; a key that is not there is not
-missed, and sizes are checked where they are read (`steelyard.model.family.Sizes`).
+missed.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from steelyard.errors import InvalidModelError, nearest
+from steelyard.model.family import is_size, wrong_size
 
 ACTIVATIONS = (
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
@@ -22,6 +23,7 @@ _NUMBERS = (
     *("initializer_factor", "layer_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar", "rms_norm_eps"),
     *("rope_local_base_freq", "rope_theta", "rotary_emb_base", "routed_scaling_factor"),
 )
+_TIES = ("tie_word_embeddings",)
 _SHARES = (
     *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "drop_path_rate", "dropout_rate"),
     *("embd_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "rotary_pct"),
@@ -44,6 +46,7 @@ _SIZES = (
     ),
     *("vocab_size", "max_position_embeddings", *_EXPERTS),
 )
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 ROUTER_LOSS = "output_router_logits"
 """Where it is true, models of transformers add the auxiliary loss of their routers to what they are trained on."""
 
@@ -54,6 +57,14 @@ def check_values(config: Mapping[str, Any]) -> None:
         for key in keys:
             if key in config and not is_right(config[key]):
                 raise _wrong(key, config[key], expected)
+    for key in _SIZES:
+        value = config.get(key)
+        is_known = value is None or isinstance(value, list) or (value == 0 and key in _EXPERTS)
+        if not (is_known or is_size(value, key)):
+            raise wrong_size(key, value)
+    heads, shared = (config.get(key) for key in _HEADS)
+    if _is_count(heads) and _is_count(shared) and heads % shared:
+        raise _wrong(_HEADS[1], shared, f"a divisor of {_HEADS[0]} {heads}")
     for keys, known in ((_ACTIVATIONS, ACTIVATIONS), (_DTYPES, DTYPES)):
         for key in keys:
             value = config.get(key, known[0])
@@ -75,7 +86,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -85,6 +96,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_NUMBERS, lambda value: _is_number(value) and 0 < value <= _MOST, "a number above 0"),
     (_SHARES, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object, or null"),
+    (_TIES, lambda value: value is None or isinstance(value, bool), "true or false"),
     (_LISTS, lambda value: value is None or isinstance(value, list), "a list, or null"),
 )
 

@@ -148,11 +148,11 @@ class Sizes:
         key = next((key for key in keys if self.config.get(key) is not None), None)
         if key is None:
             if default is None:
-                raise _wrong_size(keys[0], None)
+                raise wrong_size(keys[0], None)
             return default
         value = self.config[key]
-        if not _is_size(value, key):
-            raise _wrong_size(key, value)
+        if not is_size(value, key):
+            raise wrong_size(key, value)
         self.read[key] = value
         return value
 
@@ -160,8 +160,8 @@ class Sizes:
         """The whole numbers of 1 or more under a key, one or several; raises `InvalidModelError`."""
         value = self.config.get(key)
         entries = value if isinstance(value, list | tuple) else (value,)
-        if not entries or len(entries) > MOST_LAYERS or not all(_is_size(each, key) for each in entries):
-            raise _wrong_size(key, value)
+        if not entries or len(entries) > MOST_LAYERS or not all(is_size(each, key) for each in entries):
+            raise wrong_size(key, value)
         return tuple(entries)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -191,11 +191,13 @@ def _most(key: str) -> int:
     return MOST_LAYERS if key in _LAYERS else MOST_SIZE
 
 
-def _is_size(value: object, key: str) -> TypeGuard[int]:
+def is_size(value: object, key: str) -> TypeGuard[int]:
+    """Whether a value is a whole number of 1 or more that a size of this key may be."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _most(key)
 
 
-def _wrong_size(key: str, value: object) -> InvalidModelError:
+def wrong_size(key: str, value: object) -> InvalidModelError:
+    """The error for a size that is missing or wrong."""
     return InvalidModelError(
         field=key,
         found="nothing" if value is None else repr(value),
@@ -214,9 +216,9 @@ class Family:
 
     model_type: str
     task: Task
-    layout: Callable[[Sizes], Layout]
+    layout: Callable[[Sizes], Layout] = field(compare=False)
     """The chain of a config."""
-    modules: Callable[[Layout, int], Mapping[str, str]]
+    modules: Callable[[Layout, int], Mapping[str, str]] = field(compare=False)
     """For a layer of a chain, the path in the model of each of its modules, by the name that `run` and `tp` use."""
     run: Mapping[str, Run]
     """How a layer of each kind runs, by the kind's name or else its role; a head returns logits."""

@@ -15,7 +15,7 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values, sizes_in
-from steelyard.model.families import FAMILIES, family_of
+from steelyard.model.families import FAMILIES
 from steelyard.model.family import Sizes
 from steelyard.model.packaged import packaged_split
 from steelyard.model.sources import hub_names
@@ -96,11 +96,13 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
     """
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
+    check_values(config)
     model_type = str(config.get("model_type", ""))
     if split is None and model_type not in FAMILIES:
         split = next((found for find in FINDERS if (found := find(config)) is not None), None)
-    family = family_of_split(split) if split else family_of(model_type)
-    check_values(config)
+        if split is None:
+            raise _unknown(model_type)
+    family = family_of_split(split) if split else FAMILIES[model_type]
     sizes = Sizes(config)
     layout = family.layout(sizes)
     return ModelChain(
@@ -111,6 +113,16 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         sizes=sizes_in(config) if split else sizes.read,
         layout=layout,
         split=split,
+    )
+
+
+def _unknown(model_type: str) -> InvalidModelError:
+    known = {load_config(name)[1]["model_type"] for name in model_names()} | {*FAMILIES}
+    return InvalidModelError(
+        field="model_type",
+        found=repr(model_type) if model_type else "nothing",
+        expected=f"a type that the installed transformers knows, as {', '.join(sorted(known))}",
+        hint=nearest(model_type, known),
     )
 
 

@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
+
+from steelyard.model.family import KV_HEADS
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
 WIDTH_KEYS = (
@@ -61,15 +64,18 @@ PADDED_TO = 2 * _HEAD_DIM
 """Tokens to a multiple of which small models pad their samples, where others do."""
 
 
-def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collection[int] = ()) -> dict[str, Any]:
-    """The config with small sizes in the place of those that it gives; all divisible by ``degree``.
+def small_config(
+    config: Mapping[str, Any], *, degree: int = 1, expert_degree: int = 1, widths: Collection[int] = ()
+) -> dict[str, Any]:
+    """The config with small sizes in the place of those that it gives; all divisible by ``degree``,
+    and what each of so many ranks has of the experts by ``expert_degree``.
 
     Scalings of rotary positions are left out, since they are made for one width; a special token that the small
     vocabulary lacks becomes its first, but for the one of padding, which becomes its last. Configs of a model's parts
     are made small, too. Whatever other entry is one of ``widths`` becomes the small width.
     """
     given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
-    heads = _HEADS * degree
+    heads, tokens = _multiple(_HEADS, 2 * degree), _multiple(TOKENS, degree)
     width = heads * _HEAD_DIM
     sizes = {
         **{key: width for key, value in given.items() if value in widths},
@@ -78,10 +84,10 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collecti
         **dict.fromkeys(_HEAD_DIM_KEYS, _HEAD_DIM),
         "qk_head_dim": 2 * _HEAD_DIM,
         **dict.fromkeys(_FFN_KEYS, 2 * width),
-        **dict.fromkeys(_EXPERT_KEYS, _EXPERTS * degree),
+        **dict.fromkeys(_EXPERT_KEYS, _multiple(_EXPERTS, degree * expert_degree)),
         **{key: min(_CHOSEN, value) for key, value in given.items() if key in _CHOSEN_KEYS},
         **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_num_shared_experts", "n_shared_experts"), 1),
-        **dict.fromkeys(_TOKEN_KEYS, TOKENS * degree),
+        **dict.fromkeys(_TOKEN_KEYS, tokens),
         **dict.fromkeys(_WINDOW_KEYS, _HEAD_DIM),
         **dict.fromkeys(_PADDED_KEYS, PADDED_TO),
         "num_filters": 2,  # of the first of the convolutions of a tower, each of which has twice as many
@@ -95,7 +101,7 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collecti
     abreast = given.get("attention_hidden_size", 0) // (hidden or 1)
     if abreast > 1 and "attention_head_dim" in given:  # attention over several hidden states side by side
         found |= {"attention_hidden_size": width * abreast, "attention_head_dim": _HEAD_DIM * abreast}
-    found |= {key: _heads_of(given, key, degree) for key in _KV_KEYS if key in given}
+    found |= {key: _heads_of(given, key, heads) for key in _KV_KEYS if key in given}
     for times, count, size in _EXPANSIONS:
         if times in given and count in given and size in config:
             found |= {count: heads * given[times], size: _HEAD_DIM}
@@ -104,14 +110,15 @@ def small_config(config: Mapping[str, Any], *, degree: int = 1, widths: Collecti
         found["head_dim"] = 2 * _HEAD_DIM
     parts = {key: value for key, value in config.items() if isinstance(value, Mapping) and is_part(key, value)}
     layers = parts.pop("per_layer_config", {})
-    found |= {key: small_config(value, degree=degree, widths=widths) for key, value in parts.items()}
+    part = partial(small_config, degree=degree, expert_degree=expert_degree, widths=widths)
+    found |= {key: part(value) for key, value in parts.items()}
     if layers:
         found["per_layer_config"] = {
-            key: small_config(value, degree=degree, widths=widths) | _windows_in_ratio(value, given)
-            for key, value in layers.items()
+            key: part(value) | _windows_in_ratio(value, given) for key, value in layers.items()
         }
-    last = TOKENS * degree - 1
-    found |= {key: last if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)}
+    found |= {
+        key: tokens - 1 if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)
+    }
     return found
 
 
@@ -129,6 +136,14 @@ def widths_of(config: Mapping[str, Any]) -> set[int]:
     """The widths of a model and its parts."""
     found = {value for key, value in config.items() if key in WIDTH_KEYS and isinstance(value, int)}
     return found.union(*(widths_of(value) for value in config.values() if isinstance(value, Mapping)))
+
+
+def heads_in(config: Mapping[str, Any]) -> dict[str, int]:
+    """The heads of a config, and those of keys and values, under the names of what tensor parallelism divides."""
+    keys = {"attention heads": _HEAD_KEYS, KV_HEADS: _KV_KEYS}
+    return {
+        name: config[key] for name, each in keys.items() for key in reversed(each) if isinstance(config.get(key), int)
+    }
 
 
 def sizes_of(before: Mapping[str, Any], config: Mapping[str, Any]) -> dict[int, int]:
@@ -158,12 +173,16 @@ def _windows_in_ratio(layer: Mapping[str, Any], given: Mapping[str, int]) -> dic
     return {key: _HEAD_DIM * max(1, layer[key] // given[key]) for key in both}
 
 
-def _heads_of(given: Mapping[str, int], key: str, degree: int) -> int:
+def _heads_of(given: Mapping[str, int], key: str, heads: int) -> int:
     """Key-value heads: as many as query heads where the model has as many, else half of them, or one."""
     queries = max((given[each] for each in _HEAD_KEYS if each in given), default=0)
     if given[key] == 1:
         return 1
-    return (_HEADS if given[key] == queries else _HEADS // 2) * degree
+    return heads if given[key] == queries else heads // 2
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
 
 
 def _is_made_for_a_width(key: str, value: object) -> bool:

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.model.families.t5 import share_bias
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
-from steelyard.model.small import PADDED_TO, WIDTH_KEYS, sizes_of
+from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, sizes_of
 
-SPLIT_VERSION = 4
+SPLIT_VERSION = 5
 """Raised whenever models are split differently."""
 
 
@@ -252,10 +252,10 @@ class ModelSplit(_Part):
     """For each layer of the chain, embedding and head included, the number of its kind."""
     call: BlockCall
     embedding_calls: tuple[str, ...] = ()
-    """Paths of the modules that, called one after another, make the first hidden state of token ids; empty where more
-    is done than that."""
+    """Paths of the modules that, called one after another, make the first hidden state of token ids, and operations
+    between them (`steelyard.modules.called`); empty where more is done than that."""
     head_calls: tuple[str, ...] = ()
-    """Paths of those that make logits of what the last block returns."""
+    """The same of what makes logits of what the last block returns."""
     head_sees_shape: bool = False
     """Whether what follows the blocks depends on the shape of the token ids, and not on the hidden state alone."""
     sides_by_sample: bool = False
@@ -362,10 +362,11 @@ class ModelSplit(_Part):
         What no config says stays: the classes of images, and widths that are given stage by stage.
         """
         width = next((config[key] for key in WIDTH_KEYS if key in config), self.hidden_size)
+        heads = heads_in(config)
         kinds = tuple(
             kind.model_copy(
                 update={
-                    "tp_divides": tuple((name, divisor) for name, _ in kind.tp_divides),
+                    "tp_divides": tuple((name, heads.get(name, divisor)) for name, _ in kind.tp_divides),
                     "num_experts": divisor if kind.num_experts else 0,
                     "shape": _widened(kind.shape, width, self.hidden_size),
                 }

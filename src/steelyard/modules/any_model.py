@@ -14,13 +14,15 @@ from typing import Any
 from steelyard.errors import InvalidProfileError
 from steelyard.installed import installed_version, require_training
 from steelyard.model.chain import ModelChain
-from steelyard.model.config_values import check_values
+from steelyard.model.family import wrong_size
 from steelyard.model.packaged import packaged_split
 from steelyard.model.read import FINDERS, chain_from_config, config_hash, load_config
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Where a type knows them by these names, what a config must give: transformers takes those of another model."""
 _logger = logging.getLogger(__name__)
 
 
@@ -45,7 +47,6 @@ def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         return None
-    check_values(config)
     return found_once(json.dumps(dict(config)), default_folder())
 
 
@@ -60,8 +61,12 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
     require_training(f"a model of type {model_type!r} is not packaged and has to be split by its structure")
     if model_type not in _types_of_transformers():
         return None
+    from steelyard.modules.build import read_hub_config
     from steelyard.modules.split_proof import split_model
 
+    for key in (each for each in _NEEDED if config.get(each) is None):
+        if key in read_hub_config(model_type, config).to_dict():
+            raise wrong_size(key, None)
     split = split_model(model_type, config, folder)
     keep_split(config_hash(config), split, folder)
     return split

@@ -34,6 +34,7 @@ from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
+from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values, plain_token, without_values
 
 NO_MASK = "flash_attention_2"
@@ -41,16 +42,16 @@ NO_MASK = "flash_attention_2"
 
 
 class CalledPiece:
-    """Modules called one after another: token ids to a hidden state, or a hidden state to logits."""
+    """Modules and operations called one after another: token ids to a hidden state, or that to logits."""
 
-    def __init__(self, model: PreTrainedModel, paths: Collection[str]) -> None:
-        self._modules = [model.get_submodule(path) for path in paths]
+    def __init__(self, model: PreTrainedModel, steps: Collection[str]) -> None:
+        self._steps = [called_at(model, step) for step in steps]
 
     def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
-        """What the last module returns; an encoder's output ends here, with a gradient of 0."""
+        """What the last step returns; an encoder's output ends here, with a gradient of 0."""
         found = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
-        for module in self._modules:
-            found = module(found)
+        for step in self._steps:
+            found = step(found)
         return found
 
 

@@ -59,26 +59,34 @@ def split_model(model_type: str, config: Mapping[str, Any], folder: Path | None 
 
     What is proved of a small model holds for every model whose structure it has; it is kept in ``folder``.
     """
+    return split_and_structure(model_type, config, folder)[0]
+
+
+def split_and_structure(
+    model_type: str, config: Mapping[str, Any], folder: Path | None = None
+) -> tuple[ModelSplit, str, ModelSplit]:
+    """How a model splits, and the identity and the proved split of the small model of its structure."""
     full = read_hub_config(model_type, config)
     found = find_split(full)
     try:
-        return _proved(found, folder)
+        structure, small = _proved(found, folder)
     except InvalidModelError:
-        handing_on = find_split(full, keeps_results=True)
-        if all(each.result is None for each in handing_on.split.streams):
+        found = find_split(full, keeps_results=True)
+        if all(each.result is None for each in found.split.streams):
             raise
-        return _proved(handing_on, folder, keeps_results=True)
+        structure, small = _proved(found, folder, keeps_results=True)
+    return _with_proof(found, small), structure, small
 
 
-def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -> ModelSplit:
-    """The split of a model, with what is proved of the first small model that splits like it."""
+def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -> tuple[str, ModelSplit]:
+    """The identity and the proved split of the first small model that splits like a model."""
     wrong: InvalidModelError | None = None
-    for config, layers in small_models(found):
+    for config, layers in _small_models(found):
         expected = _parts(found.split.with_layers(layers))
-        name = config_hash({**config, _KEEPS_RESULTS: keeps_results})
-        known = kept_split(name, folder)
+        structure = config_hash({**config, _KEEPS_RESULTS: keeps_results})
+        known = kept_split(structure, folder)
         if known is not None and _parts(known) == expected:
-            return _with_proof(found, known)
+            return structure, known
         try:
             small = find_split(read_hub_config(found.split.model_type, config), keeps_results=keeps_results)
         except InvalidModelError as error:
@@ -86,14 +94,14 @@ def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -
             continue
         if _parts(small.split) == expected:
             proved = _prove(small)
-            keep_split(name, proved, folder)
-            return _with_proof(found, proved)
+            keep_split(structure, proved, folder)
+            return structure, proved
         wrong = wrong or _not_exact(found.split, "at small width, where it is proved, it splits otherwise")
     assert wrong is not None, "there is a small model of every model"
     raise wrong
 
 
-def small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Configs of small models that may split like a model, and the layers of it that they have.
 
     First one with two blocks of each kind, where the config says how; then with all of them; then where whatever is a

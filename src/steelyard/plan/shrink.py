@@ -20,11 +20,9 @@ from steelyard.model.small import small_config
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 
 _HEAD_DIM = 8
-_LEAST_VOCABULARY, _LEAST_SEQUENCE, _LEAST_EXPERTS = 256, 16, 4
+_LEAST_VOCABULARY, _LEAST_SEQUENCE = 256, 16
 _KEPT_OF_A_RUN = 2
 _PATCH, _WINDOW = 2, 4
-_EXPERTS = {"mixtral": "num_local_experts"}
-"""The key of the number of experts, where it is not ``num_experts``."""
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -80,12 +78,12 @@ def _small_chain(
 ) -> ModelChain:
     """The model at small width with the kept layers; ``blocks`` is what its config says of them."""
     if chain.split is None:
-        return chain_from_config(shrunk_config(chain, kept, degree, expert_degree), name=chain.name)
+        return chain_from_config(shrunk_config(chain, kept, degree), name=chain.name)
     heads = dict(_divided(chain)).get(KV_HEADS)
     given = ({} if heads is None or "num_attention_heads" not in chain.config else {"num_key_value_heads": heads}) | {
         **chain.config
     }
-    config = small_config(given, degree=degree * expert_degree) | dict(blocks)
+    config = small_config(given, degree=degree, expert_degree=expert_degree) | dict(blocks)
     config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
     split = chain.split.with_layers(kept).resized(given, config, degree * expert_degree)
     return chain_from_config(config, name=chain.name, split=split)
@@ -138,15 +136,12 @@ def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
         yield [layer for _, run in runs for layer in list(run)[:_KEPT_OF_A_RUN]]
 
 
-def shrunk_config(chain: ModelChain, kept: list[int], degree: int, expert_degree: int = 1) -> dict[str, Any]:
-    """The config of the same family with the kept layers alone, all of whose sizes ``degree`` divides.
-
-    What each of so many ranks has of the experts, ``expert_degree`` divides further.
-    """
-    config = {key: value for key, value in chain.config.items() if key != "rope_scaling"}
+def shrunk_config(chain: ModelChain, kept: list[int], degree: int) -> dict[str, Any]:
+    """The config of the same family with the kept layers alone, all of whose sizes ``degree`` divides."""
+    config = dict(chain.config)
     config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, int | float)}
     config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
-    heads = _heads(chain, degree)
+    heads = max(degree, 2)
     width = heads * _HEAD_DIM
     vocabulary = _multiple(_LEAST_VOCABULARY, degree)
     if chain.layout.image is not None:
@@ -156,15 +151,7 @@ def shrunk_config(chain: ModelChain, kept: list[int], degree: int, expert_degree
     if chain.family.model_type == "swin":
         return config
     config |= _named_sizes(chain, width=width, heads=heads, num_blocks=len(_blocks(chain, kept)))
-    config |= _family_sizes(chain, kept, degree, width, num_divided=degree * expert_degree)
-    return config
-
-
-def _heads(chain: ModelChain, degree: int) -> int:
-    """Twice as many as key-value heads where these are fewer in the model, else as many as the degree."""
-    sizes = dict(_divided(chain))
-    grouped = sizes.get("key-value heads", sizes.get("attention heads")) != sizes.get("attention heads")
-    return 2 * degree if grouped else max(degree, 2)
+    return config | (_t5_sizes(chain, kept) if chain.family.model_type == "t5" else {})
 
 
 def _divided(chain: ModelChain) -> list[tuple[str, int]]:
@@ -186,33 +173,10 @@ def _named_sizes(chain: ModelChain, *, width: int, heads: int, num_blocks: int) 
     return {key: value for key, value in by_key.items() if key in chain.sizes or key in chain.config}
 
 
-def _family_sizes(chain: ModelChain, kept: list[int], degree: int, width: int, *, num_divided: int) -> dict[str, Any]:
-    """The sizes that only some families have, given also where the config leaves them to transformers."""
-    found: dict[str, Any] = {}
-    sizes = dict(_divided(chain))
-    if "key-value heads" in sizes:
-        grouped = sizes["key-value heads"] != sizes["attention heads"]
-        found["num_key_value_heads"] = degree if grouped else _heads(chain, degree)
-    if chain.layout.rotary_size and chain.family.model_type != "gpt_neox":
-        found["head_dim"] = _HEAD_DIM
-    if "experts" in sizes:
-        key = _EXPERTS.get(chain.family.model_type, "num_experts")
-        found |= {key: _multiple(_LEAST_EXPERTS, num_divided), "num_experts_per_tok": 2}
-    if chain.family.model_type == "qwen3_moe":
-        dense = [chain.kind_of(layer).name == "dense block" for layer in _blocks(chain, kept)]
-        found |= {"mlp_only_layers": [i for i, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
-        found |= {"moe_intermediate_size": width, "intermediate_size": 2 * width}
-    if chain.family.model_type == "t5":
-        between = next(place for place, layer in enumerate(kept) if chain.kind_of(layer).name == "decoder embedding")
-        blocks = len(_blocks(chain, kept))
-        num_encoder = len(_blocks(chain, kept[:between]))
-        found |= {"d_kv": _HEAD_DIM, "num_layers": num_encoder, "num_decoder_layers": blocks - num_encoder}
-    attention = [chain.kind_of(layer).attention for layer in _blocks(chain, kept)]
-    if "sliding_attention" in attention:
-        found["sliding_window"] = _LEAST_SEQUENCE // 2
-    if chain.config.get("layer_types") or chain.family.model_type in ("gemma2", "gemma3_text"):
-        found["layer_types"] = attention
-    return found
+def _t5_sizes(chain: ModelChain, kept: list[int]) -> dict[str, Any]:
+    between = next(place for place, layer in enumerate(kept) if chain.kind_of(layer).name == "decoder embedding")
+    num_blocks, num_encoder = len(_blocks(chain, kept)), len(_blocks(chain, kept[:between]))
+    return {"d_kv": _HEAD_DIM, "num_layers": num_encoder, "num_decoder_layers": num_blocks - num_encoder}
 
 
 def _image(chain: ModelChain, kept: list[int], width: int) -> dict[str, Any]:

@@ -55,13 +55,14 @@ def make_adamw(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
 
 def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay acts on the parameter at a path of a `ParallelModel`."""
-    layer, name = path.split(".", 1)
+    number, name = path.split(".", 1)
+    layer = int(number)
     if parameter.ndim < 2 or "bias" in name:
         return False
-    role = chain.kind_of(int(layer)).role
-    if role is LayerRole.EMBEDDING:
+    if chain.kind_of(layer).role is LayerRole.EMBEDDING:
         return parameter.ndim == _CONVOLUTION_DIMS
-    return not (role is LayerRole.HEAD and chain.tied_embeddings and name == "output.weight")
+    copies = next((shared.copies for shared in chain.shared if (layer, name) in shared.copies), ())
+    return not any(chain.kind_of(each).role is LayerRole.EMBEDDING for each, _ in copies)
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:

@@ -19,9 +19,10 @@ from typing import Any
 from steelyard.installed import TRAINING, installed_version
 from steelyard.limits import MOST_TOKENS
 from steelyard.model.chain import ModelChain
-from steelyard.model.packaged import packaged_split, packaged_split_text
+from steelyard.model.packaged import packaged_split, packaged_split_text, packaged_structure
 from steelyard.model.read import load_config, model_names
 from steelyard.modules.any_model import chain_of_any
+from steelyard.plan.cache import default_folder
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.packaged import (
@@ -65,13 +66,7 @@ def make_files(name: str) -> list[Path]:
     """The files of a packaged model, those written that are missing or do not hold."""
     _, config = load_config(name)
     chain = chain_of_any(config, name=name)
-    files = []
-    if chain.split is not None:
-        file = Path(str(resources.files("steelyard.model"))) / "splits" / f"{chain.config_hash}.json"
-        if packaged_split(chain.config_hash) is None:
-            versions = {"transformers": _version("transformers")}
-            write(file, packaged_split_text(chain.split, versions).encode())
-        files.append(file)
+    files = [] if chain.split is None else _files_of_split(chain)
     for precision in PRECISIONS:
         files.append(Path(str(trace_file(chain.config_hash, precision))))
         longest = spans_of(chain)[-1].stop - 1
@@ -80,6 +75,20 @@ def make_files(name: str) -> list[Path]:
             write(files[-1], gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
             print(f"{name} {precision}: {files[-1].stat().st_size} bytes", flush=True)
     return files
+
+
+def _files_of_split(chain: ModelChain) -> list[Path]:
+    """How a model splits, and the small model of its structure."""
+    from steelyard.modules.split_proof import split_and_structure
+
+    folder = Path(str(resources.files("steelyard.model"))) / "splits"
+    structure = packaged_structure(chain.config_hash)
+    if any(packaged_split(each) is None for each in (chain.config_hash, structure)):
+        split, structure, small = split_and_structure(chain.family.model_type, chain.config, default_folder())
+        for name, each in ((chain.config_hash, split), (structure, small)):
+            content = packaged_split_text(each, structure, {"transformers": _version("transformers")})
+            write(folder / f"{name}.json", content.encode())
+    return [folder / f"{name}.json" for name in (chain.config_hash, structure)]
 
 
 def write(file: Path, content: bytes) -> None:

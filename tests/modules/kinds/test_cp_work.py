@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_meta_model, build_rotary, prepare_model
+from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.kinds.cp import apply_context_parallel, own_context
-from steelyard.modules.layers import LayerContext, SideInputBuilder, build_layer
+from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
 from steelyard.plan.kinds import CP
 from steelyard.plan.kinds.kind import Load
 from steelyard.plan.strategy import Remat, parse_strategy
@@ -45,11 +45,11 @@ def counted(
     chain: ModelChain = llama(num_key_value_heads=kv_heads)
     model = build_meta_model(chain)
     prepare_model(model, chain)
+    layer = build_layer(model, chain, BLOCK, remat)
+    side_inputs = side_inputs_of([layer], model, chain, torch.device("cpu"))
     with fake_ranks(rank, degree) as mesh, FakeTensorMode(allow_non_fake_inputs=False):
-        layer = build_layer(model, chain, BLOCK, remat)
         make_fake(layer, torch.float32)
-        builder = SideInputBuilder(model, chain, build_rotary(model, chain, torch.device("cpu")), {"full_attention"})
-        side = builder(SEQ_LEN, torch.float32, torch.device("cpu"))
+        side = side_inputs(SEQ_LEN, torch.float32, torch.device("cpu"))
         context = LayerContext(side=side, config=model.config)
         constants = side.tensors()
         if degree > 1:

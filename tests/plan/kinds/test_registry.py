@@ -25,7 +25,7 @@ EXAMPLES = {
 }
 """For every kind strategies that use it; a kind without any fails `test_every_kind_has_examples`."""
 SPARSE = chain_from_config(FAMILY_CONFIGS["mixtral"], name="sparse")
-ODD = chain(num_attention_heads=9, num_key_value_heads=9, head_dim=8)
+ODD = chain(hidden_size=72, num_attention_heads=9, num_key_value_heads=9, head_dim=8)
 BATCH = Batch(microbatch_samples=8, seq_len=64)
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=str)

@@ -8,7 +8,7 @@ the ranks of a pipeline stage share it. What it may say, and where that is carri
 | in the plan                 | carried out by                                                      | here            |
 |-----------------------------|---------------------------------------------------------------------|-----------------|
 | ``"parallel": "fsdp4-tp2"`` | a `DeviceMesh` of 4 × 2 ranks; ``tp`` works on neighbouring ones    | `build_meshes`  |
-| ``tp``, with or without sp  | `parallelize_module`, from what transformers' config says of blocks | `shard_tensors` |
+| ``tp``, with or without sp  | `parallelize_module`, each module in the style that the plan says   | `shard_tensors` |
 | ``fsdp``, ``dp``            | `fully_shard`, over the data ranks, or over one rank and replicated | `shard_data`    |
 | ``remat``                   | `checkpoint`                                                        | `Layer`         |
 | neighbours that differ      | `DTensor.redistribute` of the hidden state between them             | `LayerLoop`     |
@@ -183,13 +183,9 @@ def side_inputs(plan: Plan, config: PreTrainedConfig, rotary: nn.Module, device:
     return found
 
 
-def shard_tensors(layer: Layer, mesh: DeviceMesh, sp: bool, config: PreTrainedConfig) -> None:
+def shard_tensors(layer: Layer, mesh: DeviceMesh, sp: bool) -> None:
     """Divides the matrices of a layer over the ranks of ``mesh``, module by module, each in a style of `STYLES`."""
-    named = dict(layer.kind["styles"])
-    prefix = named.pop("*", None)  # of the paths in the config that name parts of this layer
-    for path, name in config.base_model_tp_plan.items() if prefix else ():
-        if path.startswith(prefix):
-            named.setdefault(f"block.{path.removeprefix(prefix)}", name)
+    named = layer.kind["styles"]
     between = Shard(1) if sp else Replicate()  # of the hidden state between attention and feed-forward part
     styles = {path: STYLES[name.partition(":")[0]](between, name.partition(":")[2]) for path, name in named.items()}
     tensor_parallel.parallelize_module(layer, mesh, {path: style for path, style in styles.items() if style})
@@ -209,7 +205,6 @@ STYLES = {
     "rowwise": lambda between, _: tensor_parallel.RowwiseParallel(output_layouts=between),
     "gather": whole_input,
     # norms on this rank's part of the sequence, where it has a part
-    "sequence": lambda between, _: tensor_parallel.SequenceParallel() if between.is_shard() else None,
     "sequence_local": lambda between, _: (
         tensor_parallel.SequenceParallel(use_local_output=True) if between.is_shard() else None
     ),
@@ -326,7 +321,7 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
             layer = layers[str(number)] = Layer(plan, model, number)
             first_weights(plan, model, layer, number, device, seed)
             if strategy.degree("tp") > 1:
-                shard_tensors(layer, mesh["tp"], strategy.sp, config)
+                shard_tensors(layer, mesh["tp"], strategy.sp)
             shard_data(layer, strategy, mesh, plan.dtype)
         loop = LayerLoop(layers, side, stage_mesh, moves[numbers.start : numbers.stop])
         parts[index] = Part(fully_shard(loop, mesh=mesh["one"]), plan.num_microbatches)
