@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard import errors
-from steelyard.errors import UserError, nearest
+from steelyard.errors import InvalidPlanError, UserError, nearest
 
 SUBCLASSES = [
     kind
@@ -21,6 +21,12 @@ def test_the_message_names_field_found_expected_and_hint():
 
 def test_a_message_without_hint_has_no_line_for_it():
     assert str(UserError(field="a", found="b", expected="c")) == "a: found b\n  expected: c"
+
+
+def test_the_same_mistake_can_be_made_again_of_another_field():
+    first = InvalidPlanError(field="parallel", found="'x'", expected="a kind", hint="write dp")
+    again = InvalidPlanError(**first.parts() | {"field": "stages[0].parallel"})
+    assert str(again) == str(first).replace("parallel:", "stages[0].parallel:")
 
 
 def test_the_parts_of_a_message_can_be_read():

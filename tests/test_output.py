@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.errors import UserError
-from steelyard.output import check_file, check_folder, make_folder, write_file, write_files
+from steelyard.output import check_file, check_folder, command, make_folder, write_file, write_files
 
 COMMAND = [sys.executable, "-c", "from steelyard.cli.app import main; main()"]
 LONG = "a" * 300
@@ -158,3 +159,9 @@ def test_a_terminal_that_shows_ascii_alone_is_enough(arguments: list[str]) -> No
     finished = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, check=False)
     assert (finished.returncode, finished.stderr) == (0, b"")
     assert finished.stdout.isascii()
+
+
+def test_a_command_that_is_shown_can_be_copied_into_a_shell() -> None:
+    shown = command("report", Path("with space.json"), "-o", Path("it's.html"))
+    assert shlex.split(shown) == ["steelyard", "report", "with space.json", "-o", "it's.html"]
+    assert command("explain", Path("plan.json")) == "steelyard explain plan.json"

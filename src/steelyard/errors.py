@@ -20,6 +20,10 @@ class UserError(Exception):
         self.hint = hint
         super().__init__(self.__str__())
 
+    def parts(self) -> dict[str, str]:
+        """What the same mistake is made of again: ``InvalidPlanError(**error.parts() | {"field": "stages"})``."""
+        return {name: getattr(self, name) for name in ("field", "found", "expected", "hint")}
+
     def __str__(self) -> str:
         lines = [f"{_shown(self.field)}: found {_shown(self.found)}", f"  expected: {_shown(self.expected)}"]
         if self.hint:

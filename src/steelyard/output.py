@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,11 @@ _HINTS = {
 }
 _BLOCK = b"\0" * 4096
 """A disk that has no room for this is full."""
+
+
+def command(*words: object) -> str:
+    """A ``steelyard`` command as a shell takes it: words that hold blanks are quoted."""
+    return shlex.join(("steelyard", *map(str, words)))
 
 
 def check_file(path: Path, option: str, *, makes_folder: bool = False) -> None:

@@ -253,7 +253,7 @@ def test_the_next_commands_keep_a_path_as_it_is(run: Run, tmp_path: Path) -> Non
     folder = tmp_path / ("a-[b]-name-" + "long-" * 20)
     folder.mkdir()
     output = run("plan", *SMALL, "-o", folder / "plan.json").output
-    assert f"why this plan: steelyard explain {folder / 'plan.json'}\n" in output
+    assert f"why this plan: steelyard explain '{folder / 'plan.json'}'\n" in output
 
 
 def test_exit_codes_are_documented_where_help_is(run: Run) -> None:

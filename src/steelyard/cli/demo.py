@@ -11,7 +11,7 @@ from steelyard.cli.options import AsJson, print_json
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
-from steelyard.output import make_folder, write_file
+from steelyard.output import command, make_folder, write_file
 from steelyard.plan.file import dump_json, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import PlanOptions, make_job, plan_job, uniform_plan
@@ -80,7 +80,7 @@ def demo(
     first, last = record.steps[0].loss, record.steps[-1].loss
     console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")
     console.print(comparison_table(record))
-    text = f"profile, plan and record are in {folder}/; look again with: steelyard explain {folder}/plan.json"
+    text = f"profile, plan and record are in {folder}/; look again with: {command('explain', folder / 'plan.json')}"
     console.print(text, markup=False, soft_wrap=True)
     if as_json:
         print_json({"profile": profile, "plan": result.plan, "record": record})

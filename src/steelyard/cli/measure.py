@@ -1,5 +1,6 @@
 """``steelyard measure``: a few steps of a plan and of the next best ones; the fastest goes on."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from steelyard.cli.options import AsJson, print_json, tried
 from steelyard.errors import UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
-from steelyard.output import make_folder
+from steelyard.output import command, make_folder
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.plan_from_search import describe, summarise
@@ -91,11 +92,13 @@ def measure(
         )
         print(f"plans and records are in {kept}/")
         if best is not None:
-            own = f" --builder {builder}" if builder else ""
+            own = ("--builder", builder) if builder else ()
             number = trials.index(best)
             print(f"the fastest is plan {number}, written to {target}")
-            print(f"  run it: steelyard train {target}{own} --data PATH")
-            print(f"  plan again by what was measured: add --calibrate {kept / f'record.{number}.json'}")
+            print(f"  run it: {command('train', target, *own, '--data', 'PATH')}")
+            print(
+                f"  plan again by what was measured: add --calibrate {shlex.quote(str(kept / f'record.{number}.json'))}"
+            )
     if best is None:
         print("every run failed", file=sys.stderr)
         raise typer.Exit(1)

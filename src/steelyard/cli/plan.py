@@ -35,6 +35,7 @@ from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE, MOST_SA
 from steelyard.model.chain import ModelChain
 from steelyard.model.own import chain_of_own
 from steelyard.modules.any_model import load_any_model
+from steelyard.output import command
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
@@ -273,7 +274,7 @@ def plan(
     if as_json:
         print_json(result.plan)
         return
-    _print_plan(result.plan, output, top, builder=f" --builder {model}" if own else "")
+    _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
 
 
 def _runs(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
@@ -339,18 +340,17 @@ def _with_spares(plan: Plan, job: AnyJob, num_spares: int, show: Callable[[str],
     return with_spares(plan, job, num_spares=num_spares)
 
 
-def _print_plan(found: Plan, output: Path | None, top: int, *, builder: str) -> None:
+def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:
     """The plan as tables, and the commands to run next."""
     Console().print(plan_view(found, num_alternatives=top))
     if output is not None:
         print(f"written to {output}")
-        print(f"  why this plan: steelyard explain {output}")
-        print(f"  see it: steelyard report {output} -o {output.with_suffix('.html')}")
-        print(f"  run it: steelyard train {output}{builder} --data PATH")
+        print(f"  why this plan: {command('explain', output)}")
+        print(f"  see it: {command('report', output, '-o', output.with_suffix('.html'))}")
+        print(f"  run it: {command('train', output, *builder, '--data', 'PATH')}")
         if found.next_best:
             count = len(found.next_best) + 1
-            command = f"steelyard measure {output}{builder} --alternatives"
-            print(f"  measure the best {count}: {command}")
+            print(f"  measure the best {count}: {command('measure', output, *builder, '--alternatives')}")
     else:
         print("  keep it: add -o plan.json")
 

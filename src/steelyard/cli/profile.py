@@ -11,7 +11,7 @@ from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
-from steelyard.output import write_file
+from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.strategy import divisors
 from steelyard.profiles.merge import merge_profiles
@@ -78,7 +78,8 @@ def profile(
         return
     Console().print(profile_view(measured))
     machine = "NODESxDEVICESxDEVICE of any number" if processes == 1 else f"1x{processes}xcpu"
-    print(f"written to {output}; plan with: steelyard plan {model} --profile {output} --cluster {machine} …")
+    plan = command("plan", model, "--profile", output, "--cluster")
+    print(f"written to {output}; plan with: {plan} {machine} …")
 
 
 def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[int, ...]:

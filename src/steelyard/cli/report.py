@@ -1,5 +1,6 @@
 """``steelyard report``: a plan as one page for the browser, with what a run measured beside it."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,7 +74,9 @@ def report(
         elif isinstance(job, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
             note = f"The schedule, the frontier and the rivals are left out: {job}."
-            found = ReportContents(plan=plan, plan_file=path.name, study=nothing, record=record, notes=(note,))
+            found = ReportContents(
+                plan=plan, plan_file=shlex.quote(path.name), study=nothing, record=record, notes=(note,)
+            )
         else:
             cost = predict(plan, job)
             study = search_for_report(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
@@ -82,7 +85,7 @@ def report(
                 plan = with_cost(plan, job, cost)
             found = ReportContents(
                 plan=plan,
-                plan_file=path.name,
+                plan_file=shlex.quote(path.name),
                 job=job,
                 timeline=cost.timeline,
                 study=study,
@@ -101,7 +104,7 @@ def _of_pools(plan: Plan, path: Path, job: PooledJob, record: RunRecord | None, 
     explanation = explain_pools(plan, job, PlanOptions()) if has_rivals else Explanation(binds="")
     return ReportContents(
         plan=plan,
-        plan_file=path.name,
+        plan_file=shlex.quote(path.name),
         job=job,
         timeline=predict(plan, job).timeline,
         study=PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation),

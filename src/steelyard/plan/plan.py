@@ -687,6 +687,4 @@ def _valid_strategy(run: LayerRun, where: str) -> Strategy:
     try:
         return run.strategy
     except InvalidPlanError as error:
-        raise InvalidPlanError(
-            field=f"{where}.{error.field}", found=error.found, expected=error.expected, hint=error.hint
-        ) from error
+        raise InvalidPlanError(**error.parts() | {"field": f"{where}.{error.field}"}) from error

@@ -392,6 +392,4 @@ def check_replannable(plan: Plan, folder: Path, pool: str = "") -> None:
     try:
         any_job_of(plan, folder=folder)
     except UserError as error:
-        raise type(error)(
-            field=f"--elastic: {error.field}", found=error.found, expected=error.expected, hint=error.hint
-        ) from error
+        raise type(error)(**error.parts() | {"field": f"--elastic: {error.field}"}) from error

@@ -177,9 +177,8 @@ def _levels(part: str, option: str) -> list[tuple[str, str]]:
     try:
         wanted = parse_strategy(part)
     except InvalidPlanError as error:
-        is_form = re.match(r"[a-z]+[0-9]+", part) is not None
-        form = "requirements such as tp=4, remat=full or fsdp4-tp2, separated by commas"
-        raise UserError(
-            field=option, found=repr(part), expected=error.expected if is_form else form, hint=error.hint
-        ) from None
+        parts = error.parts() | {"field": option, "found": repr(part)}
+        if re.match(r"[a-z]+[0-9]+", part) is None:
+            parts["expected"] = "requirements such as tp=4, remat=full or fsdp4-tp2, separated by commas"
+        raise UserError(**parts) from None
     return [("parallel", wanted.parallel), *((key, _value(wanted, key)) for key, _ in wanted.variants)]

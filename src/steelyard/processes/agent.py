@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import api as rendezvous
 from torch.distributed.launcher import api as launcher
-from torch.distributed.run import parse_args, run
 
 from steelyard.processes.failure import End, failures_folder, write_ends
 from steelyard.processes.parent import PARENT_VARIABLE, end_process, watch_parent
@@ -30,6 +30,18 @@ from steelyard.processes.port import free_port
 from steelyard.processes.start import END_S, RESTARTS_VARIABLE
 
 _MOST_WORDS_BYTES = 4096
+_MOST_PROCESSES = 1024
+
+
+class QuietLogs(DefaultLogsSpecs):
+    """What every process of a host but the first writes to stderr goes to a file.
+
+    torchrun's option ``--redirects`` names ten processes at most.
+    """
+
+    def __init__(self, log_dir: str | None = None, redirects: Any = None, **options: Any) -> None:
+        del redirects
+        super().__init__(log_dir, dict.fromkeys(range(1, _MOST_PROCESSES), Std.ERR), **options)
 
 
 def start_in_this_session(
@@ -54,6 +66,7 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
     )
     rendezvous.get_free_port = free_port
     SubprocessHandler._popen = start_process  # type: ignore[method-assign]
+    torchrun.DefaultLogsSpecs = QuietLogs  # type: ignore[misc]
     if RESTARTS_VARIABLE in os.environ:
         from steelyard.processes.elastic import ElasticAgent
 
@@ -63,7 +76,7 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
-        run(parse_args(arguments))
+        torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
         folder = failures_folder()
         if folder is not None:

@@ -109,13 +109,7 @@ def run_processes(
             *(elastic or Elastic()).arguments(),
             f"--nproc-per-node={num_processes}",
         ]
-        silent = ",".join(f"{rank}:2" for rank in range(1, num_processes))
-        command += [
-            f"--redirects={silent or 0}",
-            "--local-ranks-filter=0",
-            f"--shutdown-timeout={END_S:.0f}",
-            "--monitor-interval=0.1",
-        ]
+        command += ["--local-ranks-filter=0", f"--shutdown-timeout={END_S:.0f}", "--monitor-interval=0.1"]
         command += [f"--max-restarts={_MOST_RESTARTS if elastic else restarts}", "--log-dir", folder]
         command += ["-m", module, *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}

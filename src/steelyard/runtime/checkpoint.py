@@ -242,8 +242,7 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = 
         try:
             found[0] = (work(), None)
         except InvalidCheckpointError as error:
-            parts = {"field": error.field, "found": error.found, "expected": error.expected, "hint": error.hint}
-            found[0] = (None, parts)
+            found[0] = (None, error.parts())
     dist.broadcast_object_list(found, src=0, group=group)
     result, mistake = found[0]
     if mistake is not None:

@@ -115,8 +115,7 @@ def _answer(
             if folder is not None:
                 write_plan(plan, folder / f"plan-{plan.num_devices}.json")
     except UserError as error:
-        mistake = {name: getattr(error, name) for name in ("field", "found", "expected", "hint")}
-        return {"mistake": mistake}
+        return {"mistake": error.parts()}
     taken = dict(zip(counts, found.taken, strict=True))
     order = [list(counts)[place] for place in found.order or range(len(counts))]
     of_hosts = {host: [rank for rank, each in enumerate(hosts) if each == host][: taken[host]] for host in order}

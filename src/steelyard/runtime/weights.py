@@ -27,6 +27,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, modules_apart, read_hub_config
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.updates import local_part
+from steelyard.output import command
 from steelyard.plan.plan import Plan
 from steelyard.runtime.outputs import export_part
 from steelyard.runtime.state import RunState
@@ -109,7 +110,7 @@ def check_weights(path: Path, chain: ModelChain) -> None:
             raise _bad_init(
                 f"{key} = {found.get(key)!r} in {path / 'config.json'}",
                 f"{key} = {expected.get(key)!r}, as in the plan's model {chain.name}",
-                f"plan for these weights: steelyard plan {path / 'config.json'} …",
+                f"plan for these weights: {command('plan', path / 'config.json')} …",
             )
     _tensor_files(path)
 

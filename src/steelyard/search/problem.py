@@ -303,9 +303,7 @@ def _strategy(text: str, place: str) -> Any:
     try:
         return parse_strategy(text)
     except UserError as error:
-        raise InvalidProblemError(
-            field=f"{place}.strategies", found=repr(text), expected=error.expected, hint=error.hint
-        ) from None
+        raise InvalidProblemError(**error.parts() | {"field": f"{place}.strategies", "found": repr(text)}) from None
 
 
 def _expect_length(row: Sequence[object], size: int, place: str) -> None:

@@ -15,7 +15,7 @@ class ReportContents:
     """A plan with its prediction, and what is known around it.
 
     ``job`` and ``timeline`` are absent where the plan's cluster or measured profile is not at hand; ``notes`` say what
-    is missing then. ``plan_file`` is the name of the file, for the commands that are shown.
+    is missing then. ``plan_file`` is the name of the file as a shell takes it, for the commands that are shown.
     """
 
     plan: Plan
