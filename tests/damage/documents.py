@@ -1,4 +1,4 @@
-"""One whole file of each sort that steelyard reads, small enough that a whole search takes milliseconds; no torch."""
+"""One whole file of each sort that steelyard reads, small enough that a whole search takes milliseconds."""
 
 import json
 import tempfile

@@ -43,5 +43,5 @@ def test_a_tied_head_is_a_copy_of_the_embedding() -> None:
         == names.by_path["3.lm_head.weight"]
         == "model.embed_tokens.weight"
     )
-    assert names.copy_of_path["3.output.weight"] == 1
+    assert names.copy_of_path["3.lm_head.weight"] == 1
     assert names.num_copies == 2
