@@ -273,6 +273,14 @@ def test_megatron_balances_experts_where_the_config_asks_for_it(
     assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 
+def test_megatron_takes_as_many_experts_of_a_token_as_transformers_where_the_config_is_silent() -> None:
+    config = dict(load_model("qwen3-30b-a3b").config)
+    del config["num_experts_per_tok"]
+    plan = uniform("dp8", devices=8, model="qwen3-30b-a3b")
+    plan = plan.model_copy(update={"model": PlanModel(name="x", config=config)})
+    assert megatron_flags(plan)["--moe-router-topk"] == "8"
+
+
 def test_megatron_leaves_sharded_parameters_to_its_other_target() -> None:
     assert any("--to megatron-fsdp" in reason for reason in unsupported(FSDP, TARGETS["megatron"].capabilities))
     assert unsupported(FSDP, TARGETS["megatron-fsdp"].capabilities) == ()

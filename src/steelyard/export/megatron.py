@@ -254,23 +254,24 @@ def _qwen3(config: Mapping[str, Any]) -> Flags:
 
 def _mixtral(config: Mapping[str, Any]) -> Flags:
     count, width, layers = config.get("num_local_experts", 8), config["intermediate_size"], config["num_hidden_layers"]
-    return [*_llama(config), *_experts(count, width, layers, config)]
+    return [*_llama(config), *_experts(count, width, layers, config, top_k=2)]
 
 
 def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     sparse = [int(block not in dense and (block + 1) % step == 0) for block in range(config["num_hidden_layers"])]
     where = [] if all(sparse) else [f"--moe-layer-freq {sparse}"]
-    experts = _experts(config["num_experts"], config["moe_intermediate_size"], sum(sparse), config)
+    experts = _experts(config["num_experts"], config["moe_intermediate_size"], sum(sparse), config, top_k=8)
     return [*_qwen3(config), *experts, *where]
 
 
-def _experts(count: int, width: int, layers: int, config: Mapping[str, Any]) -> Flags:
+def _experts(count: int, width: int, layers: int, config: Mapping[str, Any], *, top_k: int) -> Flags:
     """Routed experts, none dropped, of so many layers; the loss that balances them only where the config asks for it.
 
-    Megatron's is the sum over the layers, each divided by the experts of a token; that of transformers is of all.
+    A token takes ``top_k`` of them where the config does not say. Megatron's loss is the sum over the layers, each
+    divided by the experts of a token; that of transformers is of all.
     """
-    top_k, balancing = config.get("num_experts_per_tok", 2), ["--moe-router-load-balancing-type none"]
+    top_k, balancing = config.get("num_experts_per_tok", top_k), ["--moe-router-load-balancing-type none"]
     if config.get(ROUTER_LOSS):
         coefficient = config.get("router_aux_loss_coef", 0.001) * top_k / layers
         balancing = ["--moe-router-load-balancing-type aux_loss", f"--moe-aux-loss-coeff {coefficient:g}"]
