@@ -31,7 +31,7 @@ from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_search import PooledSearch, search_pools
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
-from steelyard.planning.price import job_of
+from steelyard.planning.price import asked_by, job_of
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.profile_file import GivenProfiles, pool_profiles, recorded_profile
 from steelyard.search import NearestMiss
@@ -223,7 +223,6 @@ def pooled_job_of(
             expected="the pools of the plan, or others of the same names",
             hint="leave --cluster out, or plan for this cluster",
         )
-    source = plan.prediction.profile if plan.prediction else None
     known = {use.name: use for use in (plan.prediction and plan.prediction.pools) or ()}
     if profile is None and cluster is None:
         measured = {name: use.profile for name, use in known.items() if use.profile.is_measured}
@@ -231,13 +230,9 @@ def pooled_job_of(
     job = make_pooled_job(
         plan.chain(),
         machines if network is None else with_network(machines, network),
-        global_batch=plan.global_batch,
-        seq_len=plan.seq_len,
-        precision=plan.precision,
         memory=memory,
-        memory_margin=0,
         profile=profile,
-        **({} if source is None or source.imbalance is None else {"imbalance": source.imbalance}),
+        **asked_by(plan),
     )
     if cluster is None and memory is None:
         uses = [(pool, known.get(pool.cluster.name)) for pool in job.pools]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from steelyard.cost.accuracy import interval_of
 from steelyard.cost.predict import PlanCost, predict
@@ -45,21 +46,23 @@ def job_of(
     job = make_job(
         plan.chain(),
         machines if network is None else with_network(machines, network),
-        global_batch=plan.global_batch,
-        seq_len=plan.seq_len,
-        precision=plan.precision,
         memory=memory,
-        memory_margin=0,
         profile=profile,
+        **asked_by(plan),
     )
     if plan.prediction is None:
         return job
     if job.budget_bytes == plan.prediction.budget_bytes:
         job = replace(job, margin_bytes=plan.prediction.margin_bytes)
-    imbalance = plan.prediction.profile.imbalance
-    job = job if imbalance is None else replace(job, imbalance=imbalance)
     source = plan.prediction.profile
     return replace(job, time_factor=source.time_factor, num_calibrating=source.num_calibrating)
+
+
+def asked_by(plan: Plan) -> dict[str, Any]:
+    """What a plan asks of `make_job`, on whatever cluster: its batch and length, and experts as uneven as predicted."""
+    asked: dict[str, Any] = {"global_batch": plan.global_batch, "seq_len": plan.seq_len, "precision": plan.precision}
+    imbalance = plan.prediction.profile.imbalance if plan.prediction else None
+    return asked | {"memory_margin": 0} | ({} if imbalance is None else {"imbalance": imbalance})
 
 
 def job_or_reason(
