@@ -358,7 +358,7 @@ def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, n
         num_exact=contest.num_exact,
         num_alternatives=num_alternatives,
         time_limit_s=contest.left_s,
-        cutoff_s=contest.known_s,
+        cutoff_s=contest.cutoff_s,
     )
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])

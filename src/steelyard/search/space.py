@@ -16,6 +16,7 @@ Not modelled here: divisibility by heads, width, vocabulary and batch, which `co
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -66,7 +67,7 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
     options = options or SpaceOptions()
     return tuple(
         strategy
-        for levels in enumerate_levels(num_devices, options.kinds)
+        for levels in _levels_in(num_devices, options.kinds, options.devices_per_node)
         if not any(_refusals_of_levels(levels, options))
         for strategy in _leaves(levels, options)
         if refusal(strategy, options) is None
@@ -75,14 +76,21 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
 
 def enumerate_levels(num_devices: int, kinds: tuple[Kind, ...]) -> tuple[Levels, ...]:
     """The unpruned tree: every ordered product of degrees, each with a kind of its own, that spans the devices."""
+    return tuple(_levels_in(num_devices, kinds, None))
+
+
+def _levels_in(num_devices: int, kinds: tuple[Kind, ...], devices_per_node: int | None) -> Iterator[Levels]:
+    """The same, without groups that have to stay in a node and would not (`_reach`)."""
     levelled = tuple(kind for kind in kinds if kind.is_level)
     products = [tuple(_ordered_factorisations(num_devices, depth)) for depth in range(len(levelled) + 1)]
-    return tuple(
-        tuple(Level(kind=kind, degree=degree) for kind, degree in zip(order, degrees, strict=True))
-        for depth, found in enumerate(products)
-        for order in itertools.permutations(levelled, depth)
-        for degrees in found
-    )
+    own = {kind: {degree: Level(kind=kind, degree=degree) for degree in divisors(num_devices)} for kind in levelled}
+    for depth, found in enumerate(products):
+        for order in itertools.permutations(levelled, depth):
+            made = [own[kind] for kind in order]
+            near = [place for place, kind in enumerate(order) if kind.stays_in_node and devices_per_node is not None]
+            for degrees in found:
+                if not near or math.prod(degrees[near[0] :]) <= (devices_per_node or 0):
+                    yield tuple(levels[degree] for levels, degree in zip(made, degrees, strict=True))
 
 
 def _ordered_factorisations(number: int, depth: int) -> Iterator[tuple[int, ...]]:
