@@ -19,7 +19,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_model, layer_modules, prepare_model
 from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.kinds import cp
-from steelyard.modules.kinds.cp import apply_context_parallel
+from steelyard.modules.kinds.cp import _own_side, apply_context_parallel
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, side_inputs_of
 from steelyard.modules.replicated import Replicas
@@ -175,9 +175,12 @@ def _summed(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
 
 def _first_tokens(side: Any, mesh: DeviceMesh) -> Any:
     """A fault: every rank takes the positions of the first tokens."""
-    size = side.position_ids.size(1) // mesh.size()
-    rotary = {kind: (cos[:, :size], sin[:, :size]) for kind, (cos, sin) in side.position_embeddings.items()}
-    return replace(side, position_ids=side.position_ids[:, :size], position_embeddings=rotary)
+
+    def first(tensor: Tensor, dim: int, _mesh: DeviceMesh) -> Tensor:
+        return tensor.narrow(dim, 0, tensor.size(dim) // mesh.size())
+
+    with mock.patch.object(cp, "local_tokens", first):
+        return _own_side(side, mesh)
 
 
 def _difference(case: Case, expected: tuple[float, dict[str, Tensor]]) -> dict[str, Any]:
