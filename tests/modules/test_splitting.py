@@ -11,7 +11,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
 from steelyard.model.read import chain_from_config
-from steelyard.model.small import small_config
+from steelyard.model.small import small_config, structure_of
 from steelyard.model.split import PREPARES, ModelSplit
 from steelyard.modules import any_model, split_proof, split_tp
 from steelyard.modules.any_model import chain_of_any
@@ -29,6 +29,7 @@ from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
+from steelyard.runtime.parity import samples_of_step
 from steelyard.runtime.state import parameter_names
 from steelyard.tracer.trace import trace
 from tests.modules.split_configs import OTHERWISE_CONFIGS, SPLIT_CONFIGS, split_config
@@ -490,6 +491,18 @@ def test_blocks_of_a_reversible_stack_are_gone_through_one_by_one() -> None:
     assert (split.layers, split.blocks, split.hidden_size) == ((0, 1, 2, 3), "reformer.encoder.blocks", 128)
     name = parameter_names(_chain_of("reformer")).by_path["2.block.feed_forward.dense.dense.weight"]
     assert name == "reformer.encoder.layers.1.feed_forward.dense.dense.weight"
+
+
+def test_the_first_token_of_a_small_model_is_not_that_of_padding() -> None:
+    assert structure_of({"pad_token_id": 0, "bos_token_id": 2}) == {"pad_token_id": 0, "bos_token_id": 1}
+    assert structure_of({"pad_token_id": 255, "bos_token_id": 2}) == {"pad_token_id": 255, "bos_token_id": 0}
+
+
+def test_samples_hold_no_padding() -> None:
+    chain = _chain_of("cpmant")
+    samples = samples_of_step(chain, num_samples=32, seq_len=64, step=0)
+    assert 0 not in samples.inputs
+    assert 0 not in samples.labels
 
 
 def test_a_router_that_casts_its_weights_leaves_them_of_their_type() -> None:

@@ -129,7 +129,8 @@ def structure_of(small: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in small.items()
         if key not in _NAMES
     }
-    return found | {key: 0 for key, value in small.items() if key in _FIRST_AND_LAST and isinstance(value, int)}
+    token = int(small.get("pad_token_id") == 0)  # some models attend to none that is padding
+    return found | {key: token for key, value in small.items() if key in _FIRST_AND_LAST and isinstance(value, int)}
 
 
 def widths_of(config: Mapping[str, Any]) -> set[int]:

@@ -9,7 +9,7 @@ rounding noise in entries near zero grows to the size of a step, while a gradien
 (averaged instead of summed) changes nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,12 +84,18 @@ def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: 
         first_N1 = torch.randint(0, chain.vocab_size, (num_samples, 1), generator=generator)  # noqa: N806
         stride_N1 = torch.randint(1, 4, (num_samples, 1), generator=generator)  # noqa: N806
         tokens = (first_N1 + stride_N1 * torch.arange(seq_len + 1)) % chain.vocab_size
-        padding = chain.config.get("pad_token_id")  # of which there is none, since some models read it as no token
-        if isinstance(padding, int):
-            tokens[tokens == padding] = (padding + 1) % chain.vocab_size
-        return Samples.of(tokens)
+        return Samples.of(_without_padding(tokens, chain))
     inputs, labels = random_samples(chain, num_samples, seq_len, generator)
-    return Samples(inputs=inputs, labels=labels)
+    if not chain.family.task.reads_text:
+        return Samples(inputs=inputs, labels=labels)
+    return Samples(inputs=_without_padding(inputs, chain), labels=_without_padding(labels, chain))
+
+
+def _without_padding(tokens: Tensor, chain: ModelChain) -> Tensor:
+    """The tokens with the one behind it in the place of that of padding, which some models read as no token."""
+    parts = (chain.config, *(each for each in chain.config.values() if isinstance(each, Mapping)))
+    padding = next((token for each in parts if isinstance(token := each.get("pad_token_id"), int)), None)
+    return tokens if padding is None else tokens.masked_fill(tokens == padding, (padding + 1) % chain.vocab_size)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
