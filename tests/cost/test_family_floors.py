@@ -1,16 +1,19 @@
 """Floors of the memory of real layers, traced: of no family is a walk below them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.setting import Setting
+from steelyard.cost.working import working_bytes
 from steelyard.hardware import parse_cluster
 from steelyard.plan.plan import Precision
 from steelyard.search.evaluate import evaluate
 from tests.cost.test_checked_memory import MODELS, Case, Traces, _job
 from tests.cost.test_memory_floor import drawn_plans, walked_bytes
+from tests.oracles.working import stage_bytes
 from tests.schedules.examples import pipeline
 
 SETTINGS = [(1, 1), (1, 4), (2, 2), (2, 8), (4, 4), (4, 16)]
@@ -26,13 +29,18 @@ def traces() -> Traces:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("model", MODELS)
-def test_no_walk_is_below_a_floor(model: str, precision: Precision, setting: tuple[int, int], traces: Traces) -> None:
+def test_no_walk_is_below_a_floor_or_the_bytes_of_layers_as_they_work(
+    model: str, precision: Precision, setting: tuple[int, int], traces: Traces
+) -> None:
     num_stages, count = setting
     traced = _job(Case(stages=("",), devices=4, model=model, precision=precision), traces)
     of = replace(traced, global_batch=4 * count, cluster=parse_cluster("1x4xa100-80gb"))
     where = Setting(job=of, pipeline=pipeline(num_stages, count))
     for drawn in drawn_plans(of, where, 10):
-        walked = walked_bytes(drawn, of)
+        walked, working = walked_bytes(drawn, of), working_bytes(drawn.tables, of)
+        assert working is not None
+        for stage, span in enumerate(pairwise(drawn.boundaries)):
+            assert stage_bytes(drawn.tables, working, stage, span, drawn.strategies) <= walked[stage]
         for floor in floor_tables(drawn.tables, of):
             for stage, cost in enumerate(evaluate(floor, drawn.boundaries, drawn.strategies).stages):
                 assert cost.total_bytes <= walked[stage], f"stage {stage} of {drawn.plan.stages}"
