@@ -18,11 +18,6 @@ from tests.shapes import tp_shape
 TEXT = (Path(__file__).parents[1] / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 CONFIGS = {
-    "starcoder2": {
-        **{"model_type": "starcoder2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 32, "bos_token_id": 0},
-        **{"eos_token_id": 0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-    },
     "distilbert": {
         **{"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 64},
         **{"max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0},

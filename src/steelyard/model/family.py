@@ -224,8 +224,7 @@ class Family:
     """How a layer of each kind runs, by the kind's name or else its role; a head returns logits."""
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each kind or role, the style of the modules that tensor parallelism divides, by their path in the layer; the
-    names of styles are those of `steelyard.modules.styles.STYLES`. The entry ``*`` is a prefix of paths in
-    ``base_model_tp_plan`` of the config: what stands there is added."""
+    names of styles are those of `steelyard.modules.styles.STYLES`; a path that ends in ``?`` may be missing."""
     rotary: str | None = None
     """Path of the rotary embedding, whose result every block reads."""
     rotary_by_attention: bool = False

@@ -268,7 +268,7 @@ class _BlockProof:
         chain = self._chain(styles)
         block = copy.deepcopy(self._model.layer(self._layer)["block"])
         layer = build_layer(_Blocks(self._model, block), chain, self._layer, Remat.NONE)
-        apply_tensor_parallel(layer, self._model, chain, mesh, sp=False)
+        apply_tensor_parallel(layer, chain, mesh, sp=False)
         return difference(self._expected, self._results(layer), chain, TP_TOLERANCE)
 
     def _chain(self, styles: Styles) -> ModelChain:

@@ -521,7 +521,7 @@ class ThreadedProof:
         for layer in layers:
             cut = sp and layer.kind.name in divided
             if layer.kind.name in divided:
-                apply_tensor_parallel(layer, model, chain, mesh, sp=sp)
+                apply_tensor_parallel(layer, chain, mesh, sp=sp)
             run = partial(layer.run_by_family, layer)
             if layer.kind.name in by_tokens:
                 apply_context_parallel(layer, mesh, "gather")

@@ -122,7 +122,7 @@ def divided(case: Case) -> tuple[float, dict[str, Tensor]]:
     ]
     for layer in layers:
         if case.tp:
-            apply_tensor_parallel(layer, model, chain, tensor, sp=case.sp)
+            apply_tensor_parallel(layer, chain, tensor, sp=case.sp)
         apply_context_parallel(layer, mesh, case.method)
         if case.fsdp:
             shard_over(layer, mesh, "fp32", reshard_after_forward=True)

@@ -157,7 +157,7 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
         materialize_layer(model, chain, index, seed=seed, device=torch.device("cpu"))
         layer = build_layer(model, chain, index, division.remat)
         if division.tp > 1:
-            apply_tensor_parallel(layer, model, chain, meshes.tensor, sp=division.sp)
+            apply_tensor_parallel(layer, chain, meshes.tensor, sp=division.sp)
         has_experts = division.ep > 1 and bool(routed_experts(layer))
         if has_experts:
             apply_expert_parallel(layer, meshes.inner)
