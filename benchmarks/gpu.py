@@ -41,7 +41,7 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Device, devices, is_same_device
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.modules.any_model import chain_of_any, load_any_model
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of, tensors_of
@@ -91,8 +91,8 @@ class Sizes:
 
 def full_sizes() -> Sizes:
     return Sizes(
-        dense=load_any_model("llama3.2-1b"),
-        experts=load_any_model("olmoe-1b-7b"),
+        dense=load_model("llama3.2-1b"),
+        experts=load_model("olmoe-1b-7b"),
         seq_len=2048,
         samples=(1, 4),
         withheld=2,
@@ -109,8 +109,8 @@ def tiny_sizes() -> Sizes:
     common |= {"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64}
     sparse = {"model_type": "mixtral", **common, "num_local_experts": 4, "num_experts_per_tok": 2}
     return Sizes(
-        dense=chain_of_any({"model_type": "llama", **common}, name="tiny"),
-        experts=chain_of_any(sparse, name="tiny with experts"),
+        dense=chain_from_config({"model_type": "llama", **common}, name="tiny"),
+        experts=chain_from_config(sparse, name="tiny with experts"),
         seq_len=32,
         samples=(1, 4),
         withheld=2,

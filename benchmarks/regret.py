@@ -30,7 +30,7 @@ from benchmarks.ranks import on_ranks, training_step
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.model.chain import ModelChain
-from steelyard.modules.any_model import chain_of_any
+from steelyard.model.read import chain_from_config
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
@@ -132,7 +132,7 @@ def measured_profile(name: str, chain: ModelChain, traced: Profile, folder: Path
 def plans_of(name: str, profiles: Path | None) -> dict[str, dict[str, Plan]]:
     """For each budget the searched plan, as ``searched``, and the uniform ones that fit."""
     config = config_of(name)
-    chain = chain_of_any(config, name=name)
+    chain = chain_from_config(config, name=name)
     traced = cached_trace(chain, seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2, 4))
     profile = measured_profile(name, chain, traced, profiles)
     with tempfile.TemporaryDirectory() as folder:

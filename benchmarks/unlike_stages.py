@@ -32,7 +32,7 @@ from steelyard.cost.predict import predict
 from steelyard.hardware import MixedCluster
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.model.chain import ModelChain
-from steelyard.modules.any_model import chain_of_any
+from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import divisors
 from steelyard.planning.choose import plan_job
@@ -179,7 +179,7 @@ def planned(pools: tuple[Pool, ...], chain: ModelChain, profiles: dict[str, Prof
 
 def compare(name: str, num_steps: int, num_rounds: int, profile_s: float) -> bool:
     """Prints predicted and measured steps and gains; whether that over even cuts came out as predicted."""
-    pools, chain = CASES[name], chain_of_any(CONFIG, name="llama")
+    pools, chain = CASES[name], chain_from_config(CONFIG, name="llama")
     with idlers(pools):
         plans = planned(pools, chain, profiled(pools, chain, profile_s))
         seconds: dict[str, list[float]] = {each: [] for each in plans}

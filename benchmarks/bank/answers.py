@@ -37,8 +37,7 @@ from steelyard.cost.simulator import StageTimes, simulate
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
 from steelyard.export import TARGETS
-from steelyard.model.read import load_model, model_names
-from steelyard.modules.any_model import chain_of_any
+from steelyard.model.read import chain_from_config, load_model, model_names
 from steelyard.plan.plan import Plan, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import (
@@ -149,7 +148,7 @@ def job_of(
     model: str, cluster: str, batch: int, seq_len: int, precision: str = "bf16", memory: str | None = None
 ) -> Job:
     """The job of a packaged model, or of a small one of a family; ``seq_len`` 0 stands for the model's own."""
-    chain = load_model(model) if model in model_names() else chain_of_any(_small_config(model), name=model)
+    chain = load_model(model) if model in model_names() else chain_from_config(_small_config(model), name=model)
     return make_job(
         chain,
         cluster,

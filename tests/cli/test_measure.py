@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_paths_with_brackets_are_printed_whole(run: Run, path: Path, launched: l
     output = run("measure", path, "--alternatives", "--folder", folder, "-o", tmp_path / "[red].json").output
     assert f"plans and records are in {folder}/" in output
     assert f"written to {tmp_path / '[red].json'}\n" in output
-    assert f"--calibrate {folder / 'record.2.json'}" in output
+    assert f"--calibrate {quote(str(folder / 'record.2.json'))}" in output
 
 
 def test_without_alternatives_the_plan_alone_is_run(run: Run, path: Path, launched: list[Plan]) -> None:

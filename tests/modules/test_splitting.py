@@ -14,7 +14,6 @@ from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config, structure_of
 from steelyard.model.split import PREPARES, ModelSplit
 from steelyard.modules import any_model, split_proof, split_tp
-from steelyard.modules.any_model import chain_of_any
 from steelyard.modules.build import (
     build_from_config,
     build_meta_model,
@@ -701,7 +700,7 @@ def test_a_class_for_another_task_is_refused_though_its_name_ends_as_bare_models
 
 def test_a_type_that_transformers_does_not_know_is_refused() -> None:
     with pytest.raises(InvalidModelError, match="'gpt9'"):
-        chain_of_any({"model_type": "gpt9"}, name="new")
+        chain_from_config({"model_type": "gpt9"}, name="new")
 
 
 @pytest.fixture
@@ -722,20 +721,20 @@ def test_a_split_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return split_of("cohere2")
 
     monkeypatch.setattr(split_proof, "split_model", found)
-    chains = [chain_of_any(split_config("cohere2"), name="c")]
+    chains = [chain_from_config(split_config("cohere2"), name="c")]
     any_model.found_once.cache_clear()
-    chains.append(chain_of_any(split_config("cohere2"), name="c"))
+    chains.append(chain_from_config(split_config("cohere2"), name="c"))
     assert chains[0].split == chains[1].split
     assert asked == ["cohere2"]
 
 
 def test_a_damaged_split_is_found_again(folder_of_splits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_proof, "split_model", lambda *_: split_of("cohere2"))
-    chain_of_any(split_config("cohere2"), name="c")
+    chain_from_config(split_config("cohere2"), name="c")
     (kept,) = folder_of_splits.glob("split-*.json")
     kept.write_text(kept.read_text()[:-20])
     any_model.found_once.cache_clear()
-    assert chain_of_any(split_config("cohere2"), name="c").split == split_of("cohere2")
+    assert chain_from_config(split_config("cohere2"), name="c").split == split_of("cohere2")
 
 
 def test_what_is_proved_of_a_structure_holds_at_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.own import chain_of_own
-from steelyard.modules.any_model import load_any_model
+from steelyard.model.read import load_model
 from steelyard.output import command
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, Precision
@@ -244,7 +244,7 @@ def plan(
             runs=runs,
             own=own,
         )
-        chain = chain_of_own(own.own, name=own.name) if own else load_any_model(model)
+        chain = chain_of_own(own.own, name=own.name) if own else load_model(model)
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         if length is None:

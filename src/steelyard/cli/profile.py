@@ -11,6 +11,7 @@ from steelyard.cli.plan import check_precision
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
+from steelyard.model.read import load_model
 from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.strategy import divisors
@@ -58,12 +59,11 @@ def profile(
     require_training("`steelyard profile` measures their layers and collectives")
     from rich.console import Console
 
-    from steelyard.modules.any_model import load_any_model
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
     began_s, sizes = time.time(), parse_samples(samples, global_batch)
-    chain = load_any_model(model)
+    chain = load_model(model)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = divisors(processes)
     traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)

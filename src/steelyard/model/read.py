@@ -4,10 +4,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values, sizes_in
 from steelyard.model.families import FAMILIES
 from steelyard.model.family import Sizes
-from steelyard.model.packaged import packaged_split
 from steelyard.model.sources import hub_names
 from steelyard.model.split import ModelSplit, family_of_split
 
@@ -83,23 +82,24 @@ def _how_to_get(hub_id: str) -> str:
     )
 
 
-SplitFinder = Callable[[Mapping[str, Any]], ModelSplit | None]
-FINDERS: list[SplitFinder] = [lambda config: packaged_split(config_hash(config))]
-"""What knows how the model of a config splits, in the order in which they are asked: the package, and whoever imports
-`steelyard.modules`, which splits any model."""
+_SPLITS_ANY_MODEL = "steelyard.modules.any_model"
+"""Which stands on this module, so that it is imported where a model is not of a family."""
 
 
 def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:
-    """The chain of a Hugging Face config: split as ``split`` says, of a family, or split as one of `FINDERS` knows.
+    """The chain of a Hugging Face config: split as ``split`` says, of a family, or split by its structure.
 
-    Raises `InvalidModelError` naming the key that is missing or wrong.
+    A split that is not packaged is found and proved once, which takes torch and seconds, and kept where traces are.
+    Raises `InvalidModelError` naming the key that is missing or wrong, for a type that transformers does not know, and
+    for a model that does not split, and `NotInstalledError` where transformers is needed and not there.
     """
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
     check_values(config)
+    identity = config_hash(config)
     model_type = str(config.get("model_type", ""))
     if split is None and model_type not in FAMILIES:
-        split = next((found for find in FINDERS if (found := find(config)) is not None), None)
+        split = import_module(_SPLITS_ANY_MODEL).split_of(config)
         if split is None:
             raise _unknown(model_type)
     family = family_of_split(split) if split else FAMILIES[model_type]
@@ -109,7 +109,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         name=name,
         family=family,
         config=dict(config),
-        config_hash=config_hash(config),
+        config_hash=identity,
         sizes=sizes_in(config) if split else sizes.read,
         layout=layout,
         split=split,

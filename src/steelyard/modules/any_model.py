@@ -1,7 +1,6 @@
-"""The chain of any model of transformers: of a known family, or split by its structure once and remembered.
+"""How any model of transformers splits by its structure: as packaged, or found once and remembered.
 
-Imports torch and transformers only where a model is not known yet. With this module imported,
-`steelyard.model.read.chain_from_config` knows any model too.
+Imports torch and transformers only where a model is not known yet.
 """
 
 import json
@@ -13,10 +12,9 @@ from typing import Any
 
 from steelyard.errors import InvalidProfileError
 from steelyard.installed import installed_version, require_training
-from steelyard.model.chain import ModelChain
 from steelyard.model.family import wrong_size
 from steelyard.model.packaged import packaged_split
-from steelyard.model.read import FINDERS, chain_from_config, config_hash, load_config
+from steelyard.model.read import config_hash
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
@@ -26,24 +24,11 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 _logger = logging.getLogger(__name__)
 
 
-def chain_of_any(config: Mapping[str, Any], *, name: str) -> ModelChain:
-    """The chain of a Hugging Face config: packaged, of a known family, else split by its structure.
-
-    A split is found and proved once, which takes torch and seconds, and kept where traces are. Raises
-    `InvalidModelError` for a type that transformers does not know, and for a model that does not split, and
-    `NotInstalledError` where transformers is needed and not there.
-    """
-    return chain_from_config(config, name=name)
-
-
-def load_any_model(name_or_path: str | Path) -> ModelChain:
-    """As `steelyard.model.read.load_model`, for models that are neither packaged nor of a family too."""
-    name, config = load_config(name_or_path)
-    return chain_of_any(config, name=name)
-
-
 def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
-    """How the model of a config splits; None for a type that transformers does not know. Raises as `chain_of_any`."""
+    """How the model of a config splits; None for a type that transformers does not know.
+
+    Raises as `steelyard.model.read.chain_from_config`.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         return None
@@ -101,6 +86,3 @@ def _types_of_transformers() -> Collection[str]:
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING.keys()
-
-
-FINDERS.append(split_of)

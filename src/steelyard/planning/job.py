@@ -9,7 +9,7 @@ from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, is_same_device, known_device, parse_cluster
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
-from steelyard.modules.any_model import chain_of_any, load_any_model
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
 from steelyard.planning.assumed_links import with_assumed_links
@@ -103,7 +103,7 @@ def make_job(
 def _chain_of(config: str | Path | Mapping[str, Any] | ModelChain) -> ModelChain:
     if isinstance(config, ModelChain):
         return config
-    return chain_of_any(config, name="model") if isinstance(config, Mapping) else load_any_model(config)
+    return chain_from_config(config, name="model") if isinstance(config, Mapping) else load_model(config)
 
 
 def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
-from steelyard.modules.any_model import load_any_model
+from steelyard.model.read import load_model
 from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.processes.group import process_group
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_and_write(options: argparse.Namespace) -> None:
-    chain = load_any_model(options.model)
+    chain = load_model(options.model)
     trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
     with process_group(_TIMEOUT_S):
         profile = measure(

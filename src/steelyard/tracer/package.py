@@ -20,8 +20,7 @@ from steelyard.installed import TRAINING, installed_version
 from steelyard.limits import MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.packaged import packaged_split, packaged_split_text, packaged_structure
-from steelyard.model.read import load_config, model_names
-from steelyard.modules.any_model import chain_of_any
+from steelyard.model.read import chain_from_config, load_config, model_names
 from steelyard.plan.cache import default_folder
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
@@ -65,7 +64,7 @@ def main() -> None:
 def make_files(name: str) -> list[Path]:
     """The files of a packaged model, those written that are missing or do not hold."""
     _, config = load_config(name)
-    chain = chain_of_any(config, name=name)
+    chain = chain_from_config(config, name=name)
     files = [] if chain.split is None else _files_of_split(chain)
     for precision in PRECISIONS:
         files.append(Path(str(trace_file(chain.config_hash, precision))))
