@@ -427,13 +427,25 @@ def _draw(*size: Any, **options: Any) -> Any:
     return 1.0 if size == ([],) else _rand(*size, **options)
 
 
-_rand = torch.rand
+def _nothing(*_places: Any, **_names: Any) -> None:
+    """In the place of what has nothing to do where samples are not padded; a mock would keep what it was given."""
+
+
+def _is_plain_causal(
+    padding: Tensor | None, queries: int, keys: int, first_query: int, first_key: int, window: int | None = None
+) -> bool:
+    """Whether attention needs no mask: as in transformers, and where a window is as long as the sequence."""
+    return _needs_no_mask(padding, queries, keys, first_query, first_key, None if window is None else window + 1)
+
+
+_rand, _needs_no_mask = torch.rand, masking_utils._ignore_causal_mask_sdpa
 _num_within, _within_lock = 0, threading.Lock()
 _REPLACED = (
-    mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
-    mock.patch.object(masking_utils, "prepare_padding_mask", return_value=None),
-    mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: lambda *_, **__: None}),
-    mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+    mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
+    mock.patch.object(masking_utils, "prepare_padding_mask", _nothing),
+    mock.patch.dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {NO_MASK: _nothing}),
+    mock.patch.object(masking_utils, "find_packed_sequence_indices", _nothing),
+    mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", _is_plain_causal),
     mock.patch.object(torch, "rand", _draw),
 )
 
