@@ -225,8 +225,6 @@ class Family:
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each kind or role, the style of the modules that tensor parallelism divides, by their path in the layer; the
     names of styles are those of `steelyard.modules.styles.STYLES`; a path that ends in ``?`` may be missing."""
-    rotary: str | None = None
-    """Path of the rotary embedding, whose result every block reads."""
     rotary_by_attention: bool = False
     """Whether the rotary embedding differs between kinds of attention."""
     fused_attention: bool = True

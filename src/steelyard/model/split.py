@@ -450,7 +450,6 @@ def family_of_split(split: ModelSplit) -> Family:
         modules=lambda _layout, layer: split.modules(layer),
         run={},
         tp={kind.name: dict(kind.styles) for kind in split.kinds},
-        rotary=None,
         rotary_by_attention=split.rotary_by_attention,
         fused_attention=split.fused_attention,
         prepare=partial(_prepare, split.model_type),

@@ -345,10 +345,6 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
         for module in model.modules():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
                 fill_buffers(_parts_of_their_own(model).get(module, model), module, torch.device(device))
-    rotary = build_rotary(model, chain, torch.device(device))
-    if rotary is not None:
-        parent, _, name = str(chain.family.rotary).rpartition(".")
-        setattr(model.get_submodule(parent), name, rotary)
     for target, source in _tied_names(model):
         if model.get_parameter(source).is_meta:
             parent, _, name = source.rpartition(".")
@@ -362,12 +358,3 @@ def _tied_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Pairs of parameters that transformers ties: the one that is replaced, and the one that takes its place."""
     keys = getattr(model, "_tied_weights_keys", None)
     yield from ((target, source.removesuffix("$")) for target, source in keys.items()) if isinstance(keys, dict) else ()
-
-
-def build_rotary(model: PreTrainedModel, chain: ModelChain, device: torch.device) -> nn.Module | None:
-    """The model's rotary position embedding on ``device``, if it has one: buffers from the config, no parameters."""
-    if chain.family.rotary is None:
-        return None
-    rotary = model.get_submodule(chain.family.rotary)
-    with torch.device(device):
-        return type(rotary)(model.config)

@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.family import Family, Run
 from steelyard.model.split import BlockArguments, local_name
-from steelyard.modules.build import build_rotary, named_layer_modules, outside_buffers
+from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.holes import BlockInputs, blank, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
@@ -37,14 +36,9 @@ Flow = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInputs:
-    """What every block reads beside the hidden state; the same on all ranks, over the full sequence.
-
-    Rotary embedding and mask by kind of attention, as in ``layer_types`` of a config.
-    """
+    """What every block reads beside the hidden state; the same on all ranks, over the full sequence."""
 
     position_ids: Tensor
-    position_embeddings: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    masks: Mapping[str, Tensor | None] = field(default_factory=dict)
     arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
     """Of a split model: all that each kind of block is given beside the hidden state."""
     token_dims: Callable[[], Mapping[str, BlockArguments]] | None = None
@@ -54,9 +48,7 @@ class SideInputs:
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        rotary = [tensor for pair in self.position_embeddings.values() for tensor in pair]
-        given = [tensor for each in self.arguments.values() for tensor in tensors_in(each)]
-        return [self.position_ids, *rotary, *(mask for mask in self.masks.values() if mask is not None), *given]
+        return [self.position_ids, *(tensor for each in self.arguments.values() for tensor in tensors_in(each))]
 
 
 class LayerContext:
@@ -227,17 +219,15 @@ def side_inputs_of(
     """What makes the `SideInputs` that the blocks among these layers read."""
     if chain.own:
         return OwnSideInputs(model, device)
-    blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     if chain.split:
+        blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
         makes_masks = any(reads_mask(block) for block in blocks)
         return SplitSideInputs(model, chain, {block.kind.name for block in blocks}, makes_masks=makes_masks)
-    attention = {block.attention_type for block in blocks}
-    masked = {block.attention_type for block in blocks if reads_mask(block)}
-    return SideInputBuilder(model, chain, build_rotary(model, chain, device), attention, masked)
+    return FamilySideInputs(model)
 
 
 class SplitSideInputs(nn.Module):
-    """As `SideInputBuilder`, for a model that is split by its structure."""
+    """Makes the `SideInputs` of a forward pass of a model that is split by its structure."""
 
     def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: set[str], *, makes_masks: bool) -> None:
         super().__init__()
@@ -261,7 +251,7 @@ class SplitSideInputs(nn.Module):
 
 
 class OwnSideInputs(nn.Module):
-    """As `SideInputBuilder`, for a user's own module."""
+    """As `SplitSideInputs`, for a user's own module."""
 
     model_config = None
 
@@ -274,57 +264,17 @@ class OwnSideInputs(nn.Module):
         return SideInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 
 
-class SideInputBuilder(nn.Module):
-    """Computes the `SideInputs` of a forward pass from the unmodified model's rotary embedding and masks.
+class FamilySideInputs(nn.Module):
+    """As `SplitSideInputs`, for a family: blocks read the positions alone."""
 
-    Plain causal attention needs no mask where the attention kernel is causal by itself. A sliding window shorter than
-    the sequence gets the mask that `transformers` makes, and so does attention that runs step by step; none is made
-    for types outside ``masked_types`` (None: for all types).
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        chain: ModelChain,
-        rotary: nn.Module | None,
-        attention_types: set[str],
-        masked_types: set[str] | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model_config = model.config
-        self.rotary = rotary
-        self._by_attention = chain.family.rotary_by_attention
-        self.attention_types = attention_types if rotary is not None else set()
-        self.masked_types = self.attention_types if masked_types is None else masked_types
 
-    @torch.no_grad()
-    def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
-        """Positions and masks for samples of ``seq_len`` tokens; a mask is [1, 1, S, S], the same for every sample."""
-        positions_1S = torch.arange(seq_len, device=device).unsqueeze(0)  # noqa: N806
-        if self.rotary is None:
-            return SideInputs(position_ids=positions_1S)
-        like = torch.empty((1, seq_len, 1), dtype=dtype, device=device)
-        kinds = sorted(self.attention_types)
-        if self._by_attention:
-            rotary = {kind: self.rotary(like, positions_1S, kind) for kind in kinds}
-        else:
-            rotary = dict.fromkeys(kinds, self.rotary(like, position_ids=positions_1S))
-        return SideInputs(
-            position_ids=positions_1S,
-            position_embeddings=rotary,
-            masks={kind: self._mask(kind, like, positions_1S) for kind in kinds},
-        )
-
-    def _mask(self, attention_type: str, like: Tensor, positions_1S: Tensor) -> Tensor | None:  # noqa: N803
-        config = self.model_config
-        window = getattr(config, "sliding_window", None)
-        slides = attention_type == "sliding_attention" and window is not None and window < like.shape[1]
-        if attention_type not in self.masked_types or (not slides and config._attn_implementation != "eager"):
-            return None
-        return (create_sliding_window_causal_mask if slides else create_causal_mask)(
-            config=config, inputs_embeds=like, attention_mask=None, past_key_values=None, position_ids=positions_1S
-        )
+    def forward(self, seq_len: int, _dtype: torch.dtype, device: torch.device) -> SideInputs:
+        """The positions of samples of ``seq_len`` tokens."""
+        return SideInputs(position_ids=torch.arange(seq_len, device=device).unsqueeze(0))
 
 
-SideInputSource = SideInputBuilder | SplitSideInputs | OwnSideInputs
+SideInputSource = FamilySideInputs | SplitSideInputs | OwnSideInputs
 """What makes the `SideInputs` of a forward pass."""

@@ -6,11 +6,7 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | name                             | what becomes of the module                                                       |
 |----------------------------------|----------------------------------------------------------------------------------|
 | ``colwise``, ``rowwise``         | PyTorch's: a matrix divided by its outputs, or by its inputs                     |
-| ``colwise_gather_output``        | divided by its outputs, which every rank then has whole                          |
-| ``rowwise_split_input``          | divided by its inputs, of which every rank has all                               |
-| ``replicated_with_grad_allreduce`` | a norm of query and key heads, of which every rank has some                    |
 | ``sequence``                     | under sp, a norm that runs on this rank's part of the sequence                   |
-| ``sequence_local``               | the same, for a norm whose result is added to the hidden state                   |
 | ``gather``, ``gather:KEYWORD``   | its input, or the one of that name, is made whole                                |
 | ``gather:KEYWORD:0``             | both                                                                             |
 | ``vocabulary``                   | an embedding divided by tokens                                                   |
@@ -18,7 +14,6 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``conv_columns``, ``conv_rows``  | as colwise and rowwise, for matrices stored transposed (Conv1D)                  |
 | ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
 | ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
-| ``experts``                      | a mixture of experts, divided by experts; a plain feed-forward part: ``gather``  |
 | ``enter:KEYWORD:NAMES:HEADS:LENT`` | a region begins: its input, or the one of that name, is whole on every rank    |
 |                                  | (and those behind a plus sign are, as where attention reads an encoder's output); |
 |                                  | the numbers that the module keeps under NAMES (by commas) are divided, and by    |
@@ -36,8 +31,7 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 In a region all tensors are plain and every rank's gradients are parts of a sum, so that whatever a rank computes there
 with parts or wholes, sums of its gradients are right.
 
-Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2; transformers ``integrations/tensor_parallel.py`` for
-the names in configs.
+Source: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -57,9 +51,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils.stateless import _reparametrize_module
 from transformers.pytorch_utils import Conv1D
-
-_HEAD_DIM_OF_LOCAL_HEADS = 2
-"""Query and key norms see [B, S, heads, head_dim]: their samples differ per rank along the heads."""
 
 
 def between_blocks(sp: bool) -> Replicate | Shard:
@@ -232,33 +223,6 @@ class LocalHeads(ParallelStyle):
         return self._gather._apply(module, device_mesh)
 
 
-class Experts(ParallelStyle):
-    """A router and its experts: every rank routes all tokens and runs those experts that it holds."""
-
-    def __init__(self, sp: bool) -> None:
-        super().__init__()
-        self._sp = sp
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        gather = _gather(self._sp)
-        experts = getattr(module, "experts", None)
-        if experts is None:
-            return gather._apply(module, device_mesh)
-        matrices = [f"experts.{name}" for name, _ in experts.named_parameters()]
-        shared = {name: _own_share for name, _ in module.named_parameters() if name not in matrices}
-        _store(module, device_mesh, dict.fromkeys(matrices, Shard(0)) | dict.fromkeys(shared, Replicate()))
-        experts.num_all_experts = experts.num_experts
-        experts.num_experts //= device_mesh.size()
-        experts.first_expert = experts.num_experts * device_mesh.get_local_rank()
-
-        def forward(inputs: Tensor) -> Tensor:
-            summed = on_local_parameters(module, shared, _enter(inputs))
-            return _leave(summed, device_mesh, self._sp).to_local()
-
-        module.forward = forward
-        return gather._apply(module, device_mesh)
-
-
 def _own_share(parameter: DTensor) -> Tensor:
     """A whole parameter, of whose gradient this rank makes a part."""
     return parameter.to_local(grad_placements=[Partial()])
@@ -406,13 +370,7 @@ class OwnExperts(InRegion):
 STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "colwise": lambda sp: ColwiseParallel(),
     "rowwise": lambda sp: RowwiseParallel(output_layouts=between_blocks(sp)),
-    "colwise_gather_output": lambda sp: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda sp: RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks(sp)),
-    "replicated_with_grad_allreduce": lambda sp: SequenceParallel(
-        sequence_dim=_HEAD_DIM_OF_LOCAL_HEADS, use_local_output=True
-    ),
     "sequence": lambda sp: SequenceParallel() if sp else None,
-    "sequence_local": lambda sp: SequenceParallel(use_local_output=True) if sp else None,
     "gather": _gather,
     "vocabulary": lambda sp: RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks(sp)),
     "logits": lambda sp: ColwiseParallel(
@@ -422,7 +380,6 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "conv_rows": ConvRows,
     "gather_fused": FusedAttention,
     "gather_heads": LocalHeads,
-    "experts": Experts,
     "enter": lambda sp, keyword="", numbers="", heads="", lent="": InRegion(
         _heads_dim(heads), before=_begin(sp, keyword), numbers=numbers, lent=lent
     ),

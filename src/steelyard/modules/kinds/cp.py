@@ -52,7 +52,7 @@ def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> 
 def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
     """What a forward pass carries along for this rank's tokens: made once per pass, kept in ``context.own``.
 
-    Positions, rotary embeddings and labels are narrowed, and whatever else grows with the tokens; masks stay those of
+    Positions and labels are narrowed, and whatever else grows with the tokens; masks stay those of
     the whole sequence.
     """
     share = mesh.size(), mesh.get_local_rank()
@@ -78,8 +78,6 @@ def _own_side(side: SideInputs, mesh: DeviceMesh) -> SideInputs:
     dims = side.token_dims() if side.token_dims and side.arguments else {}
     return SideInputs(
         position_ids=own(side.position_ids),
-        position_embeddings={kind: (own(cos), own(sin)) for kind, (cos, sin) in side.position_embeddings.items()},
-        masks=side.masks,
         arguments={name: pytree.tree_map(own_argument, side.arguments[name], dims[name]) for name in dims},
     )
 
