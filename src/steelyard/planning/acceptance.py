@@ -182,7 +182,8 @@ def _without_means(contest: "_Contest") -> None:
     A smaller space has floors closer to its walks, and plans in it that the whole one hides behind others that the walk
     refuses. Not over unlike pools, of which each search takes seconds.
     """
-    job, tried = contest.job, set[str]()
+    assert isinstance(contest.made, Floors), "over pools there is no such search"
+    tried = set[str]()
     while contest.accepted:
         best = min(contest.accepted.values(), key=lambda each: each.outcome.score_s)
         means = {name: keeps for name, keeps in means_of(best.plan).items() if name not in tried}
@@ -192,11 +193,10 @@ def _without_means(contest: "_Contest") -> None:
         name, keeps = next(iter(means.items()))
         tried.add(name)
         given = [contest.given[index].narrowed(partial(restricted, keeps=keeps)) for index in indices]
-        made = Floors(job) if isinstance(contest.made, PooledFloors) else contest.made.of_others()
         smaller = replace(
             contest,
             given=given,
-            made=made,
+            made=contest.made.of_others(),
             num_exact=1,
             known_s=contest.cutoff_s,
             accepted={},

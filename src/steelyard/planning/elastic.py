@@ -132,8 +132,12 @@ def _fastest_over_pools(
 ) -> tuple[Plan, dict[str, Shape]] | None:
     """As `fastest_on`."""
     options = _options(demands, to_the_end=to_the_end)
+
+    def on(shapes: dict[str, Shape], _known_s: float) -> PlanningResult | None:
+        return _plan_on(job, _parts_of(job, shapes), options, to_the_end=to_the_end)
+
     candidates = ((_num_devices(*each.values()), each) for each in _joint_shapes(job, left))
-    best = _fastest(candidates, lambda shapes, _: _plan_on(job, _parts_of(job, shapes), options))
+    best = _fastest(candidates, on)
     if best is None:
         return None
     found, shapes = best
@@ -158,13 +162,15 @@ def _parts_of(job: PooledJob, shapes: Mapping[str, Shape]) -> dict[str, Cluster]
     return {name: with_shape(_pool(job, name).cluster, *shape) for name, shape in shapes.items()}
 
 
-def _plan_on(job: PooledJob, parts: Mapping[str, Cluster], options: PlanOptions) -> PlanningResult | None:
+def _plan_on(
+    job: PooledJob, parts: Mapping[str, Cluster], options: PlanOptions, *, to_the_end: bool
+) -> PlanningResult | None:
     """What is planned over these parts of pools; None where nothing can be."""
     own = of_pools(job, list(parts))
     if isinstance(own, Job):
         (part,) = parts.values()
         alone = replace(own, cluster=part)
-        result = plan_or_reason(alone, options, top=NUM_RESCORED, to_the_end=not options.least_gain)
+        result = plan_or_reason(alone, options, top=NUM_RESCORED, to_the_end=to_the_end)
         return None if isinstance(result, str) else result
     pools = tuple(replace(each, cluster=part) for each, part in zip(own.pools, parts.values(), strict=True))
     cluster = MixedCluster(pools=tuple(parts.values()), links=own.cluster.links)
