@@ -12,7 +12,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config, structure_of
-from steelyard.model.split import PREPARES, ModelSplit
+from steelyard.model.split import ModelSplit
 from steelyard.modules import any_model, split_proof, split_tp
 from steelyard.modules.build import (
     build_from_config,
@@ -23,6 +23,7 @@ from steelyard.modules.build import (
     read_hub_config,
 )
 from steelyard.modules.holes import forward_options
+from steelyard.modules.prepared import prepare
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
@@ -509,7 +510,7 @@ def test_a_router_that_casts_its_weights_leaves_them_of_their_type() -> None:
     sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "vocab_size": 128}
     config = read_hub_config("switch_transformers", sizes)
     model = build_from_config(config, Task.SEQ2SEQ_LM, fused_attention=False, dtype=torch.bfloat16)
-    PREPARES["switch_transformers"](model)
+    prepare(model, "switch_transformers")
     routers = [each for each in model.modules() if hasattr(each, "classifier")]
     probabilities = routers[0](torch.zeros((1, 8, 64), dtype=torch.bfloat16, device="meta"))[-1]
     assert (len(routers), probabilities.dtype) == (2, torch.float32)

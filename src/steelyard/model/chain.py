@@ -6,7 +6,7 @@ its decoder are one chain, one after the other; the decoder's embedding, in betw
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,7 @@ class ModelChain:
     """The layers of a model in order. ``config`` is the Hugging Face config as read; ``config_hash`` identifies it."""
 
     name: str
-    family: Family = field(compare=False)
-    """What follows from the rest."""
+    family: Family
     config: Mapping[str, Any]
     config_hash: str
     sizes: Mapping[str, int]

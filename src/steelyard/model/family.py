@@ -206,10 +206,6 @@ def wrong_size(key: str, value: object) -> InvalidModelError:
     )
 
 
-def leave_as_it_is(_model: Any) -> None:
-    """Leaves the model as it is."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family of models, all of one ``model_type`` of transformers."""
@@ -232,9 +228,6 @@ class Family:
     apart: Mapping[str, int] = field(default_factory=dict)
     """Matrices of Conv1D that are several side by side: their path in a block, and how many. They are stored [inputs,
     parts, outputs of a part], so that a tensor-parallel rank's part of each is a slice of the last dim."""
-    prepare: Callable[[Any], None] = leave_as_it_is
-    """Lets layers that read what another layer of the model makes of its own weights hold those weights themselves;
-    called on every model before it is taken apart, and twice does no harm."""
 
     def of_kind(self, table: Mapping[str, _Entry], kind: LayerKind) -> _Entry | None:
         """The entry of a kind in `run` or `tp`: under its name, else under its role."""

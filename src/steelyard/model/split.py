@@ -6,69 +6,17 @@ makes the `Family` of this one model. How its layers run is not said here: the e
 own forward pass with holes, and blocks are called as the model calls them (`steelyard.modules.holes`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy, deepcopy
-from functools import partial
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from steelyard.model.families.t5 import share_bias
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor, leave_as_it_is
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, sizes_of
 
 SPLIT_VERSION = 5
 """Raised whenever models are split differently."""
-
-
-def _keep_all_tokens(model: Any) -> None:
-    """Has blocks that read keys and values of others compute all tokens, and not only those of which logits are asked.
-
-    The cut, which keeps all of them where all are asked for, lies between two blocks.
-    """
-    for module in model.modules():
-        if hasattr(module, "_maybe_slice_kv_shared_inputs"):
-            module._maybe_slice_kv_shared_inputs = lambda *given, **_: given[:4]
-
-
-def _repeat_groups(model: Any) -> None:
-    """Gives every layer a place of its own in the list of groups, with the weights of the group that it shares.
-
-    The model calls each group for several layers one after another.
-    """
-    stack = model.albert.encoder
-    groups, number = stack.albert_layer_groups, stack.config.num_hidden_layers
-    if len(groups) == number:
-        return
-    own = {id(each): each for each in groups.modules() if not [*each.children()]}  # which all copies hold
-    of_layers = [groups[layer * len(groups) // number] for layer in range(number)]
-    stack.albert_layer_groups = type(groups)(deepcopy(group, dict(own)) for group in of_layers)
-    stack.config = copy(stack.config)
-    stack.config.num_hidden_groups = number
-
-
-def _collect_no_ranges(model: Any) -> None:
-    """Has activations that are not quantized collect no ranges for it, which they do by values that steer the flow."""
-    for module in model.modules():
-        if hasattr(module, "act_range_momentum"):
-            module.training = False
-            module.train = lambda _mode=True: None
-
-
-PREPARES: dict[str, Callable[[Any], None]] = {
-    "albert": _repeat_groups,
-    "ibert": _collect_no_ranges,
-    **dict.fromkeys(("longt5", "mt5", "switch_transformers", "t5"), share_bias),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),
-}
-"""Of types whose blocks are given what the first makes of its weights, what lets each hold those; of others, what lets
-nothing lie between blocks: `Family.prepare`. What takes torch to write is added by `steelyard.modules`."""
-
-
-def _prepare(model_type: str, model: Any) -> None:
-    PREPARES.get(model_type, leave_as_it_is)(model)
-
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
@@ -452,5 +400,4 @@ def family_of_split(split: ModelSplit) -> Family:
         tp={kind.name: dict(kind.styles) for kind in split.kinds},
         rotary_by_attention=split.rotary_by_attention,
         fused_attention=split.fused_attention,
-        prepare=partial(_prepare, split.model_type),
     )

@@ -23,15 +23,13 @@ from transformers.pytorch_utils import Conv1D
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
-from steelyard.model.split import PREPARES, ModelSplit
+from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
-from steelyard.modules.prepared import ADDED
+from steelyard.modules.prepared import prepare
 
 _SEED_STRIDE = 1_000_003
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-PREPARES.update(ADDED)
 
 
 def hub_config(chain: ModelChain) -> PreTrainedConfig:
@@ -74,7 +72,7 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
             hint="add --builder FILE.py:FUNCTION, with the file that you planned with (it is run)",
         )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
-    chain.family.prepare(model)
+    prepare(model, chain.family.model_type)
     store_apart(model, chain)
     return model
 
@@ -147,7 +145,7 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
     if chain.own:
         return
-    chain.family.prepare(model)
+    prepare(model, chain.family.model_type)
     store_apart(model, chain)
     if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)

@@ -1,5 +1,7 @@
-"""What prepares models of some types and takes torch to write; `steelyard.model.split` has the rest.
+"""What makes models of some types ready to be taken apart, in place: the one thing that their structure cannot tell.
 
+Blocks of T5 that read the table of the first one hold it themselves, and so do ALBERT's layers the weights of their
+group; what activations collect for quantization, and a cut of what is read between two blocks (Gemma 4), is left out.
 XLM and FlauBERT keep the parts of their blocks in lists of their own, and their forward pass takes from each list in
 turn. Here a block holds the parts of one place, which stay in their lists too, where their weights have their names;
 the forward pass is that of samples without padding, of one language. Reformer's stack has a backward pass over all of
@@ -11,6 +13,8 @@ Legend of shapes: B samples, S tokens, H hidden width.
 
 import sys
 from collections.abc import Callable, Mapping
+from copy import copy, deepcopy
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +23,52 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
-from steelyard.model.split import PREPARES
+
+def _share_bias(model: Any) -> None:
+    """Gives every block the table of the first block of its stack."""
+    for stack in (model.encoder, model.decoder):
+        first = {
+            path: each for path, each in stack.block[0].named_modules() if hasattr(each, "relative_attention_bias")
+        }
+        for (path, module), block in product(first.items(), stack.block[1:]):
+            attention = block.get_submodule(path)
+            if not attention.has_relative_attention_bias:
+                attention.has_relative_attention_bias = True
+                attention.relative_attention_bias = module.relative_attention_bias
+
+
+def _keep_all_tokens(model: Any) -> None:
+    """Has blocks that read keys and values of others compute all tokens, and not only those of which logits are asked.
+
+    The cut, which keeps all of them where all are asked for, lies between two blocks.
+    """
+    for module in model.modules():
+        if hasattr(module, "_maybe_slice_kv_shared_inputs"):
+            module._maybe_slice_kv_shared_inputs = lambda *given, **_: given[:4]
+
+
+def _repeat_groups(model: Any) -> None:
+    """Gives every layer a place of its own in the list of groups, with the weights of the group that it shares.
+
+    The model calls each group for several layers one after another.
+    """
+    stack = model.albert.encoder
+    groups, number = stack.albert_layer_groups, stack.config.num_hidden_layers
+    if len(groups) == number:
+        return
+    own = {id(each): each for each in groups.modules() if not [*each.children()]}  # which all copies hold
+    of_layers = [groups[layer * len(groups) // number] for layer in range(number)]
+    stack.albert_layer_groups = type(groups)(deepcopy(group, dict(own)) for group in of_layers)
+    stack.config = copy(stack.config)
+    stack.config.num_hidden_groups = number
+
+
+def _collect_no_ranges(model: Any) -> None:
+    """Has activations that are not quantized collect no ranges for it, which they do by values that steer the flow."""
+    for module in model.modules():
+        if hasattr(module, "act_range_momentum"):
+            module.training = False
+            module.train = lambda _mode=True: None
 
 
 class BlockOfParts(nn.Module):
@@ -61,7 +110,7 @@ class _InBlocks:
         return BaseModelOutput(last_hidden_state=hidden)
 
 
-def join_parts(model: Any) -> None:
+def _join_parts(model: Any) -> None:
     """Gives the stack of a model its list of blocks, in place; twice does no harm."""
     stack = model.transformer
     if not isinstance(stack, _InBlocks):
@@ -105,7 +154,7 @@ class _InPlainBlocks:
         )
 
 
-def leave_reversibility(model: Any) -> None:
+def _leave_reversibility(model: Any) -> None:
     """Gives the stack of a model blocks that autograd goes through one by one, in place; twice does no harm."""
     stack = model.reformer.encoder
     if not isinstance(stack, _InPlainBlocks):
@@ -126,7 +175,7 @@ class RouterLinear(nn.Linear):
         return functional.linear(inputs, self.weight.to(inputs.dtype), bias)
 
 
-def keep_router_types(model: Any) -> None:
+def _keep_router_types(model: Any) -> None:
     """Has routers leave their weights of the type that they have, in place; twice does no harm."""
     for router in model.modules():
         if (
@@ -136,19 +185,24 @@ def keep_router_types(model: Any) -> None:
             router.classifier.__class__ = RouterLinear
 
 
-def _also(before: Callable[[Any], None]) -> Callable[[Any], None]:
-    def prepare(model: Any) -> None:
-        before(model)
-        keep_router_types(model)
-
-    return prepare
+def _share_bias_and_keep_types(model: Any) -> None:
+    _share_bias(model)
+    _keep_router_types(model)
 
 
-ADDED: Mapping[str, Callable[[Any], None]] = {
-    "flaubert": join_parts,
-    "xlm": join_parts,
-    "reformer": leave_reversibility,
-    "nllb-moe": keep_router_types,
-    "switch_transformers": _also(PREPARES["switch_transformers"]),
+PREPARES: Mapping[str, Callable[[Any], None]] = {
+    "albert": _repeat_groups,
+    "ibert": _collect_no_ranges,
+    **dict.fromkeys(("flaubert", "xlm"), _join_parts),
+    "reformer": _leave_reversibility,
+    **dict.fromkeys(("longt5", "mt5", "t5"), _share_bias),
+    "nllb-moe": _keep_router_types,
+    "switch_transformers": _share_bias_and_keep_types,
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),
 }
-"""As `steelyard.model.split.PREPARES`."""
+
+
+def prepare(model: Any, model_type: str) -> None:
+    """Makes a model of a type ready to be taken apart, in place; twice does no harm."""
+    if model_type in PREPARES:
+        PREPARES[model_type](model)

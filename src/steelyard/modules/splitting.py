@@ -31,9 +31,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.family import LayerRole, Task, leave_as_it_is
+from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import (
-    PREPARES,
     BlockCall,
     ModelSplit,
     SplitEncoder,
@@ -47,6 +46,7 @@ from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.holes import forward_options, holds_parameters, one_sequence_each, reads
 from steelyard.modules.known_values import plain_token, values_of, without_values
+from steelyard.modules.prepared import prepare
 from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS, _LONGER = 2, 16, 24
@@ -114,7 +114,7 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     task = task_of(config)
     fused_attention = _has_fused_attention(config, task)
     model = build_from_config(config, task, fused_attention=fused_attention)
-    PREPARES.get(config.model_type, leave_as_it_is)(model)
+    prepare(model, config.model_type)
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     seen = _record(model, config, task, image)
     (_, *sizes) = _first_state(seen).shape
@@ -147,67 +147,20 @@ def _split_of(
     keeps_results: bool,
 ) -> ModelSplit:
     calls = {path: _block_call(each, config, image, seen.tokens) for path, each in seen.chains.items()}
-    blocks = list(seen.chains)[-1]
-    call, last = calls[blocks], seen.chains[blocks]
-    firsts = next(iter(seen.chains.values()))
-    entering = _argument(firsts[0], next(iter(calls.values())).argument)
+    (first, first_call), (blocks, call) = next(iter(calls.items())), list(calls.items())[-1]
+    entering = _argument(seen.chains[first][0], first_call.argument)
     (embedding, *between, head), holders = _ends(model, seen, entering, config)
     encoder = None
     if between:
-        first = next(iter(seen.chains))
-        encoded = _encoded(last, call, config)
-        order, _ = _order(_argument(last[0], encoded), config, seen.tokens)
-        encoder = SplitEncoder(blocks=first, call=calls[first], between=between[0], encoded=encoded, order=order)
-    first_list, before_between = next(iter(calls.items())), next(iter(seen.chains.values()))
-    streams = [] if image else list(_streams(before_between, first_list[1], keeps_results=keeps_results))
-    if streams:
-        more = seen.tokens + (_LONGER - _TOKENS if seen.tokens == _TOKENS else seen.tokens)
-        longer = _record(model, config, task, image, more).chains[first_list[0]]
-        streams = [_of_tokens(each, before_between, longer, (seen.tokens, more), config) for each in streams]
+        encoded = _encoded(seen.chains[blocks], call, config)
+        order, _ = _order(_argument(seen.chains[blocks][0], encoded), config, seen.tokens)
+        encoder = SplitEncoder(blocks=first, call=first_call, between=between[0], encoded=encoded, order=order)
+    streams = [] if image else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
     lengths = {} if image else _lengths(model, seen, calls, config, task)
-    hidden = [next(iter(calls.values())).hidden((firsts[0].places, firsts[0].names))]
+    hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
     shapes = [tuple(each.shape[1:]) if image else () for each in hidden]
-    tokens = lengths.get(first_list[0], (1, 0))
-    kinds = [SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens, shape=shapes[0])]
-    layers = [0]
-    rotary = []
-    for path, each in calls.items():
-        if path == blocks and encoder:
-            layers.append(len(kinds))
-            tokens = lengths.get(path, (1, 0))
-            kinds.append(SplitKind(name="decoder embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens))
-        words = ("encoder " if path != blocks else "decoder ") if encoder else ""
-        given = {each.argument, each.number} | ({encoder.encoded} if encoder and path == blocks else set())
-        modules = list(model.get_submodule(path).children())
-        passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
-        own_streams = streams if path == first_list[0] else []
-        beside = [
-            [one for one in own_streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
-        ]
-        keys = [
-            _key(modules[place], one, given, beside[place], passed, place, config)
-            for place, one in enumerate(seen.chains[path])
-        ]
-        first_of = [keys.index(key) for key in dict.fromkeys(keys)]
-        attention = [_attention(config, place) for place in first_of]
-        names = _names([modules[place] for place in first_of], attention)
-        layers += [len(kinds) + first_of.index(keys.index(key)) for key in keys]
-        kinds += [
-            SplitKind(
-                name=words + name,
-                role=LayerRole.BLOCK,
-                no_tp=NO_TP,
-                num_experts=max((each.num_experts for each in routed_experts(modules[place])), default=0),
-                attention=attends,
-                tokens=tokens,
-                shape=shapes[place + 1],
-            )
-            for name, place, attends in zip(names, first_of, attention, strict=True)
-        ]
-        rotary += [_rotary(seen.chains[path][place]) for place in first_of]
-    layers.append(len(kinds))
-    kinds.append(SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]))
+    kinds, layers, rotary = _kinds(model, seen, config, calls, encoder, streams, lengths, shapes)
     starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
     ends = [tuple(path for path in each if path not in holders) for each in (embedding, *between, head)]
     by_layer = dict(zip([*starts, len(layers) - 1], ends, strict=True))
@@ -216,11 +169,7 @@ def _split_of(
         for path, each in seen.chains.items()
         for place in range(len(each))
     }
-    positions = (
-        length_of(shapes[0])
-        if image
-        else next((v for key in _POSITIONS if isinstance(v := getattr(config, key, None), int) and v > 0), 2**31)
-    )
+    positions = length_of(shapes[0]) if image else _most_positions(config)
     return ModelSplit(
         model_type=config.model_type,
         task=task,
@@ -248,6 +197,85 @@ def _split_of(
         shared=tuple(_shared(model, by_layer, seen.called, config)),
         streams=tuple(streams),
     )
+
+
+def _most_positions(config: PreTrainedConfig) -> int:
+    """The longest sequence that a config says."""
+    found = (getattr(config, key, None) for key in _POSITIONS)
+    return next((each for each in found if isinstance(each, int) and each > 0), 2**31)
+
+
+def _all_streams(
+    model: PreTrainedModel,
+    seen: Recording,
+    call: BlockCall,
+    config: PreTrainedConfig,
+    task: Task,
+    *,
+    keeps_results: bool,
+) -> list[SplitStream]:
+    """What flows past the blocks of the first list, which are called so."""
+    path, blocks = next(iter(seen.chains.items()))
+    streams = list(_streams(blocks, call, keeps_results=keeps_results))
+    if not streams:
+        return []
+    more = seen.tokens + (_LONGER - _TOKENS if seen.tokens == _TOKENS else seen.tokens)
+    longer = _record(model, config, task, None, more).chains[path]
+    return [_of_tokens(each, blocks, longer, (seen.tokens, more), config) for each in streams]
+
+
+def _kinds(
+    model: PreTrainedModel,
+    seen: Recording,
+    config: PreTrainedConfig,
+    calls: Mapping[str, BlockCall],
+    encoder: SplitEncoder | None,
+    streams: Sequence[SplitStream],
+    lengths: Mapping[str, tuple[int, int]],
+    shapes: Sequence[tuple[int, ...]],
+) -> tuple[list[SplitKind], list[int], list[Any]]:
+    """The kinds of layers, for each layer the index of its kind, and the rotary embedding of each kind of blocks."""
+    first, blocks = next(iter(calls)), list(calls)[-1]
+    tokens = lengths.get(first, (1, 0))
+    kinds = [SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens, shape=shapes[0])]
+    layers, rotary = [0], []
+    for path, call in calls.items():
+        tokens = lengths.get(path, (1, 0))
+        if path == blocks and encoder:
+            layers.append(len(kinds))
+            kinds.append(SplitKind(name="decoder embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens))
+        words = ("encoder " if path != blocks else "decoder ") if encoder else ""
+        given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
+        modules = list(model.get_submodule(path).children())
+        passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
+        own_streams = streams if path == first else []
+        beside = [
+            [one for one in own_streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
+        ]
+        keys = [
+            _key(modules[place], one, given, beside[place], passed, place, config)
+            for place, one in enumerate(seen.chains[path])
+        ]
+        first_of = [keys.index(key) for key in dict.fromkeys(keys)]
+        attention = [_attention(config, place) for place in first_of]
+        names = _names([modules[place] for place in first_of], attention)
+        layers += [len(kinds) + first_of.index(keys.index(key)) for key in keys]
+        kinds += [
+            SplitKind(
+                name=words + name,
+                role=LayerRole.BLOCK,
+                no_tp=NO_TP,
+                num_experts=max((each.num_experts for each in routed_experts(modules[place])), default=0),
+                attention=attends,
+                tokens=tokens,
+                shape=shapes[place + 1],
+            )
+            for name, place, attends in zip(names, first_of, attention, strict=True)
+        ]
+        rotary += [_rotary(seen.chains[path][place]) for place in first_of]
+    layers.append(len(kinds))
+    kinds.append(SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]))
+    return kinds, layers, rotary
 
 
 def _lengths(

@@ -13,8 +13,6 @@ keeps less. Source: ``models/t5`` of transformers 5, ``T5ForConditionalGeneratio
 """
 
 from collections.abc import Mapping
-from itertools import product
-from typing import Any
 
 from steelyard.model.family import (
     Context,
@@ -112,19 +110,6 @@ def _project(layer: Layer, state: tuple[Tensor, Tensor], context: Context) -> Te
     return layer.output(hidden)
 
 
-def share_bias(model: Any) -> None:
-    """Gives every block the table of the first block of its stack."""
-    for stack in (model.encoder, model.decoder):
-        first = {
-            path: each for path, each in stack.block[0].named_modules() if hasattr(each, "relative_attention_bias")
-        }
-        for (path, module), block in product(first.items(), stack.block[1:]):
-            attention = block.get_submodule(path)
-            if not attention.has_relative_attention_bias:
-                attention.has_relative_attention_bias = True
-                attention.relative_attention_bias = module.relative_attention_bias
-
-
 def _attention(path: str) -> dict[str, str]:
     return {f"{path}.{name}": "colwise" for name in ("q", "k", "v")} | {f"{path}.o": "rowwise"}
 
@@ -166,5 +151,4 @@ FAMILY = Family(
         | _feed_forward("block.layer.2.DenseReluDense"),
         "head": {"output": "logits"},
     },
-    prepare=share_bias,
 )
