@@ -168,8 +168,9 @@ def test_a_decoder_reads_the_labels_moved_on_with_padding_where_there_is_no_targ
     assert decoder_inputs(labels, config).tolist() == [[0, 5, 0, 7]]
 
 
-def test_an_entry_of_layer_types_that_is_not_known_is_an_error():
-    with pytest.raises(InvalidModelError, match="'linear_attention'"):
-        chain_from_config(
-            {**FAMILY_CONFIGS["qwen3"], "layer_types": ["full_attention", "linear_attention"]}, name="tiny"
-        )
+@pytest.mark.parametrize(
+    ("entry", "hint"), [("linear_atention", "linear_attention"), ("linear_attention", "as full_attention")]
+)
+def test_an_entry_of_layer_types_that_is_not_known_is_an_error(entry, hint):
+    with pytest.raises(InvalidModelError, match=rf"layer_types\.1: found '{entry}'(.|\n)*{hint}"):
+        chain_from_config({**FAMILY_CONFIGS["qwen3"], "layer_types": ["full_attention", entry]}, name="tiny")

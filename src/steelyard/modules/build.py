@@ -18,9 +18,10 @@ import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, activations
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES, remap_legacy_layer_types
 from transformers.pytorch_utils import Conv1D
 
-from steelyard.errors import InvalidModelError
+from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import ModelSplit
@@ -40,8 +41,22 @@ def hub_config(chain: ModelChain) -> PreTrainedConfig:
 def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     """The `transformers` config object of a config.json; raises `InvalidModelError` where transformers refuses it."""
     entries = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}  # it adds keys
+    _check_layer_types(entries)
     with _as_the_configs(model_type):
         return AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(entries))
+
+
+def _check_layer_types(config: Mapping[str, Any]) -> None:
+    """Raises `InvalidModelError` naming an entry of ``layer_types`` that no model of transformers has."""
+    listed = config.get("layer_types")
+    for place, name in enumerate(remap_legacy_layer_types(listed) if isinstance(listed, list) else ()):
+        if name not in ALLOWED_LAYER_TYPES:
+            raise InvalidModelError(
+                field=f"layer_types.{place}",
+                found=repr(name),
+                expected="a kind of layers that transformers knows",
+                hint=nearest(str(name), ALLOWED_LAYER_TYPES),
+            )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole, Task
@@ -416,11 +417,7 @@ def _record(
         ):
             outputs = model(**{reads(image): samples}, **with_decoder, **forward_options(model))
     except Exception as error:
-        raise _refused(
-            config,
-            f"its forward pass fails on tensors without values{_where(error)} "
-            f"({type(error).__name__}: {_first_line(error)})",
-        ) from error
+        raise _failed(config, error) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -862,10 +859,30 @@ def _one_module(model: PreTrainedModel, paths: Sequence[str]) -> bool:
     return len({model.get_submodule(path.rpartition(".")[0]) for path in paths}) == 1
 
 
+def _failed(config: PreTrainedConfig, error: Exception) -> InvalidModelError:
+    """Why a forward pass fails: a kind of layers that the model has no mask or positions for, or whatever it raises."""
+    listed = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if isinstance(error, KeyError) and (frames := _frames(error)) and error.args[0] in listed:
+        mappings = [each for each in frames[-1][0].f_locals.values() if isinstance(each, Mapping)]
+        known = sorted({key for each in mappings for key in each if key in ALLOWED_LAYER_TYPES})
+        return InvalidModelError(
+            field=f"layer_types.{list(listed).index(error.args[0])}",
+            found=f"{error.args[0]!r}, which {config.model_type} does not know",
+            expected=f"a kind of layers of {config.model_type}" + (f", as {', '.join(known)}" if known else ""),
+            hint="compare with the config.json that the model was published with",
+        )
+    what = f"{type(error).__name__}: {_first_line(error)}"
+    return _refused(config, f"its forward pass fails on tensors without values{_where(error)} ({what})")
+
+
+def _frames(error: Exception) -> list[tuple[FrameType, int]]:
+    """The frames of the model's own code through which an error came, and their lines."""
+    return [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_of_a_model(frame)]
+
+
 def _where(error: Exception) -> str:
     """The line of the model's own code at which an error came up; empty where that is not known."""
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_of_a_model(frame)]
-    if not frames:
+    if not (frames := _frames(error)):
         return ""
     frame, line = frames[-1]
     text = linecache.getline(frame.f_code.co_filename, line).strip()
