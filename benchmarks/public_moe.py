@@ -1,16 +1,20 @@
 """Mixtures of experts that others trained, as they divided them, beside what we predict and what we find.
 
-Every public run is priced as a plan of ours: the same devices, lengths, batch, stages and degrees, blocks cut evenly.
-What the other framework does otherwise is said here and not imitated, but for one row. Tokens per second are of a GPU.
+Every public run is priced as a plan of ours: the same devices, lengths, batch, stages and degrees. Blocks are cut
+evenly, the embedding beside the first and the head beside the last, but for torchtitan, which counts these two as
+blocks. What the other framework does otherwise is said here and not imitated, but for Megatron-Core's rows. Tokens per
+second are of a GPU.
 
 - Qwen3-30B-A3B on 8 B200: mlc-ai/pith-train, issue 79. fsdp 8 is torchtitan's, with the loss in 8 chunks: ours is
   whole, so that its 8 samples at once are 4 of ours. ep 4 in 2 stages is PithTrain's, whose batch, schedule and
   recomputation are not stated: priced as 16 microbatches of 1F1B without recomputation.
 - Qwen3-30B-A3B on 64 H100: mlc-ai/pith-train, pull request 40 (commit 093a9e4). DualPipeV is priced as interleaved
   1F1B with as many chunks; recomputation is not stated and priced as none.
-- Mixtral-8x22B on 128 H100: Liu et al. 2025 (arXiv 2504.14960), Table 1, the best of Megatron-Core with experts
-  folded into data ranks. Degrees and batch are chosen here; states, fused norms and rotary embedding and Transformer
-  Engine's linear layers are priced as Megatron-Core's. It may interleave: with 2 chunks 41.9 % instead of 38.3 %.
+- Mixtral-8x22B on 128 H100: 455 TFLOP/s without dropped tokens, of yanring/Megatron-MoE-ModelZoo
+  (`best_practice/Mixtral`; degrees and batch in `runtime_configs/benchmarking/runtime.conf`), and 49.3 % MFU, of Liu et
+  al. 2025 (arXiv 2504.14960), Table 1, whose degrees and batch are taken to be the same. Both count the whole square of
+  attention. States, fused norms and rotary embedding and Transformer Engine's linear layers are priced as
+  Megatron-Core's. Its ep 8 without tensor parallelism of experts, over the 8 GPUs of a node, is ep 4 here, with tp 2.
 - DeepSeek-V3 on 512 H100: pytorch/torchtitan, commit message of 36a4b6942. 346 tokens/s with plain all-to-alls, as
   ours, 579 with DeepEP, which sends a token once to a node and not once to each expert.
 
@@ -57,10 +61,11 @@ class PublicRun:
     num_chunks: int = 1
     imbalance: float = ASSUMED_IMBALANCE
     execution: Execution = OURS
-    tokens_per_s: float | None = None
+    counts_ends: bool = False
+    """Whether the embedding and the head count as blocks when stages are cut."""
+    tokens_per_s: float
     """Of one GPU; with ``least_tokens_per_s`` the best of several."""
     least_tokens_per_s: float | None = None
-    mfu: float | None = None
     memory_gb: float | None = None
 
     def job(self) -> Job:
@@ -80,15 +85,19 @@ class PublicRun:
         )
         return job_under(job, self.execution)
 
+    def cuts(self, num_layers: int) -> list[int]:
+        """The first layer of every part of the pipeline, and the end."""
+        num_parts, ends = self.num_stages * self.num_chunks, 0 if self.counts_ends else 1
+        inner = [ends + round(part * (num_layers - 2 * ends) / num_parts) for part in range(1, num_parts)]
+        return [0, *inner, num_layers]
+
     def plan(self, job: Job) -> Plan:
         """The run as a plan of ours, layers cut evenly, with its prediction."""
-        num_parts = self.num_stages * self.num_chunks
         size = job.cluster.num_devices // self.num_stages
         sparse, others = parse_strategy(self.sparse), parse_strategy(self.others)
         chosen = [sparse if job.chain.kind_of(i).num_experts else others for i in range(job.chain.num_layers)]
-        cuts = [round(part * len(chosen) / num_parts) for part in range(num_parts + 1)]
         parts = []
-        for part, (first, end) in enumerate(pairwise(cuts)):
+        for part, (first, end) in enumerate(pairwise(self.cuts(len(chosen)))):
             rank = part % self.num_stages * size
             parts.append(StagePlan(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(chosen[first:end]))))
         pipeline = PipelineConfig(
@@ -103,6 +112,19 @@ class PublicRun:
 _B200 = {"model": "qwen3-30b-a3b", "cluster": "1x8xb200-180gb", "seq_len": 8192, "global_batch": 64}
 _H100 = {"model": "qwen3-30b-a3b", "cluster": "8x8xh100-80gb", "seq_len": 4096, "global_batch": 1024}
 _OF_64 = {**_H100, "num_microbatches": 64, "num_stages": 4, "num_chunks": 2}
+_MIXTRAL = {
+    "model": "mixtral-8x22b",
+    "cluster": "16x8xh100-80gb",
+    "seq_len": 4096,
+    "global_batch": 256,
+    "num_microbatches": 32,
+    "num_stages": 8,
+    "sparse": "dp8-tp2+sp ep4",
+    "others": "dp8-tp2+sp",
+    "execution": Execution(states=replace(MIXED_18, zero=1), fused_kernels=True, linear_speedup=TE_SPEEDUP),
+}
+_MIXTRAL_FLOP = 12 * 56 * 6144**2 * (1 + 8 / 48 + 4096 / 6144 + 3 * 16384 / 6144 + 32000 / (2 * 56 * 6144))
+"""FLOP of a token as Megatron-LM counts them (`num_floating_point_operations`), the whole square of attention."""
 RUNS = {
     "fsdp 8": PublicRun(
         name="Qwen3-30B-A3B, 8 B200: fsdp 8, selective",
@@ -138,18 +160,15 @@ RUNS = {
         memory_gb=53.9,
     ),
     "mixtral": PublicRun(
-        name="Mixtral-8x22B, 128 H100: tp 2, ep 4, 8 stages",
-        model="mixtral-8x22b",
-        cluster="16x8xh100-80gb",
-        seq_len=4096,
-        global_batch=256,
-        num_microbatches=32,
-        sparse="dp8-tp2+sp ep4",
-        others="dp8-tp2+sp",
-        num_stages=8,
+        name="Mixtral-8x22B, 128 H100: tp 2, ep 4, 8 stages, dropless",
+        **_MIXTRAL,
+        tokens_per_s=455e12 / _MIXTRAL_FLOP,
+    ),
+    "folded": PublicRun(
+        name="Mixtral-8x22B, 128 H100: the same, experts folded",
+        **_MIXTRAL,
         imbalance=1.0,
-        execution=Execution(states=replace(MIXED_18, zero=1), fused_kernels=True, linear_speedup=TE_SPEEDUP),
-        mfu=0.493,
+        tokens_per_s=0.493 * 989.4e12 / _MIXTRAL_FLOP,
     ),
     "deepseek": PublicRun(
         name="DeepSeek-V3, 512 H100: fsdp 64, ep 32, 8 stages, full",
@@ -163,6 +182,7 @@ RUNS = {
         num_stages=8,
         num_chunks=2,
         imbalance=1.0,
+        counts_ends=True,
         tokens_per_s=579,
         least_tokens_per_s=346,
         memory_gb=60.18,
@@ -180,14 +200,10 @@ def predicted(run: PublicRun) -> Prediction:
 def show(run: PublicRun) -> None:
     """A line: predicted against published."""
     found = predicted(run)
-    if run.mfu is not None and found.mfu is not None:
-        speed = f"{found.mfu:6.1%} MFU, public {run.mfu:.1%}, ratio {found.mfu / run.mfu:.2f}"
-    else:
-        assert run.tokens_per_s is not None
-        least = run.least_tokens_per_s or run.tokens_per_s
-        public = f"{run.tokens_per_s:,.0f}" if least == run.tokens_per_s else f"{least:,.0f} to {run.tokens_per_s:,.0f}"
-        speed = f"{found.tokens_per_s_per_device:6,.0f} tok/s, public {public}"
-        speed += f", ratio {found.tokens_per_s_per_device / least:.2f}"
+    least = run.least_tokens_per_s or run.tokens_per_s
+    public = f"{run.tokens_per_s:,.0f}" if least == run.tokens_per_s else f"{least:,.0f} to {run.tokens_per_s:,.0f}"
+    speed = f"{found.tokens_per_s_per_device:6,.0f} tok/s, public {public}"
+    speed += f", ratio {found.tokens_per_s_per_device / least:.2f}"
     fullest = max(stage.total_bytes for stage in found.stages)
     memory = f"{fullest / GB:5.1f} GB" + (f", public {run.memory_gb:.1f}" if run.memory_gb else "")
     print(f"{run.name:62s} {speed}; {memory}")
