@@ -134,7 +134,7 @@ def test_names_of_layers_are_counted_anew_behind_each_embedding():
     ("name", "kind", "strategy", "reason"),
     [
         ("swin", "stage 0 block", "tp4", "table of positions"),
-        ("vit", "embedding", "tp4", "small convolution"),
+        ("vit", "embedding", "tp4", "no way is known to divide its modules"),
         ("bert", "block", "tp4+sp", "norms run on"),
         ("gpt2", "embedding", "tp4+sp", "learned positions"),
         ("mixtral", "block", "tp8", "attention heads"),

@@ -9,7 +9,7 @@ import torch
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import LayerRole, Task
+from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config, structure_of
 from steelyard.model.split import ModelSplit
@@ -128,6 +128,11 @@ def test_a_head_that_caps_its_logits_is_three_operations_more() -> None:
     config = FAMILY_CONFIGS["gemma2"] | {"final_logit_softcapping": 20.0}
     calls = ("model.norm", "lm_head", ":div:20.0", ":tanh", ":mul:20.0")
     assert split_model("gemma2", config).head_calls == calls
+
+
+def test_a_classifier_that_reads_one_token_is_an_operation_between_two_modules() -> None:
+    split = split_model("vit", FAMILY_CONFIGS["vit"])
+    assert split.head_calls == ("vit.layernorm", ":select:1.0:0.0", "classifier")
 
 
 @pytest.mark.slow
@@ -630,40 +635,6 @@ def test_blocks_that_are_left_out_of_the_proof_still_tell_what_they_are() -> Non
 _MODERN = {"model_type": "modernbert-decoder", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
 _MODERN |= {"intermediate_size": 96, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attention"] + ["sliding_attention"] * 5}
-
-
-@pytest.mark.parametrize(("model_type", "degrees"), [("qwen3", (1, 2)), ("vit", (1,))])
-def test_a_model_with_a_family_splits_as_its_family_says(model_type: str, degrees: tuple[int, ...]) -> None:
-    config = FAMILY_CONFIGS[model_type]
-    family = chain_from_config(config, name="q")
-    split = chain_from_config(config, name="q", split=split_model(model_type, config))
-    assert [kind.role for kind in split.kinds] == [kind.role for kind in family.kinds]
-    assert split.layers == family.layers
-    assert (split.hidden_size, split.vocab_size, split.max_seq_len) == (
-        family.hidden_size,
-        family.vocab_size,
-        family.max_seq_len,
-    )
-    assert _costs(split, degrees) == _costs(family, degrees)
-
-
-def _costs(chain: ModelChain, degrees: tuple[int, ...]) -> list[tuple[object, ...]]:
-    length = 16 if chain.family.task.reads_text else chain.max_seq_len
-    profile = trace(chain, seq_len=length, precision="bf16", degrees=degrees)
-    found = []
-    for layer in profile.layers:
-        if chain.kinds[[kind.name for kind in chain.kinds].index(layer.kind)].role is LayerRole.BLOCK:
-            found.append(
-                (
-                    layer.degrees,
-                    layer.num_params,
-                    layer.forward,
-                    layer.backward,
-                    layer.saved_bytes,
-                    layer.recomputations,
-                )
-            )
-    return found
 
 
 @pytest.mark.parametrize(

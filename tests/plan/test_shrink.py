@@ -128,6 +128,15 @@ def test_of_equal_layers_of_a_model_that_splits_by_its_structure_two_are_kept(na
     assert small.chain().config[key] == kept
 
 
+def test_of_equal_blocks_of_a_classifier_two_are_kept() -> None:
+    chain = load_model("vit-base")
+    strategies = ["fsdp2"] * 9 + ["tp2"] * (chain.num_layers - 9)
+    plan = make_plan(dict(chain.config), ", ".join(strategies), num_devices=2, seq_len=chain.max_seq_len)
+    small = shrunk_plan(plan)
+    assert shape(small) == shape(plan)
+    assert small.chain().config["num_hidden_layers"] == 4
+
+
 def test_dropout_is_off() -> None:
     config = {key: value for key, value in CASES["gpt2, one stage"].plan.chain().config.items() if "pdrop" not in key}
     plan = make_plan(config, "single, single, single, single", num_devices=1, seq_len=16)

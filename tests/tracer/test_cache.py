@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,14 @@ def test_whatever_enters_a_trace_is_part_of_its_key(tmp_path: Path, change: dict
     _trace(tmp_path)
     _trace(tmp_path, **change)
     assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_a_model_that_splits_otherwise_is_traced_again(tmp_path: Path, asked: list[str]) -> None:
+    chain = llama()
+    assert chain.split is not None
+    for split in (chain.split, chain.split.model_copy(update={"head_calls": ()})):
+        cached_trace(replace(chain, split=split), folder=tmp_path, seq_len=SEQ_LEN, precision="bf16", degrees=(1,))
+    assert len(asked) == 2
 
 
 def test_a_new_version_of_the_tracer_traces_again(

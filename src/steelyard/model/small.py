@@ -12,8 +12,8 @@ WIDTH_KEYS = (
     *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
     *("attention_hidden_size", "emb_dim"),
 )
-_TOWER_KEYS = ("audio_hidden_size",)
-"""Widths of a tower that another part's config repeats."""
+_TOWER_KEYS = ("audio_hidden_size", "pooler_output_size")
+"""Widths that a config repeats: of a tower in another part, of what is pooled."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
 """Widths of embeddings that are projected to the hidden state where they differ from it."""
 _HEAD_KEYS = (

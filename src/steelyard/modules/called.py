@@ -1,6 +1,7 @@
-"""Modules and operations with a number that alone make one tensor of another, each of what the one before returned.
+"""Modules and operations with numbers that alone make one tensor of another, each of what the one before returned.
 
-An operation is written behind a colon as its name and its number, as ``:mul:0.5``; logits are scaled and capped so.
+An operation is written behind a colon as its name and its numbers, as ``:mul:0.5``; logits are scaled and capped so.
+``:select:1:0`` is what lies at place 0 of dim 1: a classifier reads the one token for the whole image.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
-    {"mul": torch.mul, "div": torch.div, "tanh": torch.tanh}
+    {
+        **{"mul": torch.mul, "div": torch.div, "tanh": torch.tanh},
+        "select": lambda tensor, dim, place: tensor.select(int(dim), int(place)),
+    }
 )
 _SPELLED = {"mul": "mul", "__mul__": "mul", "__rmul__": "mul", "div": "div", "__truediv__": "div", "tanh": "tanh"}
 
@@ -81,13 +85,25 @@ class _Watched(TorchFunctionMode):
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         returned = function(*args, **(kwargs or {}))
-        name = _SPELLED.get(getattr(function, "__name__", ""))
-        if name and not kwargs and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            tensor, *numbers = args
-            if all(isinstance(each, int | float) for each in numbers):
+        spelled = getattr(function, "__name__", "")
+        if not kwargs and args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            name, numbers = _selected(args[1]) if spelled == "__getitem__" else (_SPELLED.get(spelled, ""), args[1:])
+            if name and all(isinstance(each, int | float) for each in numbers):
                 step = ":".join(("", name, *(repr(float(each)) for each in numbers)))
-                self._calls.append(_Call(step, tensor, returned, returned._version))
+                self._calls.append(_Call(step, args[0], returned, returned._version))
         return returned
+
+
+def _selected(index: Any) -> tuple[str, tuple[Any, ...]]:
+    """The operation with its numbers that an index is which takes one place of one dim; no operation for another."""
+    entries = index if isinstance(index, tuple) else (index,)
+    dims = [dim for dim, each in enumerate(entries) if type(each) is int]
+    is_one = len(dims) == 1 and all(type(each) is int or _is_all(each) for each in entries)
+    return ("select", (dims[0], entries[dims[0]])) if is_one else ("", ())
+
+
+def _is_all(entry: object) -> bool:
+    return isinstance(entry, slice) and entry == slice(None)
 
 
 def _is(one: Tensor, other: Tensor) -> bool:

@@ -85,6 +85,7 @@ def _small_chain(
     }
     config = small_config(given, degree=degree, expert_degree=expert_degree) | dict(blocks)
     config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
+    config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
     split = chain.split.with_layers(kept).resized(given, config, degree * expert_degree)
     return chain_from_config(config, name=chain.name, split=split)
 
@@ -106,7 +107,8 @@ def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | Non
     ends = {0, chain.num_layers - 1}
     number = next((key for key in _NUMBERS_OF_BLOCKS if chain.config.get(key) == chain.num_layers - 2), None)
     shares_blocks = any(layer not in ends for copies in split.shared for layer, _ in copies)
-    if number is None or split.encoder or split.streams or split.image or shares_blocks:
+    has_stages = len({kind.shape for kind in split.kinds}) > 1
+    if number is None or split.encoder or split.streams or has_stages or shares_blocks:
         return None
     found: dict[str, Any] = {number: len(places)}
     attention = [chain.kind_of(layer).attention for layer in places]

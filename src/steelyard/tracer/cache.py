@@ -63,7 +63,7 @@ def cached_trace(
 
 
 def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[int, ...]) -> str:
-    entries = {
+    entries: dict[str, Any] = {
         "config": chain.config_hash,
         "name": chain.name,
         "seq_len": seq_len,
@@ -72,5 +72,7 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         "tracer": TRACER_VERSION,
         **{name: installed_version(name) for name in TRAINING},
         "attention": ATTENTION,
-    } | ({"own": chain.own.model_dump_json()} if chain.own else {})
+    }
+    for name, part in (("own", chain.own), ("split", chain.split)):
+        entries |= {name: part.model_dump_json()} if part else {}
     return digest(entries)

@@ -29,7 +29,6 @@ MAY_NAME = {
     "model/families/bert.py": STYLES,
     "model/families/gpt2.py": STYLES,
     "model/families/t5.py": STYLES,
-    "model/families/vit.py": STYLES,
     "modules/context_attention.py": "has the methods of attention over divided tokens, by name",
     "modules/data_parallel.py": "shards and sums divided experts over other ranks than the rest of a layer",
     "modules/own_proof.py": "proves how the blocks of a user's own module divide",
