@@ -15,14 +15,25 @@ DROPPING = {**CONFIGS["gpt_neox"], "hidden_dropout": 0.2, "attention_dropout": 0
 SAME = torch.randint(0, 256, (1, 33), generator=torch.Generator().manual_seed(0))
 
 
+GPT_NEO = {
+    **{"model_type": "gpt_neo", "hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256},
+    **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64},
+    **{"embed_dropout": 0.2, "attention_dropout": 0.0, "resid_dropout": 0.0},
+}
+IN_THE_EMBEDDING = {"called": {**DROPPING, "attention_dropout": 0.0}, "with holes": GPT_NEO}
+"""Of models whose embedding is modules called one after another, and the model itself with holes."""
+
+
 def one_device_plan(config: dict[str, Any], remat: str) -> Plan:
     block = "single" if remat == "none" else f"single remat={remat}"
     return make_plan(config, f"single, {block}, {block}, single", num_devices=1, global_batch=2, num_microbatches=2)
 
 
-def losses(*, seed: int = 0, start: int = 0, num_steps: int = 2, **change: Any) -> list[float]:
+def losses(
+    *, seed: int = 0, start: int = 0, num_steps: int = 2, config: dict[str, Any] = DROPPING, **change: Any
+) -> list[float]:
     """Losses of one process that trains on the same sample again and again, with a learning rate of zero."""
-    plan = one_device_plan({**DROPPING, **change}, "none")
+    plan = one_device_plan({**config, **change}, "none")
     with one_process():
         model = parallelize_plan(plan, seed=0)
         model._seed = seed
@@ -75,6 +86,27 @@ def test_the_generators_of_the_users_loop_are_left_as_they_were() -> None:
     torch.manual_seed(5)
     losses()
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("where", IN_THE_EMBEDDING)
+def test_what_an_embedding_drops_depends_on_no_generator_of_the_users(where: str) -> None:
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(losses(num_steps=1, config=IN_THE_EMBEDDING[where]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("where", IN_THE_EMBEDDING)
+def test_an_embedding_in_eval_mode_drops_nothing(where: str) -> None:
+    with one_process():
+        loop = parallelize_plan(one_device_plan(IN_THE_EMBEDDING[where], "none"), seed=0).chunks[0].loop
+        found = {}
+        for mode in (True, False):
+            loop.train(mode)
+            found[mode] = [loop.layers["0"](SAME[:, :-1], None) for _ in range(2)]
+    assert not torch.equal(*found[True])
+    assert torch.equal(*found[False])
 
 
 def test_microbatches_of_a_step_drop_other_entries() -> None:

@@ -46,6 +46,7 @@ class CalledPiece:
 
     def __init__(self, model: PreTrainedModel, steps: Collection[str]) -> None:
         self._steps = [called_at(model, step) for step in steps]
+        self.beside = tuple(step for step in self._steps if isinstance(step, nn.Module))
 
     def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
         """What the last step returns; an encoder's output ends here, with a gradient of 0."""
@@ -64,6 +65,7 @@ class EmbeddingPiece:
         self._shell = Shell(
             model, split, keep=split.embedding, stubs=self._records, makes_masks=not split.fused_attention
         )
+        self.beside = (self._shell.model,)
 
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor | tuple[Tensor, ...]:
         """The model's own forward pass, ended where the last block begins that is the first to read something."""
@@ -87,6 +89,7 @@ class DecoderEmbeddingPiece:
         self._shell = Shell(
             model, split, keep=split.encoder.between, stubs=stubs, makes_masks=not split.fused_attention
         )
+        self.beside = (self._shell.model,)
 
     def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The model's own forward pass from the one block to the other."""
@@ -112,6 +115,7 @@ class HeadPiece:
         self._shell = Shell(
             model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
         )
+        self.beside = (self._shell.model,)
 
     def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be.
@@ -302,7 +306,7 @@ class Shell:
         with _disable_current_modes():
             options = {"fused_attention": split.fused_attention}
             self._shapes = build_from_config(model.config, split.task, **options) if split.image else None
-        self._model = self._copy(model, "", model)
+        self.model = self._copy(model, "", model)
         self._shapes = None
         self._device: torch.device | None = None
 
@@ -325,7 +329,7 @@ class Shell:
             self._device = ids.device
         for path, buffer in buffers.items():
             owner, _, name = path.rpartition(".")
-            self._model.get_submodule(owner)._buffers[name] = buffer
+            self.model.get_submodule(owner)._buffers[name] = buffer
         for hole in self._holes:
             hole.become(dtype, ids.device)
         for module in self._constants:
@@ -341,7 +345,7 @@ class Shell:
         if self._has_encoder:
             samples["decoder_input_ids"] = ids if decoder_ids is None else decoder_ids
         with one_sequence_each(), without_values(samples.values(), self._token):
-            return self._model(**samples, **self._options)
+            return self.model(**samples, **self._options)
 
     def _copy(self, module: nn.Module, path: str, part: PreTrainedModel) -> nn.Module:
         part = module if isinstance(module, PreTrainedModel) else part

@@ -11,6 +11,7 @@ by the model's family; what all blocks share (positions, mask) is computed once 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from steelyard.model.family import Family, Run
 from steelyard.model.split import BlockArguments, local_name
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
+from steelyard.modules.dropout import has_dropout
 from steelyard.modules.holes import BlockInputs, blank, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.remat import REMAT_CONTEXTS
@@ -112,6 +114,22 @@ class ChainLayer(nn.Module):
         """Of which the layer returns the statistics behind what flows on; None where no router of it is trained."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
         """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
+
+    @property
+    def _beside(self) -> tuple[nn.Module, ...]:
+        """Modules without parameters that run in the layer and are not its own, as the dropout behind a table."""
+        return getattr(self.run_by_family, "beside", ())
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything that runs in the layer drops entries while it trains."""
+        return any(has_dropout(each) for each in (self, *self._beside))
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets whether the layer trains, and all that runs in it."""
+        for module in self._beside:
+            module.train(mode)
+        return super().train(mode)
 
     @abstractmethod
     def run(self, inputs: Flow, context: LayerContext) -> Flow:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype
-from steelyard.modules.dropout import has_dropout, seed_dropout
+from steelyard.modules.dropout import seed_dropout
 from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.layers import (
     ChainLayer,
@@ -66,7 +66,7 @@ class LayerLoop(nn.Module):
         self._mesh = mesh
         self._routers = routers
         self._dropout_shares = [
-            share if has_dropout(layer) else None for share, layer in zip(shares, layers.values(), strict=True)
+            share if layer.drops else None for share, layer in zip(shares, layers.values(), strict=True)
         ]
         """For each layer that drops entries, which share of the samples this rank holds there."""
 
