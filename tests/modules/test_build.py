@@ -1,6 +1,7 @@
 """First weights: equal for every plan, and for both copies of a tied matrix."""
 
 import torch
+import transformers
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
@@ -79,3 +80,17 @@ def test_buffers_are_filled_beside_weights_that_stay() -> None:
     fill_buffers(model, embeddings, torch.device("cpu"))
     assert torch.equal(embeddings.position_ids, torch.arange(16).expand((1, -1)))
     assert torch.equal(embeddings.position_embedding.weight, before)
+
+
+def test_what_a_model_fills_in_its_blocks_is_filled_in_a_layer_made_alone() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4}
+    config = {"model_type": "falcon_h1", **sizes, **heads, "mamba_d_head": 16, "mamba_d_state": 16}
+    config |= {"ssm_multipliers": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    chain = chain_from_config(config, name="falcon")
+    expected = transformers.AutoModelForCausalLM.from_config(read_hub_config("falcon_h1", config))
+    model = build_meta_model(chain)
+    materialize_layer(model, chain, 1, seed=0, device=torch.device("cpu"))
+    mixers = (each.model.layers[0].mamba for each in (model, expected))
+    found, wanted = (each.mup_vector for each in mixers)
+    assert torch.equal(found, wanted)

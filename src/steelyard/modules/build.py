@@ -294,10 +294,17 @@ def fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    with _parameters_as_they_are(module):
+        model._init_weights(module)
+
+
+@contextmanager
+def _parameters_as_they_are(module: nn.Module) -> Iterator[None]:
+    """Within it transformers fills no parameter of a module."""
     with ExitStack() as stack:
         for parameter in module.parameters():
             stack.enter_context(mock.patch.object(parameter, "_is_hf_initialized", True, create=True))
-        model._init_weights(module)
+        yield
 
 
 def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: int) -> None:
@@ -314,6 +321,10 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
                 submodule.load_state_dict(type(submodule)().state_dict())  # which the model makes in its constructor
         for submodule in module.modules():
             _fill_the_rest(submodule, model.config)
+    if any(each.is_floating_point() and not is_fake(each) and each.isnan().any() for each in module.buffers()):
+        with _parameters_as_they_are(model):
+            for part in set(parts.values()):  # which fill buffers of their blocks, as Falcon-H1's multipliers
+                part._init_weights(part)
 
 
 @torch.no_grad()
