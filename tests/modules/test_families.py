@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
@@ -166,6 +167,18 @@ def test_a_decoder_reads_the_labels_moved_on_with_padding_where_there_is_no_targ
     config = build_meta_model(chain_of("t5")).config
     labels = torch.tensor([[5, IGNORED, 7, 8]])
     assert decoder_inputs(labels, config).tolist() == [[0, 5, 0, 7]]
+
+
+@pytest.mark.parametrize("model_type", ["bart", "fsmt", "marian", "mbart", "pegasus", "plbart", "t5"])
+def test_a_decoder_reads_what_the_collators_of_transformers_give_it(model_type):
+    sizes = {"vocab_size": 64, "d_model": 48, "decoder_start_token_id": 7, "pad_token_id": 1}
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    config.num_layers = config.encoder_layers = config.decoder_layers = 1
+    with torch.device("meta"):
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    labels = torch.tensor([[5, 9, 7, 8], [5, 11, IGNORED, IGNORED]])
+    expected = model.prepare_decoder_input_ids_from_labels(labels=labels.clone())
+    assert torch.equal(decoder_inputs(labels, model.config), expected)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@
 | image-classification | images [N, C, H, W]             | classes [N]                                     |
 
 The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
-on, with the config's ``decoder_start_token_id`` (else ``pad_token_id``) in front.
+on, with the config's ``decoder_start_token_id`` (else ``pad_token_id``) in front, or, of some types, their own last
+token (a language, or the end).
 """
 
 import torch
@@ -20,15 +21,22 @@ from steelyard.model.family import Task
 
 IGNORED = -100
 """The label of a place that is no target."""
+_BEGIN_WITH_THE_LAST = frozenset(("fsmt", "mbart", "plbart"))
+"""Types whose decoders read the last token of the labels first."""
 
 
 def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig) -> Tensor:  # noqa: N803
     """The token ids [B, S] that a decoder is given to predict ``labels_BS``."""
     padding = config.pad_token_id if config.pad_token_id is not None else 0
-    starts = (getattr(config, "decoder_start_token_id", None), getattr(_decoder(config), "bos_token_id", None), padding)
-    start = next(token for token in starts if token is not None)
-    shifted = torch.cat([torch.full_like(labels_BS[:, :1], start), labels_BS[:, :-1]], 1)
-    return shifted.masked_fill(shifted == IGNORED, padding)
+    labels_BS = labels_BS.masked_fill(labels_BS == IGNORED, padding)  # noqa: N806
+    if config.model_type in _BEGIN_WITH_THE_LAST:
+        last_B1 = labels_BS.ne(padding).sum(1, keepdim=True) - 1  # noqa: N806
+        start_B1 = labels_BS.gather(1, last_B1.clamp(min=0))  # noqa: N806
+    else:
+        starts = (getattr(config, "decoder_start_token_id", None), getattr(_decoder(config), "bos_token_id", None))
+        start = next((token for token in starts if token is not None), padding)
+        start_B1 = torch.full_like(labels_BS[:, :1], start)  # noqa: N806
+    return torch.cat([start_B1, labels_BS[:, :-1]], 1)
 
 
 def _decoder(config: PreTrainedConfig) -> PreTrainedConfig | None:

@@ -21,9 +21,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
+from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
 from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_model
+from steelyard.modules.holes import forward_options
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.samples import Samples
@@ -139,14 +141,17 @@ def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count
     The loss is what `transformers` computes, but for next-token prediction, whose labels it would shift once more.
     """
     routers = torch.zeros(())
+    options = {key: value for key, value in forward_options(model).items() if key != ROUTER_LOSS}
     if chain.family.task is Task.CAUSAL_LM:
-        outputs = model(samples.inputs)
+        outputs = model(samples.inputs, **options)
         loss = functional.cross_entropy(outputs.logits.flatten(0, 1), samples.labels.flatten())
         if chain.trains_routers:
             routers = outputs.aux_loss
             loss = loss + model.router_aux_loss_coef * routers
     else:
-        loss = model(**{model.main_input_name: samples.inputs}, labels=samples.labels).loss
+        if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # as a collator of transformers gives them
+            options["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=samples.labels)
+        loss = model(**{model.main_input_name: samples.inputs}, labels=samples.labels, **options).loss
     (loss / count).backward()
     return loss.item() / count, routers.item() / count
 
