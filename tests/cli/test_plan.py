@@ -39,6 +39,16 @@ def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(run: Run) -> N
         assert expected in output
 
 
+def test_without_a_global_batch_every_device_has_a_sample_and_it_is_said(run: Run, tmp_path: Path) -> None:
+    result = run("plan", "llama3.2-1b", *JOB[:4], "-o", tmp_path / "plan.json")
+    assert "global batch: 8, a sample for each device (--global-batch decides otherwise)" in result.output
+    assert read_plan(tmp_path / "plan.json").global_batch == 8
+
+
+def test_a_named_global_batch_is_not_said_again(run: Run) -> None:
+    assert "global batch:" not in run("plan", *SMALL).output
+
+
 def test_days_and_money_for_tokens_are_said_written_and_scaled_when_priced_again(run: Run, tmp_path: Path) -> None:
     result = run("plan", *SMALL, "--tokens", "1T", "--price", 2.5, "-o", tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json")

@@ -28,8 +28,8 @@ from steelyard.cli.options import (
     print_json,
     tried,
 )
-from steelyard.cli.plan import check_precision
 from steelyard.cli.progress import progress
+from steelyard.cli.words import check_precision
 from steelyard.cost.pools import AnyJob
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster

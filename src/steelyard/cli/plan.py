@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -27,9 +27,10 @@ from steelyard.cli.options import (
     tried,
 )
 from steelyard.cli.progress import progress
+from steelyard.cli.words import check_choice, check_choices, check_precision, parse_size
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
-from steelyard.errors import UserError, nearest
+from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
@@ -71,11 +72,9 @@ from steelyard.search import TIME_LIMIT_S, Partition, save_problem
 from steelyard.units import format_bytes, format_count, format_plural, parse_count
 
 Objective = Literal["time", "devices"]
-Chosen = TypeVar("Chosen")
 
 TOP = 5
 FALLBACKS = 2
-_MOST_DIGITS = 20
 
 
 WORDS = {"allow_extra_args": True}
@@ -87,13 +86,14 @@ def plan(
     model: Model,
     cluster: ClusterOption,
     global_batch: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--global-batch",
-            help="Samples of a step over all devices; max: doubled while throughput grows and it fits.",
+            help="Samples of a step over all devices; max: doubled while throughput grows and it fits; default: one "
+            "for each device.",
             metavar="INTEGER|max",
         ),
-    ],
+    ] = None,
     seq_len: Annotated[
         str | None,
         typer.Option(
@@ -198,17 +198,11 @@ def plan(
     runs = _runs(calibrate_by, context.args)
     whole = _parse_training(tokens, price)
     aim: Objective = check_choice("--objective", objective, Objective)
-    batch = parse_size("--global-batch", global_batch, MOST_SAMPLES)
     own = built_module(model)
+    machines = pools_with(cluster, network)
+    batch = machines.num_devices if global_batch is None else parse_size("--global-batch", global_batch, MOST_SAMPLES)
     length = _parse_length(seq_len, own)
     _check_one_is_free(length, batch, aim, profile)
-    if batch is None and aim == "devices":
-        raise UserError(
-            field="--global-batch",
-            found="max with --objective devices",
-            expected="a number: with a free batch the fewest devices are those that hold a single sample",
-            hint="write for example --global-batch 64",
-        )
     options = PlanOptions(
         max_degrees=most_tp(max_tp),
         space=check_choice("--space", space, Space),
@@ -218,7 +212,6 @@ def plan(
         time_limit_s=time_limit,
     )
     options = _narrowed(options, remat=remat, zero=zero, schedule=schedule)
-    machines = pools_with(cluster, network)
     _check_not_with_pools(
         machines,
         {
@@ -250,11 +243,8 @@ def plan(
         if length is None:
             result, notes = _search_lengths(job_of_length, chain, options, top=top, show=show)
         else:
-            job = job_of_length(length)
-            result, notes = _search(job, options, aim=aim, grows=batch is None, top=top, show=show)
-        if len(runs) > 1 and isinstance(result.job, Job):
-            factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(result.job, runs))
-            notes.append(f"calibrated by the median of {factors}")
+            result, notes = _search(job_of_length(length), options, aim=aim, grows=batch is None, top=top, show=show)
+        notes = [*_assumed_batch(global_batch, batch), *notes, *_factors(result.job, runs)]
         if result.plan is not None:
             num_others = (top - 1, fallbacks) if output is not None else (0, 0)
             kept = _completed(result, options, num_others=num_others, num_spares=spares, show=show)
@@ -264,11 +254,7 @@ def plan(
             save_problem(problem, problem_of(result.job, result.tables))
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
-        if result.miss is None and pins:
-            assert isinstance(result.job, Job), "pins are refused for several pools"
-            raise pin_error(result.job, options)
-        _print_nothing_fits(result, as_json)
-        raise typer.Exit(1)
+        raise _nothing_fits(result, options, as_json)
     if output is not None:
         write_plan(result.plan, output)
     if as_json:
@@ -287,6 +273,19 @@ def _runs(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...
             hint="runs stand after --calibrate, as in --calibrate first.json second.json",
         )
     return (*(named or ()), *map(Path, words))
+
+
+def _assumed_batch(asked: str | None, batch: int | None) -> list[str]:
+    """A line for a global batch that nobody named."""
+    return [] if asked else [f"global batch: {batch}, a sample for each device (--global-batch decides otherwise)"]
+
+
+def _factors(job: AnyJob, runs: Sequence[Path]) -> list[str]:
+    """A line for what several runs calibrate by."""
+    if len(runs) < 2 or not isinstance(job, Job):
+        return []
+    factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(job, runs))
+    return [f"calibrated by the median of {factors}"]
 
 
 def _narrowed(options: PlanOptions, *, remat: str | None, zero: str | None, schedule: str | None) -> PlanOptions:
@@ -464,36 +463,29 @@ def _parse_length(text: str | None, own: Any) -> int | None:
 
 
 def _check_one_is_free(length: int | None, batch: int | None, aim: Objective, profile: str | None) -> None:
-    """Raises `UserError` where ``--seq-len max`` meets what needs a length beforehand, or another free quantity."""
+    """Raises `UserError` where more than one of length, batch and devices is free, or a length that is measured."""
     if length is not None:
+        if batch is None and aim == "devices":
+            raise UserError(
+                field="--global-batch",
+                found="max with --objective devices",
+                expected="a number: with a free batch the fewest devices are those that hold a single sample",
+                hint="write for example --global-batch 64",
+            )
         return
     beside = {
         "--global-batch max": batch is None,
         "--objective devices": aim == "devices",
         "--profile": profile is not None,
     }
-    for option, is_given in beside.items():
-        if is_given:
-            raise UserError(
-                field="--seq-len",
-                found=f"max with {option}",
-                expected="a number: one thing at a time can be as large as fits, and a profile is of one length",
-                hint="write for example --seq-len 8192",
-            )
-
-
-def parse_size(option: str, text: str, most: int) -> int | None:
-    """A number of samples or tokens, or None for ``max``; raises `UserError` for anything else."""
-    if text == "max":
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most):
+    option = next((option for option, is_given in beside.items() if is_given), None)
+    if option is not None:
         raise UserError(
-            field=option,
-            found=repr(text),
-            expected=f"a whole number of 1 or more, at most {most}, or max",
-            hint=f"write for example {option} 64",
+            field="--seq-len",
+            found=f"max with {option}",
+            expected="a number: one thing at a time can be as large as fits, and a profile is of one length",
+            hint="write for example --seq-len 8192",
         )
-    return int(text)
 
 
 def _parse_training(tokens: str | None, price: float | None) -> int | None:
@@ -510,47 +502,22 @@ def _parse_training(tokens: str | None, price: float | None) -> int | None:
     return None
 
 
-def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[Chosen, ...]:
-    """The values of the names in ``none,full``, each once; raises `UserError` naming the known ones for another."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in known:
-            raise UserError(
-                field=option,
-                found=repr(name),
-                expected="one or more of " + ", ".join(known) + ", separated by commas",
-                hint=nearest(name, known),
-            )
-    return tuple(known[name] for name in names)
-
-
-def check_precision(text: str) -> Precision:
-    """The precision that a user named; raises `UserError` for another one."""
-    return check_choice("--precision", text, Precision)
-
-
-def check_choice(option: str, text: str, choices: Any) -> Any:
-    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
-    known = get_args(choices)
-    if text not in known:
-        raise UserError(
-            field=option, found=repr(text), expected="one of " + ", ".join(known), hint=nearest(text, known)
-        )
-    return text
-
-
-def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:
+def _nothing_fits(result: PlanningResult, options: PlanOptions, as_json: bool) -> Exception:
+    """What ends the command where no plan fits, or none that is pinned is legal, after it is printed."""
+    if result.miss is None and options.pins:
+        assert isinstance(result.job, Job), "pins are refused for several pools"
+        return pin_error(result.job, options)
     budget = result.job.budget_bytes
-    reasons = [
-        {
-            "stages": each.pipeline.num_stages,
-            "microbatches": each.pipeline.num_microbatches,
-            "reason": each.reason,
-        }
-        for each in result.search.settings
-    ]
     if as_json:
         miss = result.miss
+        reasons = [
+            {
+                "stages": each.pipeline.num_stages,
+                "microbatches": each.pipeline.num_microbatches,
+                "reason": each.reason,
+            }
+            for each in result.search.settings
+        ]
         print_json(
             {
                 "status": "infeasible",
@@ -560,7 +527,8 @@ def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:
                 "settings": reasons,
             }
         )
-        return
-    print(f"nothing fits in {format_bytes(budget)} per device", file=sys.stderr)
-    print(f"  nearest miss: {result.miss_text}", file=sys.stderr)
-    print("  to fix: more memory per device, more devices, or a shorter sequence", file=sys.stderr)
+    else:
+        print(f"nothing fits in {format_bytes(budget)} per device", file=sys.stderr)
+        print(f"  nearest miss: {result.miss_text}", file=sys.stderr)
+        print("  to fix: more memory per device, more devices, or a shorter sequence", file=sys.stderr)
+    return typer.Exit(1)

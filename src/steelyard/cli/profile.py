@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json, tried
-from steelyard.cli.plan import check_precision
+from steelyard.cli.words import check_precision
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS

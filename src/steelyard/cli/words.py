@@ -1,0 +1,53 @@
+"""What users write in options: one of several words, or a number that may be ``max``."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
+
+from steelyard.errors import UserError, nearest
+from steelyard.plan.plan import Precision
+
+Chosen = TypeVar("Chosen")
+_MOST_DIGITS = 20
+
+
+def parse_size(option: str, text: str, most: int) -> int | None:
+    """A number of samples or tokens, or None for ``max``; raises `UserError` for anything else."""
+    if text == "max":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most):
+        raise UserError(
+            field=option,
+            found=repr(text),
+            expected=f"a whole number of 1 or more, at most {most}, or max",
+            hint=f"write for example {option} 64",
+        )
+    return int(text)
+
+
+def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[Chosen, ...]:
+    """The values of the names in ``none,full``, each once; raises `UserError` naming the known ones for another."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UserError(
+                field=option,
+                found=repr(name),
+                expected="one or more of " + ", ".join(known) + ", separated by commas",
+                hint=nearest(name, known),
+            )
+    return tuple(known[name] for name in names)
+
+
+def check_precision(text: str) -> Precision:
+    """The precision that a user named; raises `UserError` for another one."""
+    return check_choice("--precision", text, Precision)
+
+
+def check_choice(option: str, text: str, choices: Any) -> Any:
+    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
+    known = get_args(choices)
+    if text not in known:
+        raise UserError(
+            field=option, found=repr(text), expected="one of " + ", ".join(known), hint=nearest(text, known)
+        )
+    return text
