@@ -44,6 +44,12 @@ def test_an_offer_costs_what_its_devices_cost_for_as_long_as_the_tokens_take(off
     assert offer.cost_per_billion_tokens == pytest.approx(offer.price_per_hour / 3600 * 1e9 / offer.tokens_per_s)
 
 
+def test_no_offer_pays_for_a_pool_that_its_plan_leaves_out():
+    prices = {"h100-80gb": 2.5, "l4": 0.5}
+    found = find_offers(job_of, parse_pools("1x4xh100-80gb+1x1xl4"), OPTIONS, prices=prices)
+    assert {each.cluster for each in found} == {"1x4xh100-80gb", "1x1xl4"}
+
+
 def test_worth_having_is_what_no_other_offer_beats(offers):
     for offer in offers:
         mine = offer.cost_per_billion_tokens, offer.step_time_s

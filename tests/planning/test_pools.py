@@ -28,6 +28,7 @@ from steelyard.planning.pools import (
     make_pooled_job,
     plan_pools,
     pooled_job_of,
+    price_pools,
     with_pool_baselines,
 )
 from steelyard.planning.problem import PlanOptions
@@ -262,6 +263,16 @@ def test_the_job_of_a_plan_keeps_the_budgets_that_it_was_made_for():
     plan = plan_pools(job, OPTIONS).plan
     assert predict(plan, pooled_job_of(plan)).step_time_s == pytest.approx(plan.prediction.step_time_s)
     assert {pool.budget_bytes for pool in pooled_job_of(plan).pools} == {20 * GIB}
+
+
+def test_a_plan_over_pools_that_is_priced_again_trains_its_tokens_at_the_new_speed():
+    job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
+    plan = plan_pools(job, OPTIONS).plan.with_training(10**12, price=2.0)
+    slowed = replace(job, pools=tuple(replace(pool, time_factor=2.0) for pool in job.pools))
+    again = price_pools(plan, slowed)
+    assert again.prediction.step_time_s > 1.5 * plan.prediction.step_time_s
+    factor = again.prediction.step_time_s / plan.prediction.step_time_s
+    assert again.training.days == pytest.approx(plan.training.days * factor)
 
 
 def test_a_plan_whose_pools_are_not_there_is_named():

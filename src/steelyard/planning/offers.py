@@ -1,7 +1,8 @@
 """What to buy or rent: the best plan on every part of a cluster, by time and by money.
 
-A part has of each pool no node, one, two, four, … or all of its nodes. Offers are worth having where no other trains at
-least as fast for no more money a token.
+A part has of each pool no node, one, two, four, … or all of its nodes; one whose best plan leaves a pool out is none,
+since the part without that pool trains as fast for less. Offers are worth having where no other trains at least as fast
+for no more money a token.
 """
 
 import itertools
@@ -47,10 +48,11 @@ def find_offers(
             hint="name smaller pools, or fewer",
         )
     limit_s = OFFER_LIMIT_S if options.time_limit_s is None else min(OFFER_LIMIT_S, options.time_limit_s)
-    found = []
+    offers = []
     for index, part in enumerate(parts):
         progress(f"planning for {part.name} ({index + 1} of {format_plural(len(parts), 'offer')})")
-        found.append(_offer(job_of(part), part, replace(options, time_limit_s=limit_s), prices))
+        offers.append(_offer(job_of(part), part, replace(options, time_limit_s=limit_s), prices))
+    found = [each for each in offers if each is not None]
     worth = [each.model_copy(update={"is_worth_having": _is_worth_having(each, found)}) for each in found]
     return tuple(sorted(worth, key=lambda each: (each.cost_per_billion_tokens is None, each.cost_per_billion_tokens)))
 
@@ -89,7 +91,9 @@ def _check_prices(machines: Cluster | MixedCluster, prices: Mapping[str, float])
         )
 
 
-def _offer(job: AnyJob, part: Cluster | MixedCluster, options: PlanOptions, prices: Mapping[str, float]) -> DevicePoint:
+def _offer(
+    job: AnyJob, part: Cluster | MixedCluster, options: PlanOptions, prices: Mapping[str, float]
+) -> DevicePoint | None:
     price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
     bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
     try:
@@ -100,6 +104,8 @@ def _offer(job: AnyJob, part: Cluster | MixedCluster, options: PlanOptions, pric
         return bare.model_copy(update={"reason": f"no plan: {error.expected} is needed"})
     if result.plan is None or result.plan.prediction is None:
         return bare.model_copy(update={"reason": f"does not fit: {result.miss_text}"})
+    if any(use.num_stages == 0 for use in result.plan.prediction.pools or ()):
+        return None
     tokens_per_s = result.plan.global_batch * result.plan.seq_len / result.plan.prediction.step_time_s
     return filled(bare, priced_point(result.plan), tokens_per_s=tokens_per_s, price_per_hour=price)
 

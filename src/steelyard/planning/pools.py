@@ -31,7 +31,7 @@ from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_search import PooledSearch, search_pools
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
-from steelyard.planning.price import asked_by, job_of
+from steelyard.planning.price import asked_by, job_of, prediction_of, repriced
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.profile_file import GivenProfiles, pool_profiles, recorded_profile
 from steelyard.search import NearestMiss
@@ -116,23 +116,34 @@ def _plan_within(job: PooledJob, options: PlanOptions, top: int, *, missed: tupl
         for each, other in sorted(zip(candidates, costs, strict=True), key=lambda pair: pair[1].step_time_s)
         if each is not candidates[best]
     ]
-    prediction = Prediction(
-        step_time_s=cost.step_time_s,
-        tokens_per_s_per_device=cost.tokens_per_s_per_device,
-        mfu=cost.mfu,
-        mfu_attention=cost.mfu_attention,
-        warnings=(*job.chain.warnings(job.seq_len), *_pressures(job, plan, cost, missed)),
-        budget_bytes=job.budget_bytes,
-        stages=cost.stages,
-        certificate=_certificate(found, best, len(candidates), options.time_limit_s),
-        lower_bound_s=found.lower_bound_s,
-        profile=job.jobs(plan)[0].cost_source(),
-        backend=job.jobs(plan)[0].cluster.device.backend,
-        alternatives=tuple(alternatives),
+    prediction = _prediction(
+        job,
+        plan,
+        cost,
+        _certificate(found, best, len(candidates), options.time_limit_s),
+        missed=missed,
         pools=pool_uses(job, plan, cost.step_time_s, found),
+        lower_bound_s=found.lower_bound_s,
+        alternatives=tuple(alternatives),
     )
     plan = plan.model_copy(update={"prediction": prediction, "asked": asked_in(options)})
     return replace(result, plan=plan, cost=cost, miss=None)
+
+
+def _prediction(
+    job: PooledJob, plan: Plan, cost: PlanCost, certificate: Certificate, *, missed: tuple[int, ...] = (), **more: Any
+) -> Prediction:
+    """What is predicted of a plan over several pools, which no measured runs are like; ``more`` is of the search."""
+    first = job.jobs(plan)[0]
+    return prediction_of(first, plan, cost, certificate).model_copy(
+        update={
+            "warnings": (*job.chain.warnings(job.seq_len), *_pressures(job, plan, cost, missed)),
+            "budget_bytes": job.budget_bytes,
+            "margin_bytes": 0,
+            "interval": None,
+            **more,
+        }
+    )
 
 
 def _pressures(job: PooledJob, plan: Plan, cost: PlanCost, missed: tuple[int, ...] = ()) -> tuple[str, ...]:
@@ -254,22 +265,9 @@ def any_job_of(plan: Plan, *, profile: str | None = None, folder: Path | None = 
 
 def price_pools(plan: Plan, job: PooledJob) -> Plan:
     """The plan with its prediction on several pools, which makes no claim about other plans."""
-    cost, first = predict(plan, job), job.jobs(plan)[0]
-    prediction = Prediction(
-        step_time_s=cost.step_time_s,
-        tokens_per_s_per_device=cost.tokens_per_s_per_device,
-        mfu=cost.mfu,
-        mfu_attention=cost.mfu_attention,
-        warnings=(*job.chain.warnings(job.seq_len), *_pressures(job, plan, cost)),
-        budget_bytes=job.budget_bytes,
-        stages=cost.stages,
-        certificate=Certificate(status="priced"),
-        lower_bound_s=0.0,
-        profile=first.cost_source(),
-        backend=first.cluster.device.backend,
-        pools=pool_uses(job, plan, cost.step_time_s),
-    )
-    return plan.model_copy(update={"prediction": prediction})
+    cost = predict(plan, job)
+    uses = pool_uses(job, plan, cost.step_time_s)
+    return repriced(plan, _prediction(job, plan, cost, Certificate(status="priced"), pools=uses))
 
 
 def with_pool_baselines(plan: Plan, job: PooledJob, options: PlanOptions) -> Plan:

@@ -129,7 +129,11 @@ def prediction_of(
 
 def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
     """The plan with a prediction of this cost."""
-    prediction = prediction_of(job, plan, cost, Certificate(status="priced"))
+    return repriced(plan, prediction_of(job, plan, cost, Certificate(status="priced")))
+
+
+def repriced(plan: Plan, prediction: Prediction) -> Plan:
+    """The plan with this prediction, its whole training, if it has one, at this speed."""
     priced, training = plan.model_copy(update={"prediction": prediction}), plan.training
     return priced if training is None else priced.with_training(training.tokens, price=training.price_per_device_hour)
 
