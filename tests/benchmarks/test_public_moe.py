@@ -11,6 +11,9 @@ from steelyard.plan.plan import Prediction
 from steelyard.units import GB
 
 
+pytestmark = pytest.mark.slow
+
+
 @cache
 def prediction(name: str) -> Prediction:
     return predicted(RUNS[name])
