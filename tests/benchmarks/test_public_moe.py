@@ -10,7 +10,6 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Prediction
 from steelyard.units import GB
 
-
 pytestmark = pytest.mark.slow
 
 
