@@ -37,6 +37,7 @@ def stage_seconds_and_bytes(
         for side in tables.side_inputs:
             if layer in side.readers:
                 seconds += side.seconds[choices[:, side.source], strategy]
+        kind = tables.last_kinds[kind] if tables.last_kinds and layer == layers[-1] else kind
         num_bytes += tables.static_bytes[kind, strategy]
         num_bytes += tables.pipeline.in_flight(stage) * tables.activation_bytes[kind, strategy]
         transient = np.maximum(transient, tables.transient_bytes[kind, strategy])

@@ -126,3 +126,14 @@ def test_a_comparison_without_time_names_the_first_that_fits_of_each_kind() -> N
     for best, first in zip(whole.baselines, cut.baselines, strict=True):
         assert (best.step_time_s is None) == (first.step_time_s is None)
         assert best.step_time_s is None or best.step_time_s <= (first.step_time_s or 0) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
+def test_no_plain_plan_of_a_model_with_tied_embeddings_is_faster(shape: tuple[int, int]) -> None:
+    of = job(cluster(*shape), global_batch=64, tie_word_embeddings=True, vocab_size=131072)
+    found = compared(of)
+    assert found.prediction is not None
+    assert found.prediction.certificate.status == "optimal"
+    known = [each.step_time_s for each in found.prediction.baselines if each.step_time_s is not None]
+    assert known
+    assert found.prediction.step_time_s <= min(known) * (1 + 1e-9)

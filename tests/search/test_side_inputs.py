@@ -10,9 +10,10 @@ import pytest
 
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.errors import InvalidProblemError
-from steelyard.search import evaluate, search
+from steelyard.search import evaluate, partition_exact, search
 from steelyard.search.balance import Partition, even_boundaries
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
+from steelyard.search.runs import AnyBudget
 from steelyard.search.side_inputs import all_conditions, assess, conditioned, settle, source_classes
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
@@ -61,6 +62,22 @@ def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
             assert result.best is not None
             assert result.best.solution.peak_bytes <= budget
             assert result.best.score_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+
+
+def test_last_layers_of_a_stage_pay_for_side_inputs_like_any_other() -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        plain = random_tables(rng, max_plans=60)
+        more = int(rng.integers(0, 8))
+        last = plain.with_last_kinds(plain.static_bytes + more, plain.activation_bytes)
+        tables = with_side_inputs(rng, last)
+        plans = list(exhaustive.all_plans(tables))
+        budget = random_budget(rng, plans)
+        expected = exhaustive.fastest(plans, budget)
+        for result in (search([tables], budget), partition_exact(AnyBudget(tables), budget)):
+            assert (result.status == "infeasible") == (expected is None), seed
+            if expected is not None:
+                assert result.lower_bound_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
 
 
 def test_settings_with_and_without_side_inputs_compete() -> None:

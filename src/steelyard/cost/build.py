@@ -23,7 +23,7 @@ from steelyard.cost.layer import (
 )
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import CostTables, SideInput
 from steelyard.hardware import Link
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole
@@ -63,15 +63,18 @@ class LayerCosts:
         self._make(range(len(self._is_made)))
         return self._bytes
 
-    def time_s(self, kinds: Sequence[int], setting: Setting) -> NDArray[np.float64]:
-        """[len(kinds), S] in a setting: tied matrices alone depend on how far apart its stages are."""
+    def time_s(self, kinds: Sequence[int], setting: Setting, *, alike: bool = False) -> NDArray[np.float64]:
+        """[len(kinds), S] in a setting: tied matrices alone depend on how far apart its stages are.
+
+        ``alike`` leaves out what copies of a tied matrix take more where they are not all divided alike.
+        """
         self._make(kinds)
         rows = list(kinds)
         tied = np.zeros((len(rows), len(self.strategies)))
         if setting.job.chain.tied_embeddings:
             for place, kind in enumerate(rows):
                 for s in np.flatnonzero(self.legal[kind]).tolist():
-                    seconds = tied_s(setting.job.chain.kinds[kind], self.strategies[s], setting)
+                    seconds = tied_s(setting.job.chain.kinds[kind], self.strategies[s], setting, alike=alike)
                     tied[place, s] = setting.job.time_factor * seconds
         return self._microbatch_s[rows] + (self._once_s[rows] + tied) / setting.pipeline.num_microbatches
 
@@ -99,17 +102,21 @@ def layer_costs(setting: Setting, strategies: tuple[Strategy, ...], known: Known
     return known[place]
 
 
-def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts | None = None) -> CostTables:
+def build_tables(
+    setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts | None = None, *, pooled: bool = False
+) -> CostTables:
     """Costs of every layer kind under every strategy; one that a kind does not allow, or for which measured times do
     not reach, is marked illegal.
 
-    ``known`` saves work between settings of one job.
+    ``known`` saves work between settings of one job. Tables of chunks, and those that are joined with other pools',
+    have no side inputs: copies of a tied matrix count there as if they were divided in unlike ways.
     """
     job, pipeline = setting.job, setting.pipeline
     costs = layer_costs(setting, strategies, {} if known is None else known)
     buffer_bytes = pipeline_buffer_bytes(setting)
     buffers = np.array([_buffer_bytes(strategy, setting, buffer_bytes) for strategy in strategies])
     has_chunks = pipeline.num_chunks > 1
+    sides = () if has_chunks or pooled else _tied_inputs(setting, strategies, costs.legal)
     static, activation, transient = costs.num_bytes
     tables = CostTables(
         pipeline=replace(pipeline, num_chunks=1, schedule=USUAL) if has_chunks else pipeline,
@@ -117,13 +124,14 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
         layers=job.chain.layers,
         strategies=strategies,
         legal=costs.legal,
-        time_s=costs.time_s(range(len(job.chain.kinds)), setting),
+        time_s=costs.time_s(range(len(job.chain.kinds)), setting, alike=bool(sides)),
         static_bytes=static,
         activation_bytes=activation,
         transient_bytes=np.where(costs.legal, np.minimum(transient + buffers, MOST_BYTES), 0),
         switch_s=costs.switch_s,
         transfer_s=transfer_s(setting),
         overhead_bytes=overhead_bytes(setting),
+        side_inputs=sides,
     )
     if not has_chunks:
         return tables
@@ -133,6 +141,26 @@ def build_tables(setting: Setting, strategies: tuple[Strategy, ...], known: Know
         overhead_bytes=overhead_bytes(setting),
         round_trip_s=transfer_s(setting, pipeline.num_stages - 1),
     )
+
+
+def _tied_inputs(setting: Setting, strategies: tuple[Strategy, ...], legal: NDArray[np.bool_]) -> tuple[SideInput, ...]:
+    """What copies of a tied matrix take more where they are not divided alike: each of them gathers its gradient.
+
+    What the first copy gathers is shared between the others, so that for three copies of which two are alike this is
+    less than it takes.
+    """
+    job, chain = setting.job, setting.job.chain
+    if not chain.tied_embeddings or job.execution.keeps_own_buffers:
+        return ()
+    source, *readers = (layer for layer, _ in chain.shared[0].copies)
+    gathering_s = np.zeros(len(strategies))
+    for s in np.flatnonzero(legal[[chain.layers[layer] for layer in (source, *readers)]].any(axis=0)).tolist():
+        apart_s, alike_s = (tied_s(chain.kind_of(source), strategies[s], setting, alike=each) for each in (False, True))
+        gathering_s[s] = job.time_factor * max(0.0, apart_s - alike_s)
+    levels = list(dict.fromkeys(strategy.levels for strategy in strategies))
+    divided = np.array([levels.index(strategy.levels) for strategy in strategies], dtype=np.int64)
+    seconds = np.add.outer(gathering_s / len(readers), gathering_s) * (divided[:, None] != divided)
+    return (SideInput(source=source, readers=tuple(readers), seconds=seconds / setting.pipeline.num_microbatches),)
 
 
 def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[float]:

@@ -596,8 +596,8 @@ def _trained(layer: LayerProfile, strategy: Strategy) -> float:
 def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool = False) -> float:
     """Seconds, once a step, to gather the gradient of a tied matrix and to exchange it between two stages, in slices.
 
-    ``alike`` where all copies are divided alike, which the tables of the search cannot know: then, and in frameworks
-    with buffers of their own, each rank exchanges its part and gathers nothing.
+    ``alike`` where all copies are divided alike: then, and in frameworks with buffers of their own, each rank exchanges
+    its part and gathers nothing.
     """
     job = setting.job
     if not job.chain.tied_embeddings or kind.role is LayerRole.BLOCK:

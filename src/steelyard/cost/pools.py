@@ -150,7 +150,7 @@ def pooled_tables(
 ) -> CostTables:
     """The tables of a pipeline over these pools; ``strategies`` and ``known`` are those of each in their order."""
     settings = placement.settings(job, pipeline)
-    parts = tuple(build_tables(*each) for each in zip(settings, strategies, known, strict=True))
+    parts = tuple(build_tables(*each, pooled=True) for each in zip(settings, strategies, known, strict=True))
     border = [0.0] + [border_s(*pair) for pair in pairwise(settings)]
     of_stages = tuple(np.repeat(np.arange(len(parts)), placement.stages).tolist())
     starts = [0, *accumulate(placement.stages)]

@@ -156,7 +156,7 @@ class PooledSpace:
         key = (pool, size, apart, *floor_likeness(pipeline))
         if key not in self._known_runs:
             setting = Setting(job=job, pipeline=pipeline, stage_size=size)
-            tables = build_tables(setting, self._strategies(pool, size), self._known[pool])
+            tables = build_tables(setting, self._strategies(pool, size), self._known[pool], pooled=True)
             self._known_runs[key] = PoolRuns(self.floors.of_part(pool, tables)[0], usable_bytes(job) + 1)
         return self._known_runs[key]
 

@@ -107,9 +107,16 @@ def baseline_line(prediction: Prediction) -> str:
         return f"{missing}: there is no plain plan"
     step_s, best = min(fitting, key=lambda pair: pair[0])
     gain = 1 - prediction.step_time_s / step_s
-    words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as fast as"
+    words = _against(gain, "as fast as")
     text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
     return f"{text}; {missing}" if missing else text
+
+
+def _against(gain: float, same: str) -> str:
+    """``2.2% less time than``, or the words for what takes the same."""
+    if abs(gain) <= SAME_SHARE:
+        return same
+    return f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} time than"
 
 
 def _misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
@@ -217,8 +224,7 @@ def gain_sentence(plan: Plan) -> str:
             part = gain / (1 - gain)
             saved = [format_days(part * training.days)]
             saved += [] if training.cost is None else [format_money(part * training.cost)]
-        words = f"{gain:.1%} less time than" if gain > SAME_SHARE else "as long as"
-        gains.append(f"{words} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
+        gains.append(f"{_against(gain, 'as long as')} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
     takes = [f"It takes {', '.join(gains)}"] if gains else []
     text = "; ".join((*takes, *_misfits(baselines.values())))
     return text[:1].upper() + text[1:]

@@ -9,16 +9,18 @@ which is an ordinary time of this layer, so that the chain search applies: reade
 own, and a source may take only the strategies of $A_v$. What comes out is a lower bound of every plan under the
 condition, and it is the truth if all of $A_v$ cost the readers the same (FT's branch elimination: one search for each
 switch class of the source) or if the plan found pays no more than $\underline d_v$. Else the condition is split into
-the class of the plan found and the rest, and the conditions are searched in the order of their bounds until the best
-plan known is no slower than the least bound. So optimal stays optimal, and a search that time cuts short has a gap.
+the class of the plan found and the rest, without classes that the best plan known beats by their times alone, and the
+conditions are searched in the order of their bounds until the best plan known is no slower than the least bound. So
+optimal stays optimal, and a search that time cuts short has a gap.
 
 | symbol            | name        | unit | meaning                                                            |
 |-------------------|-------------|------|--------------------------------------------------------------------|
 | $A_v$             | `Condition` | –    | strategies that a source may take, by the source's position        |
 | $\underline d_v$  | –           | s    | least that a reader pays under the condition                       |
 
-`assess`, `settle`, `sketch` and `partition_with` do for tables with or without side inputs what those of `partition`
-and `balance` do for tables without. Memory plays no part in it: what fits is the same with side inputs as without.
+`partition_exact`, `assess`, `settle`, `sketch` and `partition_with` do for tables with or without side inputs what
+those of `partition` and `balance` do for tables without. Memory plays no part in it: what fits is the same with side
+inputs as without.
 
 Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 4, for conditions on one layer; best-first branch and
 bound over them is ours. Not modelled: readers that share one redistribution.
@@ -38,7 +40,8 @@ from steelyard.search import partition
 from steelyard.search.balance import Partition, partition_by
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.frontier import IntArray
-from steelyard.search.partition import Prospect, SettingResult
+from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
+from steelyard.search.runs import AnyBudget
 
 Condition = Mapping[int, IntArray]
 """For each layer that makes a side input, the strategies that it may take."""
@@ -60,6 +63,17 @@ class SideProspect:
     def lower_bound_s(self) -> float:
         """No plan of the setting is faster."""
         return self.relaxed.lower_bound_s
+
+
+def partition_exact(
+    of: CostTables | AnyBudget, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
+) -> SettingResult:
+    """As `partition.partition_exact`, for tables with or without side inputs."""
+    tables = of.tables if isinstance(of, AnyBudget) else of
+    if not tables.side_inputs:
+        return partition.partition_exact(of, budget_bytes, cutoff_s=cutoff_s, deadline=deadline)
+    found = assess(tables, budget_bytes)
+    return found if isinstance(found, SettingResult) else settle(found, cutoff_s=cutoff_s, deadline=deadline)
 
 
 def assess(tables: CostTables, budget_bytes: int) -> Prospect | SideProspect | SettingResult:
@@ -162,9 +176,11 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
         (kind, layer if layer in condition else None, tuple(reads.get(layer, ())))
         for layer, kind in enumerate(tables.layers)
     ]
-    kinds = list(dict.fromkeys(roles))
+    last_roles = {role: (tables.last_kinds[role[0]], *role[1:]) for role in roles} if tables.last_kinds else {}
+    kinds = list(dict.fromkeys([*roles, *last_roles.values()]))
     base = [kind for kind, _, _ in kinds]
     chosen = tables.select(kinds=base, layers=[kinds.index(role) for role in roles])
+    last_kinds = tuple(kinds.index(last_roles.get(role, role)) for role in kinds) if last_roles else ()
     legal, time_s = chosen.legal, chosen.time_s
     for row, (_, source, sides) in enumerate(kinds):
         if source is not None:
@@ -172,7 +188,7 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
         for side in (tables.side_inputs[index] for index in sides):
             allowed = side.seconds[condition[side.source]]
             time_s[row] += allowed.min(axis=0) if len(allowed) else 0.0
-    return replace(chosen, side_inputs=())
+    return replace(chosen, last_kinds=last_kinds, side_inputs=())
 
 
 def _search_conditions(prospect: SideProspect, cutoff_s: float, deadline: float | None) -> SettingResult:
@@ -189,14 +205,16 @@ def _search_conditions(prospect: SideProspect, cutoff_s: float, deadline: float 
         result = partition.settle(start, cutoff_s=limit, deadline=deadline)
         bound = max(bound, result.lower_bound_s, limit if result.status == "beaten" else 0.0)
         plan = _priced(tables, result.solution) if result.solution is not None else None
-        if plan is not None and plan.step_s < best.step_s:
-            best = plan
-        children = _split(tables, condition, plan) if plan is not None and result.status == "optimal" else ()
-        for child in children:
+        if plan is not None:
+            tried = [each for each in _without_sides(tables, plan) if each.peak_bytes <= prospect.budget_bytes]
+            best = min(best, plan, *tried, key=lambda each: each.step_s)
+        limit = min(cutoff_s, best.step_s * TIES)
+        children = _split(tables, condition, plan, limit) if plan is not None and result.status == "optimal" else None
+        for child in children or ():
             inner = partition.assess(conditioned(tables, child), prospect.budget_bytes)
             if isinstance(inner, Prospect):
                 heapq.heappush(waiting, (max(bound, inner.lower_bound_s), next(order), child, inner))
-        lower = lower if children else min(lower, bound)
+        lower = min(lower, bound if children is None else limit)
         timed_out = result.status == "feasible" or (deadline is not None and time.monotonic() > deadline)
     return _outcome(best, min(lower, waiting[0][0] if waiting else np.inf), cutoff_s, timed_out)
 
@@ -209,16 +227,38 @@ def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -
     return SettingResult(status=status, solution=best, lower_bound_s=min(lower_s, best.step_s))
 
 
-def _split(tables: CostTables, condition: Condition, plan: Solution) -> tuple[Condition, ...]:
-    """The condition in two, if the plan pays more for some side input than the condition alone asks for."""
+def _without_sides(tables: CostTables, plan: Solution) -> Iterator[Solution]:
+    """The plan with another source, or with other readers, of a side input so that none of these pays for it."""
+    for side in tables.side_inputs:
+        is_free = side.seconds == 0
+        agrees_with = {side.source: is_free[:, [plan.strategies[reader] for reader in side.readers]].all(axis=1)}
+        for wanted in (agrees_with, dict.fromkeys(side.readers, is_free[plan.strategies[side.source]])):
+            strategies = list(plan.strategies)
+            for layer, allowed in wanted.items():
+                kind = tables.layers[layer]
+                times_s = np.where(allowed & tables.legal[kind], tables.time_s[kind], np.inf)
+                if np.isfinite(times_s).any():
+                    strategies[layer] = int(np.argmin(times_s))
+            yield evaluate(tables, plan.boundaries, strategies)
+
+
+def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: float) -> list[Condition] | None:
+    """The condition in two, if the plan pays more for some side input than the condition alone asks for; else None.
+
+    Without the classes of the source of which no plan takes less than ``limit_s``, whatever memory there is.
+    """
     for side in tables.side_inputs:
         own, allowed = plan.strategies[side.source], condition[side.source]
         columns = np.array([plan.strategies[reader] for reader in side.readers])
         if np.any(side.seconds[own, columns] > side.seconds[np.ix_(allowed, columns)].min(axis=0)):
-            same = np.intersect1d(allowed, _class_of(tables, side.source, plan))
-            rest = np.setdiff1d(allowed, same)
-            return {**condition, side.source: same}, {**condition, side.source: rest}
-    return ()
+            shared = (np.intersect1d(allowed, each) for each in source_classes(tables, side.source))
+            classes = [each for each in shared if len(each)]
+            bounds_s = [quick_bound_s(conditioned(tables, {**condition, side.source: each})) for each in classes]
+            hopeful = [each for each, bound_s in zip(classes, bounds_s, strict=True) if bound_s < limit_s]
+            same = [each for each in hopeful if own in each]
+            rest = [each for each in hopeful if own not in each]
+            return [{**condition, side.source: np.sort(np.concatenate(each))} for each in (same, rest) if each]
+    return None
 
 
 def _class_of(tables: CostTables, source: int, plan: Solution) -> IntArray:

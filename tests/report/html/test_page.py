@@ -282,6 +282,10 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     assert gain_sentence(planned) == (
         "It takes 20.0% less time than plain FSDP, as long as plain 3D; plain DDP does not fit"
     )
+    faster = (baselines[1].model_copy(update={"step_time_s": step_s / 1.1}),)
+    worse = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": faster})})
+    assert gain_sentence(worse) == "It takes 10.0% more time than plain FSDP"
+    assert baseline_line(worse.prediction).startswith("10.0% more time than the best plain plan, plain FSDP")
     none = (Baseline(name="plain DDP"), Baseline(name="plain FSDP"), *baselines[2:])
     other = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": none})})
     assert gain_sentence(other).endswith("; plain DDP and plain FSDP have no legal strategy")
