@@ -35,7 +35,7 @@ from steelyard.runtime.state import ParameterNames, parameter_names
 
 MAX_NORM = 0.5
 _LEARNING_RATE, _MOMENTUM = 0.3, 0.9
-_SMALL = 1e-3
+SMALL = 1e-3
 """Of the largest entry of all tensors: what those of less are compared with, as the gradient of a key's bias, which is
 truly zero (softmax ignores a shift of all scores)."""
 
@@ -213,7 +213,7 @@ def _largest_difference(
 ) -> tuple[float, str]:
     """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name."""
     worst, where = 0.0, ""
-    least = _SMALL * max(float(each.abs().max()) for each in expected.values() if each.numel())
+    least = SMALL * max(float(each.abs().max()) for each in expected.values() if each.numel())
     for path, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
