@@ -642,6 +642,10 @@ _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attentio
     [
         ({"model_type": "mllama"}, "list of modules"),
         ({"model_type": "blt"}, "in BltPatcher.forward of transformers.models.blt"),
+        (
+            {"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"], "num_self_attends_per_block": 2},
+            "perceiver.input_preprocessor.embeddings, which lies before its blocks and which its head reads past them",
+        ),
         ({"model_type": "cpmant"}, "its pieces are not the whole: they raise RuntimeError"),
         (
             {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},

@@ -689,6 +689,11 @@ def _ends(
         own = _parameters(model, path)
         if in_head.isdisjoint(map(id, own)) and _depends(seen.logits, own, leaving):
             ends[-1].append(path)
+    in_head |= {id(each) for path in ends[-1] for each in _parameters(model, path)}
+    for path in (path for end in ends[:-1] for path in end):
+        own = [each for each in model.get_submodule(path).parameters() if id(each) not in in_head]
+        if _depends(seen.logits, own, leaving):
+            raise _refused(config, f"{path}, which lies before its blocks and which its head reads past them")
     if not all(ends):
         raise _refused(config, f"no parameters {'before' if ends[-1] else 'behind'} its blocks")
     found = [_outermost(each) for each in ends]
