@@ -23,8 +23,9 @@ from steelyard.modules.build import (
     read_hub_config,
 )
 from steelyard.modules.holes import forward_options
-from steelyard.modules.prepared import prepare
+from steelyard.modules.prepared import prepare, stored_apart
 from steelyard.modules.split_proof import split_model
+from steelyard.modules.split_tp import no_cp
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
@@ -217,7 +218,33 @@ def test_the_matrices_of_gpt2_are_divided_by_structure() -> None:
     small |= {"bos_token_id": 1, "eos_token_id": 2}
     kind = split_model("gpt2", small).kinds[1]
     assert (kind.no_tp, kind.no_sp) == ("", "")
-    assert kind.styles["block.mlp.c_fc"] == "columns"
+    assert kind.styles["block.mlp.c_fc"] == kind.styles["block.attn.c_attn"] == "columns"
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "openai-gpt"])
+def test_a_matrix_whose_result_is_split_is_stored_apart(model_type: str) -> None:
+    config = read_hub_config(model_type, {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32})
+    model = find_split(config).model
+    attention = "transformer.h.0.attn"
+    assert stored_apart(model) == {f"{attention}.c_attn": 3}
+    assert model.get_submodule(f"{attention}.c_attn").weight.shape == (16, 3, 16)
+    assert model.get_submodule(f"{attention}.c_attn").bias.shape == (3, 16)
+
+
+def test_a_table_of_positions_is_looked_up_for_the_places_of_the_tokens() -> None:
+    config = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
+    split = find_split(read_hub_config("gpt2", config)).split
+    assert split.embedding_calls == ("transformer.wte", ":positions:transformer.wpe", "transformer.drop")
+    assert not find_split(read_hub_config("openai-gpt", config)).split.embedding_calls  # in a buffer that is not known
+
+
+@pytest.mark.parametrize(("key", "drops"), [("attn_pdrop", True), ("resid_pdrop", False), ("embd_pdrop", False)])
+def test_attention_that_drops_entries_is_told_from_what_drops_beside_it(key: str, drops: bool) -> None:
+    config = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
+    config |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, key: 0.1}
+    found = find_split(read_hub_config("gpt2", config))
+    assert found.attention_drops is drops
+    assert bool(no_cp(found.split, found.split.kinds[1], attention_drops=found.attention_drops)) is drops
 
 
 @pytest.mark.slow
@@ -591,11 +618,13 @@ def test_parameters_that_only_a_constructor_fills_have_first_weights_that_are_nu
     found = []
     for _ in range(2):
         model = build_from_config(config, Task.CAUSAL_LM, fused_attention=True)
+        prepare(model, "openai-gpt")
         materialize_module(model, model, seed=0, device=torch.device("cpu"))
         found.append(dict(model.named_parameters()))
     assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
-    bias = found[0]["transformer.h.0.mlp.c_fc.bias"]
-    assert torch.equal(bias, torch.zeros_like(bias))
+    for matrix in ("mlp.c_fc", "attn.c_attn"):
+        bias = found[0][f"transformer.h.0.{matrix}.bias"]
+        assert torch.equal(bias, torch.zeros_like(bias))
     assert found[0]["transformer.h.0.mlp.c_fc.weight"].detach().std() == pytest.approx(0.02, rel=0.1)
 
 

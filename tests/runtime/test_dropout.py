@@ -15,12 +15,11 @@ DROPPING = {**CONFIGS["gpt_neox"], "hidden_dropout": 0.2, "attention_dropout": 0
 SAME = torch.randint(0, 256, (1, 33), generator=torch.Generator().manual_seed(0))
 
 
-GPT_NEO = {
-    **{"model_type": "gpt_neo", "hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256},
-    **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64},
-    **{"embed_dropout": 0.2, "attention_dropout": 0.0, "resid_dropout": 0.0},
+GPT = {
+    **{"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 256},
+    **{"embd_pdrop": 0.2, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
 }
-IN_THE_EMBEDDING = {"called": {**DROPPING, "attention_dropout": 0.0}, "with holes": GPT_NEO}
+IN_THE_EMBEDDING = {"called": {**DROPPING, "attention_dropout": 0.0}, "with holes": GPT}
 """Of models whose embedding is modules called one after another, and the model itself with holes."""
 
 

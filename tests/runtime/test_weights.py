@@ -21,10 +21,10 @@ from steelyard.modules.build import (
     build_model,
     hub_config,
     materialize_layer,
-    modules_apart,
     prepare_model,
 )
 from steelyard.modules.layers import build_layer
+from steelyard.modules.prepared import stored_apart
 from steelyard.plan.strategy import Remat
 from steelyard.runtime import weights
 from steelyard.runtime.exported_tokenizer import tokenizer_files
@@ -139,7 +139,7 @@ def test_a_bias_of_the_logits_that_the_model_itself_holds_is_read(tmp_path: Path
 def test_transformers_reads_every_family_under_the_names_that_are_exported(tmp_path: Path, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
     model = build_model(chain, seed=1)
-    apart = modules_apart(chain)
+    apart = stored_apart(model)
     expected = {
         key: value.flatten(-2) if key.rpartition(".")[0] in apart else value for key, value in model.named_parameters()
     }

@@ -44,6 +44,7 @@ _SIZES = (
         "intermediate_size",
         "head_dim",
     ),
+    *("n_embd", "n_head", "n_inner", "n_layer", "n_positions"),
     *("vocab_size", "max_position_embeddings", *_EXPERTS),
 )
 _HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -225,9 +225,6 @@ class Family:
     """Whether the rotary embedding differs between kinds of attention."""
     fused_attention: bool = True
     """Whether attention runs in one kernel; else step by step, with a mask and the square of the sequence in memory."""
-    apart: Mapping[str, int] = field(default_factory=dict)
-    """Matrices of Conv1D that are several side by side: their path in a block, and how many. They are stored [inputs,
-    parts, outputs of a part], so that a tensor-parallel rank's part of each is a slice of the last dim."""
 
     def of_kind(self, table: Mapping[str, _Entry], kind: LayerKind) -> _Entry | None:
         """The entry of a kind in `run` or `tp`: under its name, else under its role."""

@@ -20,7 +20,7 @@ from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Where a type knows them by these names, what a config must give: transformers takes those of another model."""
+"""Where a type knows them, under these names or its own, what a config must give: else they are another's."""
 _logger = logging.getLogger(__name__)
 
 
@@ -50,8 +50,10 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
     from steelyard.modules.split_proof import split_model
 
     for key in (each for each in _NEEDED if config.get(each) is None):
-        if key in read_hub_config(model_type, config).to_dict():
-            raise wrong_size(key, None)
+        hub_config = read_hub_config(model_type, config)
+        own = type(hub_config).attribute_map.get(key, key)
+        if config.get(own) is None and own in hub_config.to_dict():
+            raise wrong_size(own, None)
     split = split_model(model_type, config, folder)
     keep_split(config_hash(config), split, folder)
     return split

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, activations
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES, remap_legacy_layer_types
-from transformers.pytorch_utils import Conv1D
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain
@@ -88,7 +87,6 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
         )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
     prepare(model, chain.family.model_type)
-    store_apart(model, chain)
     return model
 
 
@@ -123,45 +121,11 @@ def _has_experts(config: PreTrainedConfig) -> bool:
     return any(getattr(each, key, None) is not None for each in configs for key in _NUM_EXPERTS)
 
 
-class ApartConv1D(Conv1D):
-    """A Conv1D of several matrices, stored apart: weight [inputs, parts, outputs of a part], bias [parts, outputs]."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """What the matrices give, side by side."""
-        product = torch.addmm(self.bias.flatten(), inputs.flatten(0, -2), self.weight.flatten(1))
-        return product.view(*inputs.shape[:-1], -1)
-
-
-@torch.no_grad()
-def store_apart(model: PreTrainedModel, chain: ModelChain) -> None:
-    """Stores the matrices apart that the family says, in place; twice does no harm."""
-    for path, parts in modules_apart(chain).items():
-        module = model.get_submodule(path)
-        if not isinstance(module, ApartConv1D):
-            module.__class__ = ApartConv1D
-            for name, parameter in list(module.named_parameters()):
-                apart = nn.Parameter(parameter.unflatten(-1, (parts, -1)), requires_grad=parameter.requires_grad)
-                module.register_parameter(name, apart)
-
-
-def modules_apart(chain: ModelChain) -> dict[str, int]:
-    """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
-    found: dict[str, int] = {}
-    for layer in range(chain.num_layers if chain.family.apart else 0):
-        modules = chain.family.modules(chain.layout, layer)
-        for path, parts in chain.family.apart.items():
-            name, _, rest = path.partition(".")
-            if name in modules:
-                found[f"{modules[name]}.{rest}"] = parts
-    return found
-
-
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
     if chain.own:
         return
     prepare(model, chain.family.model_type)
-    store_apart(model, chain)
     if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)
     if model.config._attn_implementation == "sdpa":
@@ -338,7 +302,7 @@ def _fill_the_rest(module: nn.Module, config: PreTrainedConfig) -> None:
         module.reset_parameters()
         return
     for name, parameter in missing.items():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and name != "bias":
             nn.init.normal_(parameter, std=getattr(config, "initializer_range", 0.02))
         else:
             nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)

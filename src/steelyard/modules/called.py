@@ -2,15 +2,21 @@
 
 An operation is written behind a colon as its name and its numbers, as ``:mul:0.5``; logits are scaled and capped so.
 ``:select:1:0`` is what lies at place 0 of dim 1: a classifier reads the one token for the whole image.
+``:positions:PATH`` adds what the module at a path gives for the tokens' positions.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from steelyard.model.family import Context
+from steelyard.modules.known_values import values_of
 
 _OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
@@ -19,15 +25,33 @@ _OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     }
 )
 _SPELLED = {"mul": "mul", "__mul__": "mul", "__rmul__": "mul", "div": "div", "__truediv__": "div", "tanh": "tanh"}
+_ATTENTION = functional.scaled_dot_product_attention.__name__
+_ADDED = ("add", "__add__", "__radd__", "__iadd__")
+POSITIONS = ":positions:"
+"""Begins a step that adds what a module gives for positions."""
 
 
-def called_at(model: nn.Module, step: str) -> Callable[[Tensor], Tensor]:
-    """The module at a path of a model, or an operation with its number."""
+def called_at(model: nn.Module, step: str) -> Callable[[Tensor, Context], Tensor]:
+    """A step as a function of a tensor and what a forward pass carries; a copy of it has copies of its module."""
     path, *operation = step.split(":")
     if not operation:
-        return model.get_submodule(path)
+        return partial(_of_tensor, model.get_submodule(path))
+    if step.startswith(POSITIONS):
+        return partial(_with_positions, model.get_submodule(operation[1]))
     name, *numbers = operation
-    return lambda tensor: _OPERATIONS[name](tensor, *map(float, numbers))
+    return partial(_of_numbers, _OPERATIONS[name], [float(each) for each in numbers])
+
+
+def _of_tensor(module: nn.Module, tensor: Tensor, _context: Context) -> Tensor:
+    return module(tensor)
+
+
+def _with_positions(table: nn.Module, tensor: Tensor, context: Context) -> Tensor:
+    return tensor + table(context.side.position_ids)
+
+
+def _of_numbers(operation: Callable[..., Tensor], numbers: list[float], tensor: Tensor, _context: Context) -> Tensor:
+    return operation(tensor, *numbers)
 
 
 class _Call(NamedTuple):
@@ -44,9 +68,15 @@ class CalledModules:
     def __init__(self, model: nn.Module) -> None:
         self._paths = {module: path for path, module in model.named_modules()}
         self._calls: list[_Call] = []
+        self._positions: list[_Call] = []
+        self._operations = _Watched(self._calls, self._positions)
+
+    @property
+    def attention_drops(self) -> bool:
+        """Whether a kernel of attention was called that drops entries."""
+        return self._operations.attention_drops
 
     def __enter__(self) -> Self:
-        self._operations = _Watched(self._calls)
         self._operations.__enter__()
         self._handles = [each.register_forward_hook(self._remember, with_kwargs=True) for each in self._paths]
         return self
@@ -58,7 +88,8 @@ class CalledModules:
 
     def _remember(self, module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], returned: Any) -> None:
         if len(places) == 1 and not names and isinstance(places[0], Tensor) and isinstance(returned, Tensor):
-            self._calls.append(_Call(self._paths[module], places[0], returned, returned._version))
+            call = _Call(self._paths[module], places[0], returned, returned._version)
+            (self._positions if _are_positions(places[0]) else self._calls).append(call)
 
     def between(self, first: Tensor, last: Tensor) -> tuple[str, ...]:
         """The steps (see `called_at`) that make ``last`` of ``first``; none where more is done than that."""
@@ -75,17 +106,23 @@ class CalledModules:
 
 
 class _Watched(TorchFunctionMode):
-    """Adds the operations that make a tensor of one and a number to the calls."""
+    """Adds the operations that make a tensor of one and a number, or what is made of positions, to the calls."""
 
-    def __init__(self, calls: list[_Call]) -> None:
+    def __init__(self, calls: list[_Call], positions: list[_Call]) -> None:
         super().__init__()
-        self._calls = calls
+        self._calls, self._positions = calls, positions
+        self.attention_drops = False
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         returned = function(*args, **(kwargs or {}))
         spelled = getattr(function, "__name__", "")
+        self.attention_drops |= spelled == _ATTENTION and bool((kwargs or {}).get("dropout_p"))
+        if spelled in _ADDED and not kwargs and all(isinstance(each, Tensor) for each in args):
+            for tensor, other in (args, args[::-1]):
+                steps = [POSITIONS + each.step for each in self._positions if _is(each.returned, other)]
+                self._calls += [_Call(step, tensor, returned, returned._version) for step in steps]
         if not kwargs and args and isinstance(args[0], Tensor) and args[0].is_floating_point():
             name, numbers = _selected(args[1]) if spelled == "__getitem__" else (_SPELLED.get(spelled, ""), args[1:])
             if name and all(isinstance(each, int | float) for each in numbers):
@@ -104,6 +141,11 @@ def _selected(index: Any) -> tuple[str, tuple[Any, ...]]:
 
 def _is_all(entry: object) -> bool:
     return isinstance(entry, slice) and entry == slice(None)
+
+
+def _are_positions(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be the positions of all tokens [1, S]."""
+    return tensor.ndim == 2 and values_of(tensor) == (1, tensor.shape[1], *range(tensor.shape[1]))
 
 
 def _is(one: Tensor, other: Tensor) -> bool:

@@ -46,13 +46,13 @@ class CalledPiece:
 
     def __init__(self, model: PreTrainedModel, steps: Collection[str]) -> None:
         self._steps = [called_at(model, step) for step in steps]
-        self.beside = tuple(step for step in self._steps if isinstance(step, nn.Module))
+        self.beside = tuple(model.get_submodule(step) for step in steps if ":" not in step)
 
-    def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
+    def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], context: Context) -> Tensor:
         """What the last step returns; an encoder's output ends here, with a gradient of 0."""
         found = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
         for step in self._steps:
-            found = step(found)
+            found = step(found, context)
         return found
 
 

@@ -1,4 +1,4 @@
-"""What makes models of some types ready to be taken apart, in place: the one thing that their structure cannot tell.
+"""What makes models ready to be taken apart, in place: of some types, what their structure cannot tell.
 
 Blocks of T5 that read the table of the first one hold it themselves, and so do ALBERT's layers the weights of their
 group; what activations collect for quantization, and a cut of what is read between two blocks (Gemma 4), is left out.
@@ -6,7 +6,8 @@ XLM and FlauBERT keep the parts of their blocks in lists of their own, and their
 turn. Here a block holds the parts of one place, which stay in their lists too, where their weights have their names;
 the forward pass is that of samples without padding, of one language. Reformer's stack has a backward pass over all of
 its blocks; here autograd goes through them one by one. Routers that cast their own weights within a forward pass leave
-them as they are. `steelyard.modules.split_proof` proves all this equal to the unmodified model.
+them as they are. In models of any type a Conv1D whose result is split in equal parts stores these apart.
+`steelyard.modules.split_proof` proves all this equal to the unmodified model.
 
 Legend of shapes: B samples, S tokens, H hidden width.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.pytorch_utils import Conv1D
 
 
 def _share_bias(model: Any) -> None:
@@ -202,7 +204,39 @@ PREPARES: Mapping[str, Callable[[Any], None]] = {
 }
 
 
+class ApartConv1D(Conv1D):
+    """A Conv1D of several matrices, stored apart: weight [inputs, parts, outputs of a part], bias [parts, outputs].
+
+    So a tensor-parallel rank's part of each is a slice of the last dim.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the matrices give, side by side."""
+        product = torch.addmm(self.bias.flatten(), inputs.flatten(0, -2), self.weight.flatten(1))
+        return product.view(*inputs.shape[:-1], -1)
+
+
+@torch.no_grad()
+def _store_apart(model: nn.Module) -> None:
+    """Stores the matrices apart whose results a module splits, as query, key and value of GPT-2; twice does no harm."""
+    for owner in list(model.modules()):
+        width = vars(owner).get("split_size")
+        for module in owner.children() if isinstance(width, int) else ():
+            if type(module) is Conv1D and module.nf > width and module.nf % width == 0:
+                module.__class__ = ApartConv1D
+                for name, each in list(module.named_parameters()):
+                    apart = nn.Parameter(each.unflatten(-1, (-1, width)), requires_grad=each.requires_grad)
+                    module.register_parameter(name, apart)
+
+
+def stored_apart(model: nn.Module) -> dict[str, int]:
+    """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
+    found = ((path, each) for path, each in model.named_modules() if isinstance(each, ApartConv1D))
+    return {path: each.weight.shape[-2] for path, each in found}
+
+
 def prepare(model: Any, model_type: str) -> None:
     """Makes a model of a type ready to be taken apart, in place; twice does no harm."""
+    _store_apart(model)
     if model_type in PREPARES:
         PREPARES[model_type](model)

@@ -126,7 +126,7 @@ def _with_proof(found: Found, small: ModelSplit) -> ModelSplit:
                 "styles": proved.styles,
                 "no_tp": proved.no_tp,
                 "no_sp": proved.no_sp,
-                "no_cp": no_cp(found.model, found.split, kind) or proved.no_cp,
+                "no_cp": no_cp(found.split, kind, attention_drops=found.attention_drops) or proved.no_cp,
                 "tp_shares": proved.tp_shares,
                 "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
             }
@@ -143,7 +143,7 @@ def _prove(small: Found) -> ModelSplit:
     small = replace(small, split=small.split.model_copy(update=options))
     divided = divided_kinds(small.model, small.split, small.keywords, proofs)
     one_head = _proof_of_one_head(small, training=proofs.model.training)
-    without_cp = no_context_parallelism(small.model, small.split, proofs)
+    without_cp = no_context_parallelism(small.split, proofs)
     kinds = tuple(
         proved.model_copy(
             update={
@@ -215,6 +215,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
         try:
             outputs = whole(**{reads(split.image): ids}, **with_decoder, **forward_options(whole))
             expected = _results(whole, _as_in_parts(whole, parts, split), outputs.logits, labels)
+            expected |= {path: expected[path].view_as(each) for path, each in trained.items() if path in expected}
             pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))
             logits = pieces.view_as(expected["logits"])
             wrong = difference(expected, _results(parts, trained, logits, labels), chain, TOLERANCE)

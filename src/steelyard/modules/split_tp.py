@@ -40,7 +40,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS, NO_CP, LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import ModelSplit, SplitKind
-from steelyard.modules.dropout import has_dropout
+from steelyard.modules.called import POSITIONS
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.head_tail import in_order, natural_order, rank_order
 from steelyard.modules.kinds.cp import apply_context_parallel, own_context
@@ -72,6 +72,7 @@ IMAGE_NO_SP = "the places of an image are not divided"
 ENCODER_NO_SP = "two sequences flow along the decoder"
 LENGTH_NO_SP = "its states are of another length than the samples"
 STREAM_NO_SP = "what its blocks share is not divided by tokens"
+POSITIONS_NO_SP = "learned positions are added to whole sequences"
 Styles = Mapping[str, str]
 
 
@@ -93,7 +94,7 @@ def divided_kinds(
         for styles in _suppositions(model, split, kind, layer, keywords):
             reason = prove({kind.name: styles}, False)
             if not reason:
-                known = _no_sp(split)
+                known = _no_sp(split, kind)
                 no_sp = known or prove({kind.name: styles}, True)
                 found[kind.name] = kind.model_copy(
                     update={
@@ -115,16 +116,16 @@ def shares_heads(kind: SplitKind, one_head: "ThreadedProof") -> bool:
     return kind.role is LayerRole.BLOCK and bool(kind.styles) and not one_head({kind.name: kind.styles}, False)
 
 
-def no_context_parallelism(model: PreTrainedModel, split: ModelSplit, proof: "ThreadedProof") -> dict[str, str]:
+def no_context_parallelism(split: ModelSplit, proof: "ThreadedProof") -> dict[str, str]:
     """For every kind why ranks may not compute its layers for their own tokens each; empty where that is proved."""
-    known = {kind.name: no_cp(model, split, kind) for kind in split.kinds}
+    known = {kind.name: no_cp(split, kind) for kind in split.kinds}
     tried = [name for name, reason in known.items() if not reason]
     together = proof.by_tokens(tried) if tried else ""
     reasons = {name: proof.by_tokens([name]) for name in tried if together}
     return known | {name: f"not proved: {reason}" for name, reason in reasons.items() if reason}
 
 
-def no_cp(model: PreTrainedModel, split: ModelSplit, kind: SplitKind) -> str:
+def no_cp(split: ModelSplit, kind: SplitKind, *, attention_drops: bool = False) -> str:
     """Why no layer of a kind can be under cp; empty where that is to be tried."""
     attends = kind.attention in ("full_attention", "sliding_attention")
     if split.task is not Task.CAUSAL_LM or (kind.role is LayerRole.BLOCK and not attends):
@@ -135,13 +136,15 @@ def no_cp(model: PreTrainedModel, split: ModelSplit, kind: SplitKind) -> str:
         return LENGTH_NO_SP
     if split.streams:
         return STREAM_NO_SP
-    if any(has_dropout(each) for each in model.modules() if getattr(each, "is_causal", None) is True):
+    if attention_drops:
         return "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
     return ""
 
 
-def _no_sp(split: ModelSplit) -> str:
-    """Why nothing of a model can be sequence-parallel; empty where that is to be tried."""
+def _no_sp(split: ModelSplit, kind: SplitKind) -> str:
+    """Why nothing of a kind can be sequence-parallel; empty where that is to be tried."""
+    if kind.role is LayerRole.EMBEDDING and any(step.startswith(POSITIONS) for step in split.embedding_calls):
+        return POSITIONS_NO_SP
     known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
     if any(kind.tokens != (1, 0) for kind in split.kinds):
         known = known or LENGTH_NO_SP
@@ -387,7 +390,7 @@ def _inputs_of(matrix: nn.Module) -> int:
 
 
 def _outputs_of(matrix: nn.Module) -> int:
-    return matrix.weight.shape[1] if isinstance(matrix, Conv1D) else matrix.weight.shape[0]
+    return matrix.weight.shape[-1] if isinstance(matrix, Conv1D) else matrix.weight.shape[0]
 
 
 def _is_divisible(module: nn.Module, name: str) -> bool:

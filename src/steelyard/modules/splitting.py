@@ -105,6 +105,8 @@ class Found:
     config: PreTrainedConfig
     model: PreTrainedModel
     keywords: Mapping[str, str | None]
+    attention_drops: bool
+    """Whether attention drops entries inside its kernel."""
 
 
 def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Found:
@@ -128,7 +130,8 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     if split.encoder:
         first = seen.chains[split.blocks][0]
         keywords = seen.entering(_argument(first, split.encoder.encoded))
-    return Found(split=split, config=config, model=model, keywords=keywords)
+    drops = seen.modules.attention_drops
+    return Found(split=split, config=config, model=model, keywords=keywords, attention_drops=drops)
 
 
 def _first_state(seen: Recording) -> Tensor:

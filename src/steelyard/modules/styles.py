@@ -11,8 +11,6 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 | ``gather:KEYWORD:0``             | both                                                                             |
 | ``vocabulary``                   | an embedding divided by tokens                                                   |
 | ``logits``                       | a projection divided by tokens, whose result stays divided                       |
-| ``conv_columns``, ``conv_rows``  | as colwise and rowwise, for matrices stored transposed (Conv1D)                  |
-| ``gather_fused:NAME``            | attention whose query, key and value come from one Conv1D, NAME                  |
 | ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``enter:KEYWORD:NAMES:HEADS:LENT`` | a region begins: its input, or the one of that name, is whole on every rank    |
 |                                  | (and those behind a plus sign are, as where attention reads an encoder's output); |
@@ -51,6 +49,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils.stateless import _reparametrize_module
 from transformers.pytorch_utils import Conv1D
+
+from steelyard.modules.prepared import ApartConv1D
 
 
 def between_blocks(sp: bool) -> Replicate | Shard:
@@ -112,17 +112,6 @@ def _leave(partial_sum: Tensor, mesh: DeviceMesh, sp: bool) -> DTensor:
     )
 
 
-class ConvColumns(ParallelStyle):
-    """A Conv1D divided by its outputs, or by those of each of its parts where it keeps several apart."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _store(module, device_mesh, {name: Shard(each.ndim - 1) for name, each in module.named_parameters()})
-        module.nf = module.nf // device_mesh.size()
-        used = {"weight": DTensor.to_local, "bias": DTensor.to_local}
-        module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
-        return module
-
-
 class SharedHeads(ParallelStyle):
     """A projection to so many key or value heads, fewer than there are ranks: every rank has the one that it reads.
 
@@ -176,38 +165,6 @@ def share_heads(layer: nn.Module, num_heads: int, ranks: int, divided: Collectio
                 if is_of_heads and f"{path}.{name}" in divided:
                     found[f"{path}.{name}"] = SharedHeads(num_heads)
     return found
-
-
-class ConvRows(ParallelStyle):
-    """A Conv1D divided by its inputs, whose partial results are summed."""
-
-    def __init__(self, sp: bool) -> None:
-        super().__init__()
-        self._sp = sp
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _store(module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
-
-        def forward(inputs: Tensor) -> Tensor:
-            product = torch.matmul(inputs, module.weight.to_local())
-            return (_leave(product, device_mesh, self._sp) + module.bias).to_local()
-
-        module.forward = forward
-        return module
-
-
-class FusedAttention(ParallelStyle):
-    """Attention that splits the result of one Conv1D into query, key and value (GPT-2)."""
-
-    def __init__(self, sp: bool, name: str) -> None:
-        super().__init__()
-        self._sp = sp
-        self._name = name
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ConvColumns()._apply(module.get_submodule(self._name), device_mesh)
-        module.split_size //= device_mesh.size()
-        return _gather(self._sp)._apply(module, device_mesh)
 
 
 class LocalHeads(ParallelStyle):
@@ -344,9 +301,22 @@ def _heads_dim(heads: str) -> Callable[[nn.Module, str], int | None]:
     return lambda _module, name: 0 if name in heads.split(",") else None
 
 
-def _gather_columns(output: Tensor, mesh: DeviceMesh) -> Tensor:
-    columns = Shard(output.ndim - 1)
-    return _Moved.apply(output, mesh, (columns, Replicate()), (Partial(), columns))
+class ColumnsGathered(InRegion):
+    """A matrix divided by outputs, or by those of each of its parts where it stores them apart; all are gathered."""
+
+    def __init__(self, numbers: str = "") -> None:
+        super().__init__(_outputs_dim, numbers=numbers)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parts = module.weight.shape[-2] if isinstance(module, ApartConv1D) else 1
+
+        def gathered(output: Tensor, mesh: DeviceMesh) -> Tensor:
+            columns = Shard(output.ndim)
+            apart = output.unflatten(-1, (parts, -1))
+            return _Moved.apply(apart, mesh, (columns, Replicate()), (Partial(), columns)).flatten(-2)
+
+        self._after = gathered
+        return super()._apply(module, device_mesh)
 
 
 def _own_columns(arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> _Arguments:
@@ -376,9 +346,6 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "logits": lambda sp: ColwiseParallel(
         input_layouts=between_blocks(sp), output_layouts=Shard(-1), use_local_output=False
     ),
-    "conv_columns": lambda sp: ConvColumns(),
-    "conv_rows": ConvRows,
-    "gather_fused": FusedAttention,
     "gather_heads": LocalHeads,
     "enter": lambda sp, keyword="", numbers="", heads="", lent="": InRegion(
         _heads_dim(heads), before=_begin(sp, keyword), numbers=numbers, lent=lent
@@ -388,7 +355,7 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     ),
     "columns": lambda sp, numbers="": InRegion(_outputs_dim, numbers=numbers),
     "columns_entering": lambda sp, numbers="": InRegion(_outputs_dim, before=_begin(sp), numbers=numbers),
-    "columns_gathered": lambda sp, numbers="": InRegion(_outputs_dim, after=_gather_columns, numbers=numbers),
+    "columns_gathered": lambda sp, numbers="": ColumnsGathered(numbers),
     "rows": lambda sp: InRegion(_inputs_dim, after=_end(sp), adds_up=True),
     "rows_of_whole": lambda sp: InRegion(_inputs_dim, before=_own_columns, after=_end(sp), adds_up=True),
     "rows_partial": lambda sp: InRegion(_inputs_dim, adds_up=True),

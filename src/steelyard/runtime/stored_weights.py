@@ -20,7 +20,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.core_model_loading import rename_source_key as renamed_key
 
 from steelyard.errors import InvalidModelError
-from steelyard.modules.build import ApartConv1D
+from steelyard.modules.prepared import stored_apart
 
 OpenTensor = Callable[[str], Any]
 """A stored tensor by its name, as safetensors' ``get_slice`` gives it."""
@@ -93,7 +93,7 @@ def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str
             )
         )
         found.setdefault(target, []).append((name, pattern))
-    apart = {path: module.weight.shape[-2] for path, module in model.named_modules() if isinstance(module, ApartConv1D)}
+    apart = stored_apart(model)
     return {
         target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
         for target, pieces in found.items()

@@ -24,8 +24,9 @@ from transformers import PreTrainedConfig
 from steelyard.errors import InvalidCheckpointError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_meta_model, hub_config, modules_apart, read_hub_config
+from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
 from steelyard.modules.data_parallel import activation_dtype
+from steelyard.modules.prepared import stored_apart
 from steelyard.modules.updates import local_part
 from steelyard.output import command
 from steelyard.plan.plan import Plan
@@ -242,7 +243,7 @@ def _write_stage(
     first_rank = plan.parts[plan.stage_of(dist.get_rank())].ranks[0]
     is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
-    apart = frozenset(modules_apart(plan.chain()))
+    apart = stored_apart(state.model)
     for tensors in _gathered(state, dtype, file_bytes, apart, keep=is_writer):
         if is_writer:
             name = f"stage-{first_rank:05d}-{len(files):05d}"
