@@ -1,4 +1,4 @@
-"""Where costs come from is a value; plan files that held it as texts are read."""
+"""Where costs come from is a value."""
 
 import pytest
 
@@ -7,15 +7,6 @@ from steelyard.plan.cost_source import CatalogueRates, CostSource
 from tests.plan.examples import COST_SOURCE, changed, read
 
 TRACED = {**COST_SOURCE, "method": "traced", "device": "any", "torch": "2", "transformers": "5"}
-
-
-def test_texts_of_earlier_plan_files_are_read() -> None:
-    texts = {key: str(value) for key, value in COST_SOURCE.items() if key != "device_kind"}
-    plan = read(changed((["prediction", "profile"], {**texts, "driver": "none", "time_factor": "1.25"})))
-    assert plan.prediction is not None
-    source = plan.prediction.profile
-    assert (source.is_measured, source.num_devices, source.seq_len, source.time_factor) == (True, 4, 64, 1.25)
-    assert plan.prediction.time_factor == 1.25
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """What is proven of a plan: a status and a gap. The words that people read are made from them here alone."""
 
-import re
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.limits import Seconds
 from steelyard.plan.part import PlanPart
-from steelyard.units import format_bytes, format_seconds, parse_bytes
+from steelyard.units import format_bytes, format_seconds
 
 TOLERANCE = 1e-4
 """A gap that solvers of integer programs by custom leave (HiGHS and Gurobi: ``mip_rel_gap``, ``MIPGap``)."""
@@ -33,12 +32,6 @@ class Certificate(PlanPart):
     """Plans among which the simulator chose; absent where it confirmed the search's best."""
     spared_bytes: int | None = Field(default=None, gt=0)
     """What the search left free of the memory that there is; absent where it left nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_words(cls, data: Any) -> Any:
-        """Plan files once had the words alone; those that were ever written are read."""
-        return _fields_of(data) if isinstance(data, str) else data
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -102,31 +95,3 @@ class Certificate(PlanPart):
                 )
             case "priced":
                 return "priced as given, not searched"
-
-
-_WRITTEN = re.compile(
-    r"(?:(?P<optimal>optimal for the cost tables)|best so far, gap (?P<gap>[0-9.]+)%"
-    r"|fastest in simulation among the search's best (?P<simulated>[0-9]+); in its closed form another is"
-    r"|(?P<priced>priced as given, not searched))"
-    r"(?:, searched within (?P<spared>[0-9.]+ [KMGT]?i?B) less than there is)?"
-)
-"""All certificates of plan files that hold words."""
-
-
-def _fields_of(words: str) -> dict[str, Any]:
-    found = _WRITTEN.fullmatch(words)
-    if found is None:
-        raise InvalidPlanError(
-            field="prediction.certificate",
-            found=repr(words),
-            expected="an object with a status (optimal, gap, simulated or priced) and a gap",
-            hint="plan again, or leave the prediction out: `steelyard explain` fills it in",
-        )
-    spared_bytes = parse_bytes(found["spared"]) if found["spared"] else None
-    if found["gap"]:
-        return {"status": "gap", "gap": float(found["gap"]) / 100, "spared_bytes": spared_bytes}
-    if found["simulated"]:
-        return {"status": "simulated", "num_simulated": int(found["simulated"]), "spared_bytes": spared_bytes}
-    if found["optimal"]:
-        return {"status": "optimal", "gap": 0.0, "spared_bytes": spared_bytes}
-    return {"status": "priced"}

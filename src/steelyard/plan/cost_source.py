@@ -1,8 +1,6 @@
 """Where the costs of a plan come from: the profile, a measured run's factor, the catalogue's entry for the rates."""
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
@@ -57,16 +55,6 @@ class CostSource(ProfileIdentity):
     imbalance: float | None = Field(default=None, ge=1)
     """How many times the mean the rank computes whose experts most tokens take, which is assumed; absent for models
     without experts, and in plans that were written before they were divided."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _numbers(cls, data: Any) -> Any:
-        """Plan files once had every value as a text."""
-        if not isinstance(data, dict):
-            return data
-        kinds = {"seq_len": int, "num_devices": int, "time_factor": float}
-        texts = {key: kind(data[key]) for key, kind in kinds.items() if isinstance(data.get(key), str)}
-        return data | texts
 
     def __str__(self) -> str:
         runs = "a measured run" if self.num_calibrating < 2 else f"{self.num_calibrating} measured runs"

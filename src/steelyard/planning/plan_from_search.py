@@ -61,10 +61,14 @@ def assemble_plan(
     )
 
 
-def describe(pipeline: PipelineConfig) -> str:
-    """A pipeline setting in words, as in ``2 stages, 16 microbatches``; the schedule only where it needs saying."""
-    chunks = f" of {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
-    stages = format_plural(pipeline.num_stages, "stage") + chunks
+def describe(pipeline: PipelineConfig, *, stages: str | None = None) -> str:
+    """A pipeline setting in words, as in ``2 stages, 16 microbatches``; the schedule only where it needs saying.
+
+    ``stages`` says more of them than how many there are.
+    """
+    if stages is None:
+        chunks = f" of {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
+        stages = format_plural(pipeline.num_stages, "stage") + chunks
     microbatches = format_plural(pipeline.num_microbatches, "microbatch", "microbatches")
     words = pipeline.schedule.words if pipeline.num_stages > 1 else ""
     return f"{stages}, {microbatches}" + (f", {words}" if words else "")

@@ -106,7 +106,7 @@ def _plan_within(job: PooledJob, options: PlanOptions, top: int, *, missed: tupl
     plan, cost = candidates[best].plan, costs[best]
     alternatives = [
         Alternative(
-            description=f"{_described(each.plan)}, {describe(each.plan.pipeline).partition(', ')[2]}",
+            description=describe(each.plan.pipeline, stages=_described(each.plan)),
             step_time_s=other.step_time_s,
             memory_bytes=max(stage.total_bytes for stage in other.stages),
             is_bound=not each.is_settled,
