@@ -10,6 +10,8 @@ from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import parse_strategy
 from tests.cost.examples import SEQ_LEN, cluster, job, setting
+from tests.modules.split_configs import split_config
+from tests.runtime.feature_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 
 SINGLE = parse_strategy("single")
@@ -49,6 +51,13 @@ def test_images_are_read_in_fp32_by_the_first_layer_and_classes_by_the_head() ->
     of = family("swin")
     assert read_bytes(of, LayerRole.EMBEDDING) == 8 * 4 * 3 * 16 * 16
     assert read_bytes(of, LayerRole.HEAD) == 8 * 8
+
+
+def test_features_are_read_in_fp32_by_the_first_layer_and_tokens_by_the_decoder_and_the_head() -> None:
+    of = job_of(chain_from_config(split_config("whisper"), name="w", split=SPLITS["whisper"]), 16)
+    first, *later = [kind for kind in of.chain.kinds if kind.role is not LayerRole.BLOCK]
+    assert sample_bytes(first, SINGLE, setting(of, num_microbatches=2)) == 8 * 4 * 8 * 48
+    assert [sample_bytes(kind, SINGLE, setting(of, num_microbatches=2)) for kind in later] == [8 * 8 * 17] * 2
 
 
 def test_blocks_read_no_samples() -> None:

@@ -152,6 +152,13 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
     "minimax": {**_SMALL, **_EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "linear_attention"]},
 }
 """Blocks that ask for values, hold frozen tables, tokens first or two states, and parameters beside blocks."""
+_SPEECH = {key: value for key, value in _STACKS.items() if key != "max_position_embeddings"}
+_SPEECH |= {"max_source_positions": 24, "max_target_positions": 64}
+FEATURE_CONFIGS: dict[str, dict[str, Any]] = {
+    "whisper": {**_SPEECH, "num_mel_bins": 8, "begin_suppress_tokens": None},
+    "speech_to_text": {**_SPEECH, "input_feat_per_channel": 8, "conv_channels": 32},
+}
+"""Whose samples hold more than token ids."""
 _ALL = (
     SPLIT_CONFIGS
     | BESIDE_CONFIGS
@@ -160,6 +167,7 @@ _ALL = (
     | PADDED_CONFIGS
     | LENGTH_CONFIGS
     | OTHERWISE_CONFIGS
+    | FEATURE_CONFIGS
 )
 
 

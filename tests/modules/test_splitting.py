@@ -681,8 +681,8 @@ _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attentio
             "no class of transformers for text",
         ),
         (
-            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
-            "architectures: found WhisperForConditionalGeneration, of another task",
+            {"model_type": "whisper", "architectures": ["WhisperForAudioClassification"]},
+            "architectures: found WhisperForAudioClassification, of another task",
         ),
     ],
 )

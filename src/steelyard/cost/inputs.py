@@ -2,7 +2,7 @@
 
 | bytes          | of                                                                     | lives                    |
 |----------------|------------------------------------------------------------------------|--------------------------|
-| `sample_bytes` | token ids or images on an embedding, labels on the head                | the whole step           |
+| `sample_bytes` | token ids, images or features on an embedding, labels on the head      | the whole step           |
 | `side_bytes`   | positions, rotary embeddings and masks, which every forward pass makes | per microbatch in flight |
 """
 
@@ -24,9 +24,12 @@ def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int:
     if kind.role is LayerRole.BLOCK:
         return 0
     samples = setting.pipeline.num_microbatches * (setting.microbatch_samples // strategy.sample_degree)
-    image, own = setting.job.chain.layout.image, setting.job.chain.layout.sample_bytes
+    chain = setting.job.chain
+    image, own = chain.layout.image, chain.layout.sample_bytes
     if own is not None:
         return samples * own
+    if chain.features and kind == chain.kind_of(0):
+        return samples * _IMAGE_ENTRY_BYTES * math.prod(chain.features.shape)
     if image is None:
         return samples * _TOKEN_BYTES * (setting.job.seq_len + 1)
     return samples * (_IMAGE_ENTRY_BYTES * math.prod(image) if kind.role is LayerRole.EMBEDDING else _TOKEN_BYTES)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
-from steelyard.model.split import ModelSplit
+from steelyard.model.split import ModelSplit, SplitFeatures
 
 if TYPE_CHECKING:
     from steelyard.model.own import OwnSplit
@@ -78,6 +78,11 @@ class ModelChain:
         return self.config.get(ROUTER_LOSS) is True
 
     @property
+    def features(self) -> SplitFeatures | None:
+        """What the first layer reads, where samples hold it beside the token ids of a later one."""
+        return self.split.features if self.split else None
+
+    @property
     def num_layers(self) -> int:
         """Layers of the chain, embedding and head included."""
         return len(self.layers)
@@ -103,8 +108,13 @@ class ModelChain:
             return self.own.kind(layer).shapes
         if self.split is not None and self.split.kinds[self.layers[layer]].shape:
             return (self.split.kinds[self.layers[layer]].shape,)
-        encoded = ((seq_len, self.hidden_size),) * (self.kind_of(layer).num_streams - 1)
+        encoded = (self._encoded_shape(seq_len),) * (self.kind_of(layer).num_streams - 1)
         return (self.hidden_shape(layer, seq_len), *encoded)
+
+    def _encoded_shape(self, seq_len: int) -> tuple[int, ...]:
+        """The shape of an encoder's output, for one sample."""
+        encoder = self.split.encoder if self.split else None
+        return encoder.shape if encoder and encoder.shape else (seq_len, self.hidden_size)
 
     def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of all that flows out of a layer: beside hidden states what layers behind it read."""
@@ -129,13 +139,15 @@ class ModelChain:
         )
 
     def _num_states(self, layer: int, seq_len: int) -> int:
-        encoded = seq_len * self.hidden_size * (self.kind_of(layer).num_streams - 1)
+        encoded = prod(self._encoded_shape(seq_len)) * (self.kind_of(layer).num_streams - 1)
         return prod(self.hidden_shape(layer, seq_len)) + encoded
 
     def most_in_states(self, seq_len: int) -> int:
         """The most entries of the hidden states that flow between two layers, for one sample."""
         longest = max(times * seq_len + beside for times, beside in (kind.tokens for kind in self.kinds))
-        return (longest + seq_len * (self.num_streams - 1)) * self.hidden_size
+        fixed = max((prod(kind.hidden) for kind in self.kinds if kind.hidden and self.features), default=0)
+        encoded = prod(self._encoded_shape(seq_len)) * (self.num_streams - 1)
+        return max(longest * self.hidden_size + encoded, fixed)
 
     def most_past(self, seq_len: int) -> int:
         """The most entries that flow between two layers beside hidden states, for one sample."""
@@ -182,13 +194,14 @@ class ModelChain:
         """The pairs of tokens of a sample that attention of a kind of block relates, over all pairs.
 
         Half of them where a token sees those before it, fewer within a window, and all where it sees the others too; a
-        decoder's block does both, each in as many products.
+        decoder's block does both, and sees all of the encoder's output.
         """
         if not self.is_causal(kind):
             return 1.0
         part = min(self.window(kind) or seq_len, seq_len) / seq_len
         causal = part - part**2 / 2
-        return (causal + 1) / 2 if kind.num_streams > 1 else causal
+        crossed = self._encoded_shape(seq_len)[0] / seq_len if kind.num_streams > 1 else 0
+        return (causal + crossed) / (1 + crossed)
 
     def is_causal(self, kind: LayerKind) -> bool:
         """Whether a token of a kind of block attends to none behind it; a decoder's, but for the encoder's output."""
@@ -216,14 +229,33 @@ class ModelChain:
 
     def warnings(self, seq_len: int) -> tuple[str, ...]:
         """What is allowed with sequences of this length and should be known all the same."""
+        left_out = tuple(filter(None, (self.left_out(),)))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
-            return ()
+            return left_out
         longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]
         return (
+            *left_out,
             f"sequences of {seq_len:,} tokens are longer than the {self.max_seq_len:,} positions that {self.name} was "
             f"made for ({longest[0] if longest else 'by default'}): it runs, but what it learned does not reach so far "
             "unless its positions are rescaled",
         )
+
+    def left_out(self) -> str:
+        """What of the model its task leaves out, where the config has several parts; empty where that is nothing."""
+        task, config = self.family.task, self.config
+        planned = "" if task is Task.OWN else f"what is planned and trained is {task.auto_class}"
+        if task is Task.IMAGE_CLASSIFICATION and "text_config" in config:
+            return (
+                f"{planned}: the tower for images with a classifier. The tower for text is left out; the whole model "
+                "of two towers goes by steelyard plan mymodel.py:build_model (docs/your-own-model.md)"
+            )
+        if task is Task.CAUSAL_LM and config.get("is_encoder_decoder") is True:
+            return (
+                f"{planned}, the decoder alone: for both name the class with the encoder in the config's architectures"
+            )
+        if self.features is None and task.reads_text and ({"vision_config", "audio_config"} & {*config}):
+            return f"{planned} on text alone: what the model has for images or sound is not trained"
+        return ""
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raises `InvalidModelError` if the model cannot read sequences of this length."""

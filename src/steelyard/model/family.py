@@ -37,6 +37,7 @@ NO_CP = "only causal attention in one kernel can be divided by tokens"
 class Task(StrEnum):
     """What a model is trained for: which class of transformers it is, what a sample holds, and what the loss counts."""
 
+    SPEECH_SEQ2SEQ = "speech-seq2seq"
     CAUSAL_LM = "causal-lm"
     MASKED_LM = "masked-lm"
     SEQ2SEQ_LM = "seq2seq-lm"
@@ -50,9 +51,19 @@ class Task(StrEnum):
         return _AUTO_CLASSES[self]
 
     @property
+    def has_decoder(self) -> bool:
+        """Whether an encoder and a decoder are two lists of blocks, before the second of which token ids are read."""
+        return self in (Task.SEQ2SEQ_LM, Task.SPEECH_SEQ2SEQ)
+
+    @property
     def reads_text(self) -> bool:
-        """Whether samples are token ids of a sequence length that the user may choose."""
+        """Whether samples hold token ids of a sequence length that the user may choose."""
         return self not in (Task.IMAGE_CLASSIFICATION, Task.OWN)
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether samples hold something else beside them, which the first layer reads."""
+        return self is Task.SPEECH_SEQ2SEQ
 
 
 _AUTO_CLASSES = {
@@ -60,6 +71,7 @@ _AUTO_CLASSES = {
     Task.MASKED_LM: "AutoModelForMaskedLM",
     Task.SEQ2SEQ_LM: "AutoModelForSeq2SeqLM",
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
+    Task.SPEECH_SEQ2SEQ: "AutoModelForSpeechSeq2Seq",
 }
 """Samples are what `steelyard.modules.batch` says."""
 

@@ -42,11 +42,8 @@ _FFN_KEYS = (
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
 _TOKEN_KEYS = (
-    "vocab_size",
-    "vocab_size_per_layer_input",
-    "max_position_embeddings",
-    "n_positions",
-    "decoder_vocab_size",
+    *("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"),
+    *("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
 )
 _WINDOW_KEYS = ("sliding_window",)
 _PADDED_KEYS = ("attention_window", "block_size")

@@ -135,11 +135,27 @@ class SplitEncoder(_Part):
     """Place or name of the encoder's output among the arguments of the decoder's blocks."""
     order: tuple[int, ...] = ()
     """The order of its dims: as `BlockCall.order`."""
+    shape: tuple[Count, ...] = ()
+    """Of one sample of that output, where it does not follow from the number of tokens."""
 
     @property
     def reads(self) -> BlockCall:
         """Where the decoder's blocks are given the encoder's output."""
         return BlockCall(argument=self.encoded, order=self.order)
+
+
+class SplitFeatures(_Part):
+    """Of a model whose samples hold more than token ids: what the first layer reads."""
+
+    name: str
+    """What the model calls it."""
+    shape: tuple[Count, ...]
+    """Of one sample."""
+
+    def words(self, seq_len: int) -> str:
+        """What a sample holds."""
+        sizes = " × ".join(map(str, self.shape))
+        return f"a sample: {self.name} of {sizes} for the encoder, {seq_len} tokens for the decoder"
 
 
 class SplitStream(_Part):
@@ -223,6 +239,8 @@ class ModelSplit(_Part):
     fused_attention: bool
     image: tuple[Count, Count, Count] | None = None
     """Channels, height and width of what the model reads; None where it reads token ids."""
+    features: SplitFeatures | None = None
+    """What the first layer reads, where the decoder's embedding reads the token ids of a sample."""
     shared: tuple[tuple[tuple[int, str], ...], ...] = ()
     """Parameters that embeddings and the head share: for each copy its layer, and its path in the model."""
     encoder: SplitEncoder | None = None

@@ -5,6 +5,7 @@
 | causal-lm            | token ids [N, S]                | the next token at every place [N, S]            |
 | masked-lm            | token ids [N, S], some hidden   | the hidden tokens [N, S], `IGNORED` elsewhere   |
 | seq2seq-lm           | the source's token ids [N, S]   | the target's token ids [N, S]                   |
+| speech-seq2seq       | features of sound [N, ...]      | the target's token ids [N, S]                   |
 | image-classification | images [N, C, H, W]             | classes [N]                                     |
 
 The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
@@ -56,6 +57,8 @@ def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Te
         assert chain.layout.image is not None
         return torch.zeros((num_samples, *chain.layout.image)), torch.zeros(num_samples, dtype=torch.long)
     tokens = torch.zeros((num_samples, seq_len), dtype=torch.long)
+    if chain.features:
+        return torch.zeros((num_samples, *chain.features.shape)), tokens
     return tokens, torch.zeros_like(tokens)
 
 
@@ -68,6 +71,8 @@ def random_samples(
         images = torch.randn((num_samples, *chain.layout.image), generator=generator)
         return images, torch.randint(chain.vocab_size, (num_samples,), generator=generator)
     inputs, labels = torch.randint(chain.vocab_size, (2, num_samples, seq_len), generator=generator)
+    if chain.features:
+        inputs = torch.randn((num_samples, *chain.features.shape), generator=generator)
     if chain.family.task is Task.MASKED_LM:
         is_target = torch.rand(labels.shape, generator=generator) < 1 / 7
         is_target[:, 0] = True

@@ -31,8 +31,8 @@ from transformers import PreTrainedModel, masking_utils
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import Context, Layer, LayerRole, Run
-from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, local_name
+from steelyard.model.family import Context, Layer, LayerRole, Run, Task
+from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, SplitFeatures, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
 from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values, plain_token, without_values
@@ -84,7 +84,7 @@ class DecoderEmbeddingPiece:
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         assert split.encoder is not None
         self._encoder = split.encoder
-        self._last = _Give(split, split.between - 1)
+        self._last, self._features = _Give(split, split.between - 1), split.features
         stubs = {split.between - 1: self._last, split.between + 1: _Stop(split, split.between + 1)}
         self._shell = Shell(
             model, split, keep=split.encoder.between, stubs=stubs, makes_masks=not split.fused_attention
@@ -95,7 +95,9 @@ class DecoderEmbeddingPiece:
         """The model's own forward pass from the one block to the other."""
         self._last.hidden = hidden
         try:
-            self._shell(blank(None, *hidden.shape[:2], hidden.device), hidden.dtype, context.decoder_ids)
+            samples, tokens = hidden.shape[:2]
+            first = blank(self._features, 1 if self._features else samples, tokens, hidden.device)
+            self._shell(first, hidden.dtype, context.decoder_ids)
         except _ReachedError as reached:
             return reached.call.hidden(reached.arguments), self._encoder.reads.hidden(reached.arguments)
         finally:
@@ -110,7 +112,7 @@ class HeadPiece:
         last = len(split.layers) - 2
         self._last = _Give(split, last)
         self._buffers = {path: local_name(path) for path in outside_buffers(model, split, last + 1)}
-        self._sees_shape, self._image = split.head_sees_shape, split.image
+        self._sees_shape, self._read, self._features = split.head_sees_shape, read_by(split), bool(split.features)
         self._tokens = split.kinds[split.layers[last]].tokens
         self._shell = Shell(
             model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
@@ -128,7 +130,9 @@ class HeadPiece:
         samples, tokens = (len(hidden), (hidden.shape[1] - beside) // (times or 1)) if self._sees_shape else (1, 1)
         buffers = {path: layer.get_buffer(name) for path, name in self._buffers.items()}
         try:
-            outputs = self._shell(blank(self._image, samples, tokens, hidden.device), hidden.dtype, buffers=buffers)
+            first = blank(self._read, samples, tokens, hidden.device)
+            ids = blank(None, samples, tokens, hidden.device) if self._features else None
+            outputs = self._shell(first, hidden.dtype, ids, buffers)
         finally:
             self._last.hidden = None
         return outputs.logits
@@ -203,27 +207,29 @@ class BlockInputs:
         stubs = _records(split, layers)
         self._records = {chain.kind_of(layer).name: record for layer, record in stubs.items()}
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=makes_masks)
-        self._by_sample, self._image = split.sides_by_sample, split.image
+        self._by_sample, self._read = split.sides_by_sample, read_by(split)
         self._token = plain_token(model.config)
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
-        """For every kind its arguments, for one sample and a hidden state in ``dtype``."""
-        ids = torch.full_like(ids, self._token) if self._image is None else ids
-        one = self._recorded(ids, dtype)
+    def __call__(self, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, BlockArguments]:
+        """For every kind its arguments, for one sample of so many tokens and a hidden state in ``dtype``."""
+        one = self._recorded(1, tokens, dtype, device)
         if not self._by_sample:
             return one
-        two = self._recorded(torch.cat([ids, ids]), dtype)
+        two = self._recorded(2, tokens, dtype, device)
         return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
 
     def token_dims(self, device: torch.device, dtype: torch.dtype) -> dict[str, BlockArguments]:
         """For every kind, in the place of each tensor the one dim that is tokens; None where there is none, or two."""
-        few, more = (self(blank(self._image, 1, tokens, device), dtype) for tokens in _LENGTHS)
+        few, more = (self(tokens, dtype, device) for tokens in _LENGTHS)
         return {name: pytree.tree_map(_token_dim, few[name], more[name]) for name in few}
 
-    def _recorded(self, ids: Tensor, dtype: torch.dtype) -> dict[str, BlockArguments]:
+    def _recorded(
+        self, samples: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, BlockArguments]:
+        ids = torch.full((samples, tokens), self._token, device=device)
         with suppress(_ReachedError):
-            self._shell(ids, dtype)
+            self._shell(blank(self._read, samples, tokens, device) if self._read else ids, dtype, ids)
         return {name: record.take_sides() for name, record in self._records.items()}
 
 
@@ -302,10 +308,10 @@ class Shell:
         self._holders, self._constants = split.holders, list[nn.Module]()
         self._emptied: list[tuple[nn.Module, Mapping[str, nn.Parameter | None]]] = []
         self._typed: list[nn.Module] = []
-        self._options, self._reads, self._has_encoder = forward_options(model), reads(split.image), bool(split.encoder)
+        self._options, self._reads, self._ids = forward_options(model), reads(read_by(split)), ids_beside(split.task)
         with _disable_current_modes():
             options = {"fused_attention": split.fused_attention}
-            self._shapes = build_from_config(model.config, split.task, **options) if split.image else None
+            self._shapes = build_from_config(model.config, split.task, **options) if read_by(split) else None
         self.model = self._copy(model, "", model)
         self._shapes = None
         self._device: torch.device | None = None
@@ -319,7 +325,7 @@ class Shell:
     ) -> Any:
         """The model's outputs; holes pass on blanks of ``dtype``; a decoder that is given nothing reads ``ids``.
 
-        The model has ``buffers`` in the place of its own, by their paths.
+        Where these are features, it reads one token. The model has ``buffers`` in the place of its own, by their paths.
         """
         if self._device != ids.device:
             for hole in self._holes:
@@ -342,8 +348,10 @@ class Shell:
         for module in self._typed:
             module._parameters = {"_like": like}
         samples = {self._reads: ids}
-        if self._has_encoder:
-            samples["decoder_input_ids"] = ids if decoder_ids is None else decoder_ids
+        if self._ids and decoder_ids is None:
+            decoder_ids = blank(None, len(ids), 1, ids.device) if ids.is_floating_point() else ids
+        if self._ids:
+            samples[self._ids] = decoder_ids
         with one_sequence_each(), without_values(samples.values(), self._token):
             return self.model(**samples, **self._options)
 
@@ -653,15 +661,31 @@ def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
     )
 
 
-def reads(image: tuple[int, int, int] | None) -> str:
-    """What the model calls its samples: token ids, or images."""
-    return "pixel_values" if image else "input_ids"
+Read = tuple[int, int, int] | SplitFeatures | None
+"""What the first layer reads: images of this shape, features, or token ids."""
 
 
-def blank(image: tuple[int, int, int] | None, samples: int, tokens: int, device: torch.device) -> Tensor:
-    """Samples of zeros: token ids [B, S], or images [B, C, H, W]."""
-    if image:
-        return torch.zeros((samples, *image), device=device)
+def read_by(split: ModelSplit) -> Read:
+    """What the first layer of a model reads."""
+    return split.features or split.image
+
+
+def ids_beside(task: Task) -> str:
+    """What the model calls the token ids that its first layer does not read; empty where there are none."""
+    return "decoder_input_ids" if task.has_decoder else ""
+
+
+def reads(read: Read) -> str:
+    """What the model calls what its first layer reads: token ids, images, or features."""
+    if isinstance(read, SplitFeatures):
+        return read.name
+    return "pixel_values" if read else "input_ids"
+
+
+def blank(read: Read, samples: int, tokens: int, device: torch.device) -> Tensor:
+    """What the first layer reads, of zeros: token ids [B, S], images [B, C, H, W], or features."""
+    if read:
+        return torch.zeros((samples, *(read.shape if isinstance(read, SplitFeatures) else read)), device=device)
     return torch.zeros((samples, tokens), dtype=torch.long, device=device)
 
 

@@ -26,7 +26,7 @@ from steelyard.model.split import BlockArguments, local_name
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.dropout import has_dropout
-from steelyard.modules.holes import BlockInputs, blank, split_run, tensors_in
+from steelyard.modules.holes import BlockInputs, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
@@ -251,13 +251,12 @@ class SplitSideInputs(nn.Module):
         super().__init__()
         self.model_config = model.config
         self._inputs = BlockInputs(model, chain, kinds, makes_masks=makes_masks) if kinds else None
-        self._image = chain.layout.image
         self._token_dims: Mapping[str, BlockArguments] | None = None
 
     @torch.no_grad()
     def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
         """The arguments of every kind of block for samples of ``seq_len`` tokens, made for one sample."""
-        arguments = self._inputs(blank(self._image, 1, seq_len, device), dtype) if self._inputs else {}
+        arguments = self._inputs(seq_len, dtype, device) if self._inputs else {}
 
         def token_dims() -> Mapping[str, BlockArguments]:
             if self._token_dims is None:

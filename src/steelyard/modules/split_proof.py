@@ -28,7 +28,7 @@ from steelyard.model.split import ModelSplit
 from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
-from steelyard.modules.holes import forward_options, reads
+from steelyard.modules.holes import forward_options, ids_beside, read_by, reads
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.split_tp import (
@@ -193,7 +193,8 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
     kinds = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
-    return split.embedding, split.blocks, split.head, split.layers, call, split.encoder, streams, kinds
+    encoder = split.encoder and split.encoder.model_copy(update={"shape": ()})
+    return split.embedding, split.blocks, split.head, split.layers, call, encoder, streams, kinds
 
 
 def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
@@ -211,9 +212,9 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     for seed, length in enumerate(_LENGTHS if split.multiple == 1 else (split.multiple, 2 * split.multiple)):
         ids, labels = _samples(chain, whole.config, length, seed)
         decoder_ids = decoder_inputs(labels, whole.config) if split.encoder else None
-        with_decoder = {} if decoder_ids is None else {"decoder_input_ids": decoder_ids}
+        given = {reads(read_by(split)): ids} | ({} if decoder_ids is None else {ids_beside(split.task): decoder_ids})
         try:
-            outputs = whole(**{reads(split.image): ids}, **with_decoder, **forward_options(whole))
+            outputs = whole(**given, **forward_options(whole))
             expected = _results(whole, _as_in_parts(whole, parts, split), outputs.logits, labels)
             expected |= {path: expected[path].view_as(each) for path, each in trained.items() if path in expected}
             pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))
@@ -229,7 +230,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     parts.zero_grad()
     for path in split.lists:
         blocks = parts.get_submodule(path)
-        for place, (name, block) in zip(split.block_layers(path), list(blocks.named_children()), strict=True):
+        for place, (name, block) in zip(split.block_layers(path), list(blocks.named_children()), strict=False):
             if place not in few:
                 setattr(blocks, name, _without_parts(block))  # ranks copy the model
     options = {"ids": ids, "decoder_ids": decoder_ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}
@@ -245,6 +246,8 @@ def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int
         return random_samples(chain, _SAMPLES, length, torch.Generator().manual_seed(seed))
     ids = torch.randint(chain.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
     ids[ids == getattr(config, "pad_token_id", None)] = plain_token(config)
+    if chain.features:
+        return torch.randn((_SAMPLES, *chain.features.shape), generator=torch.Generator().manual_seed(seed)), ids
     return ids, ids.flip(1) if chain.split.encoder else ids
 
 

@@ -583,7 +583,8 @@ def pieces_of(
     if chain.split and chain.split.streams:
         for layer, (before, number) in zip(layers[1:], pairwise(numbers), strict=True):
             layer.entering, layer.past = chain.split.places(number, before)
-    side = side_inputs_of(layers, model, chain, ids.device)(ids.shape[1], torch.float32, ids.device)
+    tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
+    side = side_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
     return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
 
 

@@ -37,6 +37,7 @@ from steelyard.model.split import (
     BlockCall,
     ModelSplit,
     SplitEncoder,
+    SplitFeatures,
     SplitKind,
     SplitStream,
     length_of,
@@ -45,14 +46,18 @@ from steelyard.model.split import (
 from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.holes import forward_options, holds_parameters, one_sequence_each, reads
+from steelyard.modules.features import features_of
+from steelyard.modules.holes import Read, blank, forward_options, holds_parameters, ids_beside, one_sequence_each, reads
 from steelyard.modules.known_values import plain_token, values_of, without_values
 from steelyard.modules.prepared import prepare
 from steelyard.modules.structure import signature
 
 _SAMPLES, _TOKENS, _LONGER = 2, 16, 24
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
-_SPLIT_TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.IMAGE_CLASSIFICATION)
+_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"),
+    "max_target_positions",
+)
+_SPLIT_TASKS = tuple(task for task in Task if task is not Task.OWN)
 _IMAGE = (3, 224, 224)
 """What a model of images reads whose config does not say it, as those of convolutions alone."""
 NO_TP = "how its modules divide is not known"
@@ -75,6 +80,9 @@ class Recording:
     chains: Mapping[str, Sequence[_Call]]
     """The calls of the blocks of each list, by its path: of an encoder first."""
     samples: Tensor
+    """What the first layer reads."""
+    tokens: int
+    """The tokens of each sample."""
     logits: Tensor
     modules: CalledModules
     keywords: Mapping[str, str | None]
@@ -82,11 +90,6 @@ class Recording:
     named: Mapping[str, Mapping[str, Any]]
     """What every module called is given by name."""
     asks_for_values: bool
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of each sample."""
-        return self.samples.shape[1]
 
     def entering(self, encoded: object) -> dict[str, str | None]:
         """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
@@ -119,13 +122,15 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     model = build_from_config(config, task, fused_attention=fused_attention)
     prepare(model, config.model_type)
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
-    seen = _record(model, config, task, image)
+    features = features_of(config) if task is Task.SPEECH_SEQ2SEQ else None
+    read = features or image
+    seen = _record(model, config, task, read)
     (_, *sizes) = _first_state(seen).shape
-    if not image and _TOKENS not in sizes and (padded := sizes[0]) > _TOKENS:
-        of_padded = _record(model, config, task, image, padded)
+    if not read and _TOKENS not in sizes and (padded := sizes[0]) > _TOKENS:
+        of_padded = _record(model, config, task, read, padded)
         seen = of_padded if _first_state(of_padded).shape[1] == padded else seen
     options = {"fused_attention": fused_attention, "keeps_results": keeps_results}
-    split = _split_of(model, seen, config, task, image, **options)
+    split = _split_of(model, seen, config, task, read, **options)
     keywords = seen.keywords
     if split.encoder:
         first = seen.chains[split.blocks][0]
@@ -145,25 +150,39 @@ def _split_of(
     seen: Recording,
     config: PreTrainedConfig,
     task: Task,
-    image: tuple[int, int, int] | None,
+    read: Read,
     *,
     fused_attention: bool,
     keeps_results: bool,
 ) -> ModelSplit:
-    calls = {path: _block_call(each, config, image, seen.tokens) for path, each in seen.chains.items()}
-    (first, first_call), (blocks, call) = next(iter(calls.items())), list(calls.items())[-1]
+    first, blocks = next(iter(seen.chains)), list(seen.chains)[-1]
+    calls = {
+        path: _block_call(each, config, seen.tokens, is_fixed=bool(read) and path == first)
+        for path, each in seen.chains.items()
+    }
+    first_call, call = calls[first], calls[blocks]
+    image, features = (None, read) if isinstance(read, SplitFeatures) else (read, None)
     entering = _argument(seen.chains[first][0], first_call.argument)
     (embedding, *between, head), holders = _ends(model, seen, entering, config)
     encoder = None
     if between:
         encoded = _encoded(seen.chains[blocks], call, config)
-        order, _ = _order(_argument(seen.chains[blocks][0], encoded), config, seen.tokens)
-        encoder = SplitEncoder(blocks=first, call=first_call, between=between[0], encoded=encoded, order=order)
-    streams = [] if image else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
-    lengths = {} if image else _lengths(model, seen, calls, config, task)
+        output = _argument(seen.chains[blocks][0], encoded)
+        order, _ = ((), ()) if features else _order(output, config, seen.tokens)
+        encoder = SplitEncoder(
+            blocks=first,
+            call=first_call,
+            between=between[0],
+            encoded=encoded,
+            order=order,
+            shape=tuple(output.shape[1:]) if features else (),
+        )
+    streams = [] if read else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
+    lengths = {} if image else _lengths(model, seen, calls, config, task, features)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
-    shapes = [tuple(each.shape[1:]) if image else () for each in hidden]
+    fixed = len(hidden) if image else 1 + len(seen.chains[first]) if features else 0
+    shapes = [tuple(each.shape[1:]) if place < fixed else () for place, each in enumerate(hidden)]
     kinds, layers, rotary = _kinds(model, seen, config, calls, encoder, streams, lengths, shapes)
     starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
     ends = [tuple(path for path in each if path not in holders) for each in (embedding, *between, head)]
@@ -187,12 +206,13 @@ def _split_of(
         embedding_calls=seen.modules.between(seen.samples, hidden[0]) if not streams else (),
         head_calls=seen.modules.between(hidden[-1], seen.logits),
         encoder=encoder,
-        hidden_size=width_of(shapes[0]) if image else hidden[0].shape[-1],
+        hidden_size=width_of(shapes[0]) if image else hidden[fixed].shape[-1],
         vocab_size=seen.logits.shape[-1],
         max_seq_len=positions,
-        multiple=1 if image or seen.tokens == _TOKENS else seen.tokens,
+        multiple=1 if read or seen.tokens == _TOKENS else seen.tokens,
         image=image,
-        learned_positions=not image and _has_table(model, ends[0], positions),
+        features=features,
+        learned_positions=not image and _has_table(model, ends[1 if features else 0], positions),
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
         fused_attention=fused_attention,
@@ -242,7 +262,7 @@ def _kinds(
     first, blocks = next(iter(calls)), list(calls)[-1]
     tokens = lengths.get(first, (1, 0))
     kinds = [SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens, shape=shapes[0])]
-    layers, rotary = [0], []
+    layers, rotary, before = [0], list[Any](), 1
     for path, call in calls.items():
         tokens = lengths.get(path, (1, 0))
         if path == blocks and encoder:
@@ -272,10 +292,11 @@ def _kinds(
                 num_experts=max((each.num_experts for each in routed_experts(modules[place])), default=0),
                 attention=attends,
                 tokens=tokens,
-                shape=shapes[place + 1],
+                shape=shapes[before + place],
             )
             for name, place, attends in zip(names, first_of, attention, strict=True)
         ]
+        before += len(keys)
         rotary += [_rotary(seen.chains[path][place]) for place in first_of]
     layers.append(len(kinds))
     kinds.append(SplitKind(name="head", role=LayerRole.HEAD, no_tp=NO_TP, shape=shapes[-1]))
@@ -283,13 +304,22 @@ def _kinds(
 
 
 def _lengths(
-    model: PreTrainedModel, seen: Recording, calls: Mapping[str, BlockCall], config: PreTrainedConfig, task: Task
+    model: PreTrainedModel,
+    seen: Recording,
+    calls: Mapping[str, BlockCall],
+    config: PreTrainedConfig,
+    task: Task,
+    features: SplitFeatures | None,
 ) -> dict[str, tuple[int, int]]:
-    """For each list of blocks the places of a state for each token, and beside them, where they are not the tokens."""
+    """For each list of blocks the places of a state for each token, and beside them, where they are not the tokens.
+
+    The blocks that read features have states of one shape.
+    """
+    calls = dict(list(calls.items())[1 if features else 0 :])
     few = {path: _length(seen.chains[path], call) for path, call in calls.items()}
     if all(length == seen.tokens for length in few.values()):
         return {}
-    longer = _record(model, config, task, None, seen.tokens + _LONGER)
+    longer = _record(model, config, task, features, seen.tokens + _LONGER)
     found = {}
     for path, call in calls.items():
         times = (_length(longer.chains[path], call) - few[path]) // _LONGER
@@ -333,7 +363,7 @@ def task_of(config: PreTrainedConfig) -> Task:
     of_transformers = sorted(
         (task for task in Task if task is not Task.OWN), key=lambda task: task is not Task.SEQ2SEQ_LM
     )  # some classes with an encoder are listed for masked models, too
-    of_transformers = [task for task in of_transformers if task is not Task.SEQ2SEQ_LM or config.is_encoder_decoder]
+    of_transformers = [task for task in of_transformers if not task.has_decoder or config.is_encoder_decoder]
     tasks = sorted((task for task in of_transformers if _classes(config, task)), key=_SPLIT_TASKS.__contains__)
     for task in tasks:
         if named in {each.__name__ for each in _classes(config, task)}:
@@ -343,7 +373,9 @@ def task_of(config: PreTrainedConfig) -> Task:
     tasks = [task for task in Task if task in tasks and task in _SPLIT_TASKS]
     if not tasks:
         raise _refused(
-            config, "no class of transformers for text (causal, masked, encoder and decoder) or the classes of images"
+            config,
+            "no class of transformers for text (causal, masked, encoder and decoder), speech to text or classes of "
+            "images",
         )
     bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # which say nothing of the task
     if named and named not in bare:
@@ -377,7 +409,7 @@ def _record(
     model: PreTrainedModel,
     config: PreTrainedConfig,
     task: Task,
-    image: tuple[int, int, int] | None,
+    read: Read,
     tokens: int = _TOKENS,
 ) -> Recording:
     """One forward pass on the meta device, with hooks on all modules."""
@@ -409,16 +441,18 @@ def _record(
     handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
         with torch.device("meta"):
-            samples = torch.zeros((_SAMPLES, *image)) if image else torch.zeros((_SAMPLES, tokens), dtype=torch.long)
-        with_decoder = {"decoder_input_ids": samples} if task is Task.SEQ2SEQ_LM else {}
+            samples = blank(read, _SAMPLES, tokens, torch.device("meta"))
+            given = {reads(read): samples}
+            if beside := ids_beside(task):
+                given[beside] = blank(None, _SAMPLES, tokens, torch.device("meta"))
         with (
             one_sequence_each(),
             torch.device("meta"),
-            without_values([samples], plain_token(config)) as known,
+            without_values(given.values(), plain_token(config)) as known,
             CalledModules(model) as modules,
             _called_with_hooks(place_of),
         ):
-            outputs = model(**{reads(image): samples}, **with_decoder, **forward_options(model))
+            outputs = model(**given, **forward_options(model))
     except Exception as error:
         raise _failed(config, error) from error
     finally:
@@ -431,7 +465,7 @@ def _record(
         for path, blocks in lists.items()
         if [place for place, _ in calls[path]] == list(range(len(blocks)))
     }
-    count = 2 if task is Task.SEQ2SEQ_LM else 1
+    count = 2 if task.has_decoder else 1
     if len(chains) < count:
         lists_wanted = "two lists" if count > 1 else "list"
         raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
@@ -441,6 +475,7 @@ def _record(
         called=called,
         chains=found,
         samples=samples,
+        tokens=tokens,
         logits=outputs.logits,
         modules=modules,
         keywords=keywords,
@@ -504,8 +539,8 @@ def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) 
     return {path: found[path] for path in sorted(found, key=lambda path: (-size[path], -place[path]))}
 
 
-def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, image: object, tokens: int) -> BlockCall:
-    """Where the result of a block goes into the next; the same for all."""
+def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, tokens: int, *, is_fixed: bool) -> BlockCall:
+    """Where the result of a block goes into the next; the same for all. A state of one shape has no dim of tokens."""
     first = calls[0].outputs
     if isinstance(first, Tensor):
         candidates: list[tuple[int | str | None, int | None]] = [(None, None)]
@@ -527,7 +562,7 @@ def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, image: object,
             arguments = {0} if calls[0].places else {"hidden_states"}
         if len(arguments) == 1:
             argument = arguments.pop()
-            order, inner = ((), ()) if image else _order(_argument(calls[0], argument), config, tokens)
+            order, inner = ((), ()) if is_fixed else _order(_argument(calls[0], argument), config, tokens)
             number = _number(calls)
             return BlockCall(
                 argument=argument, result=result, num_results=count, number=number, order=order, inner=inner

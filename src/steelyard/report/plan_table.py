@@ -54,7 +54,9 @@ def headline(plan: Plan) -> str:
         f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
         f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
     )
-    prediction = plan.prediction
+    prediction, split = plan.prediction, plan.model.split
+    if split is not None and split.features is not None:
+        text += f"\n{split.features.words(plan.seq_len)}"
     if prediction is None:
         return text
     compared = baseline_line(prediction)

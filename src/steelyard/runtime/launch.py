@@ -53,7 +53,7 @@ def launch(
     check_builder(plan, options.builder)
     check_outputs(options)
     check_elastic(options)
-    prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
+    prepare_data(Path(data), options.text, task=plan.chain().family.task)
     is_alone = elastic is None or elastic.rendezvous is None
     if options.checkpoint_dir is not None and is_alone:
         lock_folder(options.checkpoint_dir).close()

@@ -14,7 +14,8 @@ from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
     "text, JSON lines, a folder of text, or token ids (.npy, .bin); for image models a folder with a folder of images "
-    "per class; for your own module a safetensors file of tensors named as in its sample; or synthetic, for all of them"
+    "per class, for speech to text one with features.npy and tokens.npy; for your own module a safetensors file of "
+    "tensors named as in its sample; or synthetic, for all of them"
 )
 MOST_SEED = 2**32 - 1
 

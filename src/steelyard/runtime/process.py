@@ -52,7 +52,7 @@ def _begin(namespace: argparse.Namespace, replanner: Replanner | None) -> None:
 def _train(plan: Plan, data: str, options: TrainOptions, *, store: "Store | None" = None) -> None:
     check_host(plan, host_ranks(), device=options.device)
     if local_rank() == 0:
-        prepare_data(Path(data), options.text, reads_text=plan.chain().family.task.reads_text)
+        prepare_data(Path(data), options.text, task=plan.chain().family.task)
     if os.environ["RANK"] == "0":
         check_outputs(options)
     from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for

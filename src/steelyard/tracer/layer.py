@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds import TWINS, Division
@@ -295,7 +294,7 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
         config=model.config,
         labels_BS=labels,
         num_targets=labels.numel(),
-        decoder_ids=decoder_inputs(labels, model.config) if chain.family.task is Task.SEQ2SEQ_LM else None,
+        decoder_ids=decoder_inputs(labels, model.config) if chain.family.task.has_decoder else None,
         batch=batch,
     )
     if setting.layer == 0:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.errors import InvalidDataError
+from steelyard.model.family import Task
 from steelyard.plan.cache import default_folder
 from steelyard.runtime.data.files import NUM_BYTE_TOKENS, is_token_file, smallest_type
 from steelyard.runtime.data.text import JSON_LINES_SUFFIXES, check_is_text, documents, text_files
@@ -38,12 +39,12 @@ class TextOptions:
     """The token that hides another in masked-token prediction, where the tokenizer names none."""
 
 
-def prepare_data(path: Path, options: TextOptions, *, reads_text: bool = True) -> None:
+def prepare_data(path: Path, options: TextOptions, *, task: Task = Task.CAUSAL_LM) -> None:
     """Finds mistakes in the data before a run starts, and makes text into tokens while nobody waits for it."""
     if str(path) == SYNTHETIC:
         return
     check_data_path(path)
-    if reads_text and not is_token_file(path):
+    if task.reads_text and not task.reads_features and not is_token_file(path):
         prepare_text(path, options)
 
 
@@ -69,7 +70,7 @@ def check_data_path(path: str | Path) -> None:
         raise InvalidDataError(
             field="data",
             found=f"nothing at {path}",
-            expected="text, JSON lines, a folder of text, token ids (.npy, .bin), or a folder of images",
+            expected="text, JSON lines, a folder of text, token ids (.npy, .bin), or a folder of images or arrays",
             hint="check the path",
         )
 

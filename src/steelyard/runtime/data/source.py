@@ -1,4 +1,7 @@
-"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, images are folders."""
+"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, images are folders.
+
+What has features beside token ids is a folder of arrays.
+"""
 
 from pathlib import Path
 from typing import Protocol
@@ -7,6 +10,7 @@ from torch import Tensor
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
+from steelyard.runtime.data.features import FeatureFolder, SyntheticFeatures
 from steelyard.runtime.data.files import is_token_file, open_bytes, open_token_file
 from steelyard.runtime.data.images import ImageData, ImageFolder, ImageShape, SyntheticImages
 from steelyard.runtime.data.masking import MaskedData
@@ -43,6 +47,8 @@ def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_
     task = chain.family.task
     if task is Task.IMAGE_CLASSIFICATION:
         return open_images(Path(path), chain, seed=seed)
+    if chain.features:
+        return open_features(Path(path), chain, seq_len=seq_len, seed=seed)
     length = 2 * seq_len if task is Task.SEQ2SEQ_LM else seq_len
     tokens = open_data(path, text, seq_len=length, vocab_size=chain.vocab_size, seed=seed)
     if task is Task.SEQ2SEQ_LM:
@@ -67,6 +73,16 @@ def open_data(path: str | Path, text: TextOptions, *, seq_len: int, vocab_size: 
         prepared = prepare_text(path, text)
         tokens = open_bytes(path) if prepared == path else open_token_file(prepared, vocab_size=vocab_size)
     return TokenData(tokens, name=str(path), seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+
+
+def open_features(path: Path, chain: ModelChain, *, seq_len: int, seed: int) -> SyntheticFeatures | FeatureFolder:
+    """Features of the model's shape with token ids: those of a folder, or made-up ones for ``synthetic``."""
+    assert chain.features is not None
+    shape, options = chain.features.shape, {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
+    if str(path) == SYNTHETIC:
+        return SyntheticFeatures(shape, open_data(path, TextOptions(), **options), seed=seed)
+    check_data_path(path)
+    return FeatureFolder(path, shape, **options)
 
 
 def open_images(path: Path, chain: ModelChain, *, seed: int) -> ImageData:

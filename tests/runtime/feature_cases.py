@@ -1,0 +1,32 @@
+"""Models whose samples hold more than token ids, under plans that mix strategies; all of them in one launch."""
+
+from pathlib import Path
+
+from steelyard.model.split import ModelSplit
+from tests.modules.split_configs import split_config
+from tests.runtime.cases import Case
+from tests.runtime.models import make_plan
+
+NUM_DEVICES = 4
+SPLITS = {
+    name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
+    for name in ("whisper",)
+}
+"""What `steelyard.modules.split_proof.split_model` finds for their small configs."""
+
+
+def _case(name: str, *stages: str, seq_len: int = 16, precision: str = "fp32") -> Case:
+    """Two steps of two microbatches of four samples."""
+    options = {"num_microbatches": 2, "global_batch": 8, "seq_len": seq_len, "precision": precision}
+    plan = make_plan(split_config(name), *stages, **options, num_devices=NUM_DEVICES, split=SPLITS[name])
+    return Case(plan=plan, num_steps=2)
+
+
+CASES: dict[str, Case] = {
+    "whisper, one stage": _case(
+        "whisper", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4 remat=selective, dp4"
+    ),
+    "whisper, cut before the decoder": _case("whisper", "fsdp2, fsdp2, tp2 remat=full", "tp2, fsdp2, tp2, fsdp2"),
+    "whisper, cut inside the decoder": _case("whisper", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"),
+    "whisper, cut inside the encoder": _case("whisper", "fsdp2, dp2", "fsdp2, fsdp2, dp2 remat=full, fsdp2, fsdp2"),
+}
