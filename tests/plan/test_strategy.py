@@ -220,6 +220,11 @@ def test_an_unknown_kind_is_named():
         parse_parallel("dp2-xp2")
 
 
+def test_a_kind_without_a_degree_is_shown_with_one():
+    with pytest.raises(InvalidPlanError, match="write its degree, as in fsdp2"):
+        parse_parallel("fsdp-tp2")
+
+
 @pytest.mark.parametrize(
     "text", ["", "   ", "dp2  cp2", "dp2+cp", "dp2+", "tp2+sp+sp", "dp2 remat=some", "dp2 zero3", "dp" + "9" * 5000]
 )

@@ -427,11 +427,12 @@ def parse_parallel(text: str) -> Levels:
     for part in text.split("-"):
         match = _LEVEL.fullmatch(part)
         if match is None or match.group(1) not in by_name:
+            near = nearest(part.rstrip("0123456789"), by_name)
             raise InvalidPlanError(
                 field="parallel",
                 found=repr(text),
                 expected="levels such as fsdp4-tp2 with kinds " + ", ".join(by_name) + ", or single",
-                hint=f"correct the level {part!r}: {nearest(part.rstrip('0123456789'), by_name)}",
+                hint=f"write its degree, as in {part}2" if part in by_name else f"correct the level {part!r}: {near}",
             )
         levels.append(Level(kind=by_name[match.group(1)], degree=int(match.group(2))))
     return tuple(levels)
