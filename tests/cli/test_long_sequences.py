@@ -60,6 +60,7 @@ def test_mfu_says_how_it_counts_attention(folder: Path) -> None:
     assert json.loads((folder / "plan.json").read_text())["prediction"]["mfu_attention"] == "causal"
 
 
+@pytest.mark.slow
 def test_a_sequence_of_131072_tokens_takes_context_parallelism_and_explain_says_what_it_gains(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     output("plan", "llama3-8b", "--seq-len", "131072", "--cluster", "4x8xh100-80gb", "-o", path)

@@ -150,6 +150,7 @@ def test_a_profile_that_names_no_pool_is_refused(run: Run, path: Path, command: 
     assert "POOL=FILE" in error.expected
 
 
+@pytest.mark.slow
 def test_check_runs_the_ranks_of_unlike_stages_within_what_was_predicted_of_their_pools(run: Run, path: Path) -> None:
     result = run("check", path, "--processes", 1, "--json")
     assert result.exit_code == 0, result.output

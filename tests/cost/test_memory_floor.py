@@ -104,6 +104,7 @@ def walked_bytes(drawn: Drawn, of: Job) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_walk_is_below_a_floor_whatever_the_blocks_and_the_ends_are(count: int) -> None:
     of = job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=4)

@@ -92,6 +92,7 @@ def test_what_cannot_be_priced_is_skipped_with_its_reason(cells: dict[str, str],
     assert reason in found.reason
 
 
+@pytest.mark.slow
 def test_rows_of_every_published_source_become_cases_but_where_sizes_or_precision_are_not_stated() -> None:
     """Zero-bubble's rows lack the vocabulary or a schedule that is priced, Sailor's the type that computes."""
     found = {(run.source, type(case_of(run))) for run in read_runs()}
