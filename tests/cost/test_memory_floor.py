@@ -36,6 +36,7 @@ SETTINGS: list[tuple[int, int, str, int]] = [
     (2, 2, "interleaved-1f1b", 2),
     (2, 8, "interleaved-1f1b", 2),
     (2, 8, "interleaved-1f1b", 4),
+    (4, 4, "interleaved-1f1b", 2),
     (4, 8, "interleaved-1f1b", 2),
 ]
 

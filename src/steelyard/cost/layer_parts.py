@@ -1,5 +1,6 @@
 """What floors of memory are made of: the bytes of every layer kind under every strategy, and the moments of stages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,6 +48,8 @@ class LayerParts:
     """The same in the first backward pass of a step."""
     sent: IntTable
     """The output, for one microbatch."""
+    beside: IntTable
+    """Of several stages, what that of the layer keeps of each microbatch beside, at least: positions, masks."""
 
     @classmethod
     def of(cls, tables: CostTables, setting: Setting, known: KnownLayers) -> Self:
@@ -56,13 +59,15 @@ class LayerParts:
         last = len(tables.layers) - 1
         for row, place in {kind: place for place, kind in enumerate(tables.layers)}.items():
             layer = setting.job.chain.num_layers - 1 if place == last else place
+            kind = setting.job.chain.kind_of(layer)
+            beside = side_bytes({kind}, setting) if setting.pipeline.num_stages > 1 else 0
             for column in np.flatnonzero(tables.legal[row]).tolist():
                 strategy = tables.strategies[column]
                 memory = memory_of(setting.job.chain.layers[layer], strategy, setting, known)
                 sent = 0 if place == last else hidden_bytes(layer, strategy, setting)
                 made = 0 if place == last else made_bytes(layer, strategy, setting)
-                found[:, row, column] = _layer_parts(memory, strategy, sent, made)
-                found[0, row, column] += sample_bytes(setting.job.chain.kind_of(layer), strategy, setting)
+                found[:, row, column] = (*_layer_parts(memory, strategy, sent, made), beside)
+                found[0, row, column] += sample_bytes(kind, strategy, setting)
         return cls(**dict(zip(names, found, strict=True)))
 
 
@@ -76,7 +81,7 @@ def memory_of(kind_index: int, strategy: Strategy, setting: Setting, known: Know
 
 
 def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) -> tuple[int, ...]:
-    """The fields of `LayerParts` in their order, samples left out."""
+    """The fields of `LayerParts` in their order but for the last, samples left out."""
     copy = memory.copy if memory.keeps_copy else 0
     freed = memory.freed + (memory.copy if memory.drops_copy else 0)
     beside = memory.made_gradients + (0 if memory.keeps_copy else memory.copy)
@@ -97,9 +102,9 @@ def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) 
 
 
 def shared_overhead(setting: Setting) -> int:
-    """What a stage holds whatever its layers: the context, and of one microbatch what they read beside its state."""
-    kinds = set(setting.job.chain.kinds) if setting.pipeline.num_stages == 1 else set()
-    return context_bytes(setting) + side_bytes(kinds, setting)
+    """What a stage holds whatever its layers: the context, and an only stage what these read beside the state."""
+    has_all = setting.pipeline.num_stages == 1
+    return context_bytes(setting) + (side_bytes(set(setting.job.chain.kinds), setting) if has_all else 0)
 
 
 def least_hidden_bytes(setting: Setting) -> int:
@@ -149,18 +154,67 @@ class StageMoment:
         return tuple(each > 0 and done < self.num_microbatches for each, done in pairs)
 
 
-def stage_exchange(moments: list[StageMoment], setting: Setting) -> tuple[int, int, int]:
-    """What a stage holds beside what layers save, at least: of others, of its own, and of its own on the last stage."""
-    pipeline, last = setting.pipeline, moments[-1]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageExchange:
+    """Activations and gradients, at least, that stages of several chunks hold beside what layers save."""
+
+    received: list[int]
+    """[P]"""
+    sent: list[int]
+    """[P - 1]"""
+    sent_by_last: int
+
+
+def stage_exchange(moments: list[StageMoment], setting: Setting) -> StageExchange:
+    """What stages hold of others and what they sent themselves at these moments."""
+    pipeline, last, flights = setting.pipeline, moments[-1], [sum(moment.in_flight) for moment in moments]
     if setting.job.execution.buffers_every_microbatch:
-        others, flights = pipeline.num_chunks - 1, [sum(moment.in_flight) for moment in moments]
-        forwards = min(sum(moment.forwards) for moment in moments[:-1])
-        count = pipeline.num_microbatches
-        return max(0, others * count - max(flights)), pipeline.num_chunks * count + forwards, others * count
+        others, count = pipeline.num_chunks - 1, pipeline.num_microbatches
+        return StageExchange(
+            received=[max(0, others * count - each) for each in flights],
+            sent=[pipeline.num_chunks * count + sum(moment.forwards) for moment in moments[:-1]],
+            sent_by_last=others * count,
+        )
     ahead = (pipeline.schedule.received_ahead(pipeline, stage) for stage in range(pipeline.num_stages))
     kept = (sum(moment.has_gradients[int(stage == 0) :]) for stage, moment in enumerate(moments))
-    received = min(sum(each) + own for each, own in zip(ahead, kept, strict=True))
-    return received, min(sum(moment.in_flight) for moment in moments[:-1]) + 1, sum(last.in_flight[:-1])
+    return StageExchange(
+        received=[sum(each) + own for each, own in zip(ahead, kept, strict=True)],
+        sent=[each + 1 for each in flights[:-1]],
+        sent_by_last=sum(last.in_flight[:-1]),
+    )
+
+
+def static_in_chunks(
+    tables: CostTables, parts: LayerParts, moments: list[StageMoment], stages: Sequence[int]
+) -> IntTable:
+    """[K, S] what a layer on one of these stages of several chunks has throughout a pass, at least at its moment."""
+    gradients, begun, gathered, copies = np.zeros((4, len(tables.kinds), 1), dtype=np.int64)
+    own = [moments[stage] for stage in stages]
+    copies[:] = tables.pipeline.num_chunks
+    gathered[:] = min(sum(moment.has_gathered) for moment in own)
+    gradients[:] = min(sum(moment.has_gradients) for moment in own)
+    begun[:] = min(sum(moment.is_begun) for moment in own)
+    for kind, moment, chunk in model_ends(tables, moments):
+        copies[kind], gathered[kind] = 1, moment.has_gathered[chunk]
+        gradients[kind], begun[kind] = moment.has_gradients[chunk], moment.is_begun[chunk]
+    held: IntTable = copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy
+    held += gathered * parts.gathered_copy
+    return held
+
+
+def saved_in_chunks(tables: CostTables, parts: LayerParts, moments: list[StageMoment]) -> IntTable:
+    """[K, S] what layers on stages of several chunks save of each pass in flight, at least."""
+    flights = [tables.pipeline.in_flight(stage) for stage in range(len(moments))]
+    pairs = zip(moments, flights, strict=True)
+    saved: IntTable = np.minimum.reduce([parts.saved * sum(moment.in_flight) // each for moment, each in pairs])
+    for (kind, moment, chunk), each in zip(model_ends(tables, moments), (flights[0], flights[-1]), strict=True):
+        saved[kind] = parts.saved[kind] * moment.in_flight[chunk] // each
+    return saved
+
+
+def model_ends(tables: CostTables, moments: list[StageMoment]) -> tuple[tuple[int, StageMoment, int], ...]:
+    """The kinds of the first and the last layer of the model, the moments of their stages, and their chunks."""
+    return (tables.layers[0], moments[0], 0), (tables.layers[-1], moments[-1], tables.pipeline.num_chunks - 1)
 
 
 def fullest_moments(setting: Setting) -> list[StageMoment]:

@@ -33,8 +33,10 @@ from steelyard.cost.layer_parts import (
     fullest_moments,
     least_hidden_bytes,
     memory_of,
+    saved_in_chunks,
     shared_overhead,
     stage_exchange,
+    static_in_chunks,
 )
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
@@ -133,7 +135,8 @@ def _at_the_fullest(tables: CostTables, setting: Setting, parts: LayerParts, *, 
     static = parts.states + parts.replicated_copy + parts.gathered_copy
     if has_gradients:
         static += parts.gradients
-    return _with_last_layers(tables, setting, parts, static, (parts.saved, parts.sent), follows_reduction=has_gradients)
+    in_flight = parts.saved, parts.sent + parts.beside
+    return _with_last_layers(tables, setting, parts, static, in_flight, follows_reduction=has_gradients)
 
 
 def _with_all_gradients(tables: CostTables, setting: Setting, parts: LayerParts, *, in_flight: int) -> CostTables:
@@ -143,7 +146,7 @@ def _with_all_gradients(tables: CostTables, setting: Setting, parts: LayerParts,
     """
     if setting.pipeline.num_microbatches > 1:
         static = parts.states + parts.gradients + parts.replicated_copy + parts.gathered_copy
-        saved, sent = (table * (in_flight - 1) // in_flight for table in (parts.saved, parts.sent))
+        saved, sent = (table * (in_flight - 1) // in_flight for table in (parts.saved, parts.sent + parts.beside))
         return _with_last_layers(tables, setting, parts, static, (saved, sent), follows_reduction=True)
     static = parts.states + parts.gradients
     first = tables.layers[0]
@@ -194,10 +197,11 @@ def _with_last_layers(
 ) -> CostTables:
     """Tables in which a layer that is the last of its stage has its working set, and what it sends.
 
-    ``in_flight`` is what a layer saves and sends, of every microbatch in flight. In a later backward pass the buffer of
-    the first reduction, of the embedding or the layer behind it, is still there until the last layer reduces.
+    ``in_flight`` is what a layer saves, and what it sends and its part keeps beside, of every microbatch in flight. In
+    a later backward pass the buffer of the first reduction, of the embedding or the layer behind it, is still there
+    until the last layer reduces.
     """
-    count, (saved, sent) = setting.pipeline.num_microbatches, in_flight
+    count, (saved, beside) = setting.pipeline.num_microbatches, in_flight
     head = tables.layers[-1]
     waiting = _add_first_reduction(tables, parts, static) if follows_reduction else 0
     reduction = parts.reduction if follows_reduction else parts.reduction_first
@@ -210,8 +214,15 @@ def _with_last_layers(
             setting
         )
     _add_gathered_ahead(tables, parts, static)
-    floor = _floor_of(tables, setting, static, saved)
-    return floor if tables.pipeline.num_stages == 1 else floor.with_last_kinds(last, saved + sent, apart={head})
+    if tables.pipeline.num_stages == 1:
+        return _floor_of(tables, setting, static, saved)
+    floor = _floor_of(tables, setting, static, _with_head(saved, beside, head))
+    return floor.with_last_kinds(last, saved + beside, apart={head})
+
+
+def _with_head(saved: IntTable, beside: IntTable, head: int) -> IntTable:
+    """What layers save, and of the head also what its stage keeps beside."""
+    return np.where(np.arange(len(saved))[:, None] == head, saved + beside, saved)
 
 
 def _add_first_reduction(tables: CostTables, parts: LayerParts, static: IntTable) -> int:
@@ -244,28 +255,24 @@ def _add_gathered_ahead(tables: CostTables, parts: LayerParts, static: IntTable)
 
 def _interleaved(tables: CostTables, setting: Setting, parts: LayerParts) -> CostTables:
     """As the last layer of a chunk begins a backward pass with most passes in flight on its stage."""
-    moments = fullest_moments(setting)
-    first, head = tables.layers[0], tables.layers[-1]
-    shape = (len(tables.kinds), 1)
-    gradients, begun, gathered, copies = (np.full(shape, tables.pipeline.num_chunks, dtype=np.int64) for _ in range(4))
-    gathered[:] = min(sum(moment.has_gathered) for moment in moments)
-    gradients[:] = min(sum(moment.has_gradients) for moment in moments)
-    begun[:] = min(sum(moment.is_begun) for moment in moments)
-    flights = [sum(moment.in_flight) for moment in moments]
-    saved = parts.saved.copy()
-    for stage, each in enumerate(flights):
-        saved = np.minimum(saved, parts.saved * each // tables.pipeline.in_flight(stage))
-    for kind, stage, chunk in ((first, 0, 0), (head, tables.pipeline.num_stages - 1, tables.pipeline.num_chunks - 1)):
-        moment = moments[stage]
-        copies[kind], gradients[kind], begun[kind] = 1, moment.has_gradients[chunk], moment.is_begun[chunk]
-        gathered[kind] = moment.has_gathered[chunk]
-        saved[kind] = parts.saved[kind] * moment.in_flight[chunk] // tables.pipeline.in_flight(stage)
-    static = copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy
-    static += gathered * parts.gathered_copy
-    received, sent, sent_by_last = stage_exchange(moments, setting)
-    last = static + np.maximum(parts.autograd_sending, parts.reduction) + sent * parts.sent
-    static[head] += sent_by_last * least_hidden_bytes(setting)
-    if moments[-1].working == tables.pipeline.num_chunks - 1:
-        static[head] += np.maximum(parts.autograd, parts.reduction)[head]
-    floor = _floor_of(tables, setting, static, saved, received=received * least_hidden_bytes(setting))
-    return floor.with_last_kinds(last, saved, apart={head})
+    moments, pipeline = fullest_moments(setting), tables.pipeline
+    exchange, hidden = stage_exchange(moments, setting), least_hidden_bytes(setting)
+    head, inner = tables.layers[-1], range(pipeline.num_stages - 1)
+    flights = [pipeline.in_flight(stage) for stage in range(pipeline.num_stages)]
+    saved, received = saved_in_chunks(tables, parts, moments), min(exchange.received)
+    by_flight = {}
+    for in_flight in dict.fromkeys(flights):
+        alike = [stage for stage, each in enumerate(flights) if each == in_flight]
+        static = static_in_chunks(tables, parts, moments, alike)
+        more = (min(exchange.received[stage] for stage in alike) - received) * hidden
+        sent = min(exchange.sent[stage] for stage in set(alike).intersection(inner) or inner)
+        last = static + np.maximum(parts.autograd_sending, parts.reduction) + sent * parts.sent + more
+        static[head] += exchange.sent_by_last * hidden
+        if moments[-1].working == pipeline.num_chunks - 1:
+            static[head] += np.maximum(parts.autograd, parts.reduction)[head]
+        by_flight[in_flight] = np.stack([static, last])
+    static, last = np.minimum.reduce(list(by_flight.values()))
+    floor = _floor_of(tables, setting, static, _with_head(saved, parts.beside, head), received=received * hidden)
+    floor = floor.with_last_kinds(last, saved + parts.beside, apart={head})
+    held = {in_flight: np.concatenate(both) - floor.static_bytes for in_flight, both in by_flight.items()}
+    return replace(floor, stage_bytes=held)

@@ -23,7 +23,7 @@ without a layer, so the stages with the first and the last layer, which no other
 | $r$    | `switch_s`           | s     | redistribution of one microbatch's activation and its gradient            |
 | $d_v$  | `side_inputs`        | s     | redistribution of a side input from its source layer $o_v$ to one reader  |
 | $c_i$  | `transfer_s`         | s     | send and receive between two stages, 0 for the first stage                |
-| $a$    | `static_bytes`       | bytes | parameters, gradients, optimizer states                                   |
+| $a$    | `static_bytes`, `stage_bytes` | bytes | parameters, gradients, optimizer states                          |
 | $b$    | `activation_bytes`   | bytes | saved for backward, per microbatch in flight                              |
 | $u$    | `transient_bytes`    | bytes | largest short-lived memory while the layer runs                           |
 | $n_i$  | `pipeline`           | –     | passes in flight on stage i: min(m, P − i) for 1F1B, m for GPipe          |
@@ -39,8 +39,8 @@ Not modelled: overlap of a switch with compute; memory of side inputs beyond wha
 """
 
 import itertools
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -97,7 +97,7 @@ class CostTables:
     time_s: NDArray[np.float64]
     """[K, S]"""
     static_bytes: NDArray[np.int64]
-    """[K, S]"""
+    """[K, S] on every stage"""
     activation_bytes: NDArray[np.int64]
     """[K, S]"""
     transient_bytes: NDArray[np.int64]
@@ -109,6 +109,8 @@ class CostTables:
     side_inputs: tuple[SideInput, ...] = ()
     last_kinds: tuple[int, ...] = ()
     """[K] the kind whose bytes a layer of each kind takes where it is the last of its stage; itself where empty."""
+    stage_bytes: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
+    """[K, S] static bytes beside those of every stage, by the passes in flight on the stages that hold them."""
     pools: Pools | None = None
     """Where stages lie in unlike pools; ``transfer_s`` and ``overhead_bytes`` are then the least of all stages."""
 
@@ -141,11 +143,16 @@ class CostTables:
         for index, side in enumerate(self.side_inputs):
             _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
 
+    def static_of(self, in_flight: int) -> NDArray[np.int64]:
+        """[K, S] static bytes on stages with so many passes in flight."""
+        return self.static_bytes + self.stage_bytes.get(in_flight, 0)
+
     def held_bytes(self, in_flight: int) -> NDArray[np.int64]:
         """[K, S] static bytes and those of so many microbatches in flight; `MOST_BYTES` where they would be more."""
-        room = np.maximum(MOST_BYTES - self.static_bytes, 0)
+        static = self.static_of(in_flight)
+        room = np.maximum(MOST_BYTES - static, 0)
         fits = self.activation_bytes <= room // in_flight
-        return self.static_bytes + np.where(fits, in_flight * np.where(fits, self.activation_bytes, 0), room)
+        return static + np.where(fits, in_flight * np.where(fits, self.activation_bytes, 0), room)
 
     def with_last_kinds(
         self, static_bytes: NDArray[np.int64], activation_bytes: NDArray[np.int64], *, apart: Container[int] = ()
@@ -199,6 +206,7 @@ class CostTables:
             side_inputs=tuple(
                 replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.side_inputs
             ),
+            stage_bytes={in_flight: table[pairs] for in_flight, table in self.stage_bytes.items()},
             pools=self.pools and replace(self.pools, of_strategies=self.pools.of_strategies[columns], parts=()),
         )
 

@@ -32,8 +32,11 @@ from steelyard.cost.layer_parts import (
     LayerParts,
     fullest_moments,
     least_hidden_bytes,
+    model_ends,
+    saved_in_chunks,
     shared_overhead,
     stage_exchange,
+    static_in_chunks,
 )
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
@@ -97,25 +100,15 @@ def _in_one(tables: CostTables, setting: Setting, parts: LayerParts) -> WorkingB
 def _in_chunks(tables: CostTables, setting: Setting, parts: LayerParts) -> WorkingBytes:
     """Of stages that hold several: the least that any stage has."""
     moments, pipeline = fullest_moments(setting), tables.pipeline
-    shape = (len(tables.kinds), 1)
-    gradients, begun, gathered, copies = (np.full(shape, pipeline.num_chunks, dtype=np.int64) for _ in range(4))
-    gathered[:] = min(sum(moment.has_gathered) for moment in moments)
-    gradients[:] = min(sum(moment.has_gradients) for moment in moments)
-    begun[:] = min(sum(moment.is_begun) for moment in moments)
-    at_work, saved = np.ones(shape, dtype=np.int64), parts.saved.copy()
-    for stage, moment in enumerate(moments):
-        saved = np.minimum(saved, parts.saved * sum(moment.in_flight) // pipeline.in_flight(stage))
-    for kind, stage, chunk in ((tables.layers[0], 0, 0), (tables.layers[-1], -1, pipeline.num_chunks - 1)):
-        moment, flights = moments[stage], pipeline.in_flight(stage % pipeline.num_stages)
-        copies[kind], gradients[kind], begun[kind] = 1, moment.has_gradients[chunk], moment.is_begun[chunk]
-        saved[kind] = parts.saved[kind] * moment.in_flight[chunk] // flights
-        at_work[kind], gathered[kind] = moment.working == chunk, moment.has_gathered[chunk]
+    exchange = stage_exchange(moments, setting)
+    at_work = np.ones((len(tables.kinds), 1), dtype=np.int64)
+    for kind, moment, chunk in model_ends(tables, moments):
+        at_work[kind] = moment.working == chunk
     may_be_last = any(each.backwards[each.working] + 1 == pipeline.num_microbatches for each in moments)
-    received, sent, _ = stage_exchange(moments, setting)
-    static = copies * parts.states + gradients * parts.gradients + begun * parts.replicated_copy
-    static += gathered * parts.gathered_copy
+    static = static_in_chunks(tables, parts, moments, range(pipeline.num_stages))
     freed = at_work * (parts.saved + parts.gathered_copy + (parts.replicated_copy if may_be_last else 0))
-    overhead = shared_overhead(setting) + received * least_hidden_bytes(setting)
+    overhead = shared_overhead(setting) + min(exchange.received) * least_hidden_bytes(setting)
+    saved, sent = saved_in_chunks(tables, parts, moments), min(exchange.sent)
     found = _tables(tables, parts, static, saved, freed, (sent, 0), False, overhead)
     idle = (at_work == 0)[None]
     return replace(
@@ -150,7 +143,7 @@ def _tables(
     autograd[1, head] = parts.autograd[head]
     return WorkingBytes(
         static_bytes=np.stack([static, static + num_sent[0] * sent]),
-        saved_bytes=np.stack([saved, saved + num_sent[1] * sent]),
+        saved_bytes=np.stack([saved, saved + num_sent[1] * sent + parts.beside]),
         freed_bytes=np.stack([freed, freed]),
         working_bytes=np.where(is_sharded, autograd, np.maximum(autograd, reduction)),
         reducing_bytes=np.stack([np.where(is_sharded, reduction, 0)] * 2),

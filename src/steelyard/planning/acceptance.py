@@ -582,7 +582,7 @@ def _small_strategies(contest: _Contest, index: int, kind: int, stage: int) -> l
     """The strategies of a kind that take least by some floor of a setting."""
     found: dict[int, None] = {}
     for tables in contest.floors(index):
-        num_bytes = tables.static_bytes[kind] + tables.pipeline.in_flight(stage) * tables.activation_bytes[kind]
+        num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))[kind]
         legal = tables.legal_on(stage)[kind]
         order = np.argsort(np.where(legal, num_bytes, IMPOSSIBLE), kind="stable")
         found.update(dict.fromkeys(each for each in order[:NUM_SMALL].tolist() if legal[each]))

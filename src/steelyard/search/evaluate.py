@@ -79,6 +79,7 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
     kinds = tables.run_kinds(layers.start, layers.stop)
     pairs = [(kind, strategies[layer]) for kind, layer in zip(kinds, layers, strict=True)]
     in_flight = tables.pipeline.in_flight(stage)
+    static = tables.static_of(in_flight)
     return StageCost(
         first_layer=layers.start,
         num_layers=len(layers),
@@ -99,7 +100,7 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
             start=0.0,
         ),
         transfer_s=tables.received_s(stage),
-        static_bytes=sum(int(tables.static_bytes[pair]) for pair in pairs),
+        static_bytes=sum(int(static[pair]) for pair in pairs),
         activation_bytes=in_flight * sum(int(tables.activation_bytes[pair]) for pair in pairs),
         transient_bytes=max(int(tables.transient_bytes[pair]) for pair in pairs),
         overhead_bytes=tables.overhead_of(stage),
