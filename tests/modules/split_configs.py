@@ -156,6 +156,14 @@ _SPEECH = {key: value for key, value in _STACKS.items() if key != "max_position_
 _SPEECH |= {"max_source_positions": 24, "max_target_positions": 64}
 FEATURE_CONFIGS: dict[str, dict[str, Any]] = {
     "whisper": {**_SPEECH, "num_mel_bins": 8, "begin_suppress_tokens": None},
+    "llava": {
+        "vision_config": {
+            **{"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3},
+            **{"num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32},
+        },
+        "text_config": {"model_type": "llama", **_SMALL, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"image_token_index": 127, "architectures": ["LlavaForConditionalGeneration"]},
+    },
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 8, "conv_channels": 32},
 }
 """Whose samples hold more than token ids."""

@@ -1,11 +1,16 @@
-"""Models whose samples hold features beside token ids: speech to text."""
+"""Models whose samples hold features beside token ids: speech to text, and images with text."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
+from steelyard.modules.batch import decoder_inputs, random_samples
+from steelyard.modules.build import hub_config
 from steelyard.modules.split_proof import split_model
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
@@ -47,5 +52,69 @@ def test_a_block_of_the_decoder_attends_to_tokens_before_it_and_to_all_of_the_en
 
 
 def test_a_type_of_which_it_is_not_known_what_sound_is_refused_by_name() -> None:
-    with pytest.raises(InvalidModelError, match="pop2piano, of which it is not known what a sample of sound is"):
+    with pytest.raises(InvalidModelError, match="pop2piano, of which it is not known what a sample holds of sound"):
         split_model("pop2piano", {"architectures": ["Pop2PianoForConditionalGeneration"]})
+
+
+def test_a_tower_for_images_stands_before_the_blocks_of_the_text_and_one_stream_flows() -> None:
+    chain = _chain("llava")
+    names = ["embedding", "image block", "text embedding", "text block", "head"]
+    assert [kind.name for kind in chain.kinds] == names
+    assert [chain.flow_shapes(layer, 20) for layer in (0, 2, 3, 5)] == [
+        ((5, 32),),
+        ((5, 32),),
+        ((20, 64),),
+        ((20, 64),),
+    ]
+    assert [chain.is_causal(kind) for kind in chain.kinds if "block" in kind.name] == [False, True]
+
+
+def test_what_a_sample_of_an_image_with_text_holds_is_found() -> None:
+    features = _chain("llava").features
+    assert features is not None
+    assert (features.token, features.places) == (127, 4)
+    assert features.words(20) == (
+        "a sample: pixel_values of 3 × 16 × 16; 20 tokens, of which the first 4 are the image's and the others text"
+    )
+
+
+def test_the_last_block_of_a_tower_of_which_the_state_before_is_read_rests_with_the_text_embedding() -> None:
+    split = SPLITS["llava"]
+    unread = ("model.vision_tower.encoder.layers.2", "model.vision_tower.post_layernorm")
+    assert split.resting == unread
+    assert {*unread, "model.language_model.embed_tokens"} <= {*split.modules(3).values()}
+    assert SPLITS["whisper"].resting == ("model.encoder.embed_positions",)
+
+
+def test_a_sequence_that_the_image_fills_is_refused() -> None:
+    with pytest.raises(InvalidModelError, match="more than 4, the tokens of an image"):
+        _chain("llava").check_seq_len(4)
+
+
+def test_a_type_whose_images_are_of_no_one_size_is_refused_by_name() -> None:
+    with pytest.raises(InvalidModelError, match="qwen2_vl, of which it is not known what a sample holds of images"):
+        split_model("qwen2_vl", {"architectures": ["Qwen2VLForConditionalGeneration"]})
+
+
+def test_ids_of_an_image_with_text_follow_from_the_labels() -> None:
+    chain = _chain("llava")
+    _, labels = random_samples(chain, 2, 12, torch.Generator().manual_seed(0))
+    ids = decoder_inputs(labels, hub_config(chain), chain)
+    assert (ids == 127).sum(1).tolist() == [4, 4]
+    assert ids[:, 4:].equal(labels[:, 3:-1])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("clip", "AutoModelForImageClassification: the tower for images with a classifier"),
+        ("whisper", "AutoModelForCausalLM, the decoder alone"),
+    ],
+)
+def test_a_plan_of_a_part_of_a_model_says_what_it_leaves_out(config: str, said: str) -> None:
+    chain = _chain("whisper")
+    task = Task.IMAGE_CLASSIFICATION if config == "clip" else Task.CAUSAL_LM
+    content = {"text_config": {}} if config == "clip" else {"is_encoder_decoder": True}
+    part = replace(chain, family=replace(chain.family, task=task), config=content)
+    assert said in part.left_out()
+    assert any(said in each for each in part.warnings(16))

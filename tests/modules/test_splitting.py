@@ -677,7 +677,7 @@ _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attentio
         ),
         ({"model_type": "cpmant"}, "its pieces are not the whole: they raise RuntimeError"),
         (
-            {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
+            {"model_type": "vits", "architectures": ["VitsModel"]},
             "no class of transformers for text",
         ),
         (

@@ -205,7 +205,8 @@ class ModelChain:
 
     def is_causal(self, kind: LayerKind) -> bool:
         """Whether a token of a kind of block attends to none behind it; a decoder's, but for the encoder's output."""
-        return self.family.task is Task.CAUSAL_LM or kind.num_streams > 1
+        of_text = self.family.task is Task.IMAGE_TEXT and kind.hidden is None
+        return of_text or self.family.task is Task.CAUSAL_LM or kind.num_streams > 1
 
     def attention_words(self, seq_len: int) -> str:
         """How blocks attend to tokens: ``causal``, ``bidirectional``, ``sliding over 4096 tokens``, or several.
@@ -259,7 +260,7 @@ class ModelChain:
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raises `InvalidModelError` if the model cannot read sequences of this length."""
-        longest = self.max_seq_len
+        longest, places = self.max_seq_len, self.features.places if self.features else 0
         if self.own is not None:
             if seq_len == longest:
                 return
@@ -268,6 +269,8 @@ class ModelChain:
             expected, hint = f"{longest}, the patches of an image", f"give --seq-len {longest}"
         elif self.layout.learned_positions and seq_len > longest:
             expected, hint = f"{longest} or less, the positions that the model knows", "give a shorter --seq-len"
+        elif seq_len <= places:
+            expected, hint = f"more than {places}, the tokens of an image", f"give --seq-len {2 * places}"
         elif self.split is not None and seq_len % self.split.multiple:
             expected = f"a multiple of {self.split.multiple}, to which the model pads what it reads"
             hint = f"give --seq-len {-(-seq_len // self.split.multiple) * self.split.multiple}"

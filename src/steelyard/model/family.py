@@ -42,6 +42,7 @@ class Task(StrEnum):
     MASKED_LM = "masked-lm"
     SEQ2SEQ_LM = "seq2seq-lm"
     IMAGE_CLASSIFICATION = "image-classification"
+    IMAGE_TEXT = "image-text-to-text"
     OWN = "own"
     """Whatever the loss of a user's own module says."""
 
@@ -52,8 +53,13 @@ class Task(StrEnum):
 
     @property
     def has_decoder(self) -> bool:
-        """Whether an encoder and a decoder are two lists of blocks, before the second of which token ids are read."""
+        """Whether the model is an encoder and a decoder, which reads the output of the encoder in every block."""
         return self in (Task.SEQ2SEQ_LM, Task.SPEECH_SEQ2SEQ)
+
+    @property
+    def has_two_lists(self) -> bool:
+        """Whether blocks are two lists, one behind the other, and the layer between them reads token ids."""
+        return self.has_decoder or self is Task.IMAGE_TEXT
 
     @property
     def reads_text(self) -> bool:
@@ -63,7 +69,7 @@ class Task(StrEnum):
     @property
     def reads_features(self) -> bool:
         """Whether samples hold something else beside them, which the first layer reads."""
-        return self is Task.SPEECH_SEQ2SEQ
+        return self in (Task.SPEECH_SEQ2SEQ, Task.IMAGE_TEXT)
 
 
 _AUTO_CLASSES = {
@@ -72,6 +78,7 @@ _AUTO_CLASSES = {
     Task.SEQ2SEQ_LM: "AutoModelForSeq2SeqLM",
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
     Task.SPEECH_SEQ2SEQ: "AutoModelForSpeechSeq2Seq",
+    Task.IMAGE_TEXT: "AutoModelForImageTextToText",
 }
 """Samples are what `steelyard.modules.batch` says."""
 

@@ -199,4 +199,6 @@ def _is_made_for_a_width(key: str, value: object) -> bool:
 
 def _is_outside(key: str, value: object) -> bool:
     """Whether a special token is not one of a small vocabulary; a list of them never is."""
-    return key.endswith("_token_id") and (isinstance(value, list) or (isinstance(value, int) and value >= TOKENS))
+    return key.endswith(("_token_id", "_token_index")) and (
+        isinstance(value, list) or (isinstance(value, int) and value >= TOKENS)
+    )

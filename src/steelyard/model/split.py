@@ -124,15 +124,15 @@ def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 
 class SplitEncoder(_Part):
-    """Of a model of an encoder and a decoder: the encoder, which the decoder's blocks read."""
+    """Of a model of two lists of blocks the first: an encoder that the decoder's blocks read, or a tower for images."""
 
     blocks: str
     """Path of the list of the encoder's blocks."""
     call: BlockCall
     between: tuple[str, ...]
     """Paths of the modules called behind those and before the decoder's: its embedding, and the encoder's last norm."""
-    encoded: int | str
-    """Place or name of the encoder's output among the arguments of the decoder's blocks."""
+    encoded: int | str | None
+    """Place or name of the encoder's output among the arguments of the decoder's blocks; None where they read none."""
     order: tuple[int, ...] = ()
     """The order of its dims: as `BlockCall.order`."""
     shape: tuple[Count, ...] = ()
@@ -141,6 +141,7 @@ class SplitEncoder(_Part):
     @property
     def reads(self) -> BlockCall:
         """Where the decoder's blocks are given the encoder's output."""
+        assert self.encoded is not None
         return BlockCall(argument=self.encoded, order=self.order)
 
 
@@ -151,11 +152,17 @@ class SplitFeatures(_Part):
     """What the model calls it."""
     shape: tuple[Count, ...]
     """Of one sample."""
+    token: int | None = None
+    """The token in whose places the first blocks' output stands among the token ids; None where it does not."""
+    places: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    """The first tokens of a sample, so many, are that one."""
 
     def words(self, seq_len: int) -> str:
         """What a sample holds."""
-        sizes = " × ".join(map(str, self.shape))
-        return f"a sample: {self.name} of {sizes} for the encoder, {seq_len} tokens for the decoder"
+        read = f"a sample: {self.name} of {' × '.join(map(str, self.shape))}"
+        if self.token is None:
+            return f"{read} for the encoder, {seq_len} tokens for the decoder"
+        return f"{read}; {seq_len} tokens, of which the first {self.places} are the image's and the others text"
 
 
 class SplitStream(_Part):
@@ -241,6 +248,8 @@ class ModelSplit(_Part):
     """Channels, height and width of what the model reads; None where it reads token ids."""
     features: SplitFeatures | None = None
     """What the first layer reads, where the decoder's embedding reads the token ids of a sample."""
+    resting: tuple[str, ...] = ()
+    """Paths of what no sample trains, where token ids are read beside features: frozen, or read by nothing."""
     shared: tuple[tuple[tuple[int, str], ...], ...] = ()
     """Parameters that embeddings and the head share: for each copy its layer, and its path in the model."""
     encoder: SplitEncoder | None = None
@@ -284,7 +293,13 @@ class ModelSplit(_Part):
 
     def num_streams(self, layer: int) -> int:
         """The hidden states that flow out of a layer: the encoder's output goes along with the decoder's."""
-        return 2 if self.between and self.between <= layer < len(self.layers) - 1 else 1
+        is_encoded = self.encoder is not None and self.encoder.encoded is not None
+        return 2 if is_encoded and self.between <= layer < len(self.layers) - 1 else 1
+
+    def reads_encoded(self, layer: int) -> SplitEncoder | None:
+        """The encoder, if the layer is a block that reads its output."""
+        encoder = self.encoder if layer > self.between else None
+        return encoder if encoder and encoder.encoded is not None else None
 
     def read_by(self, layer: int) -> tuple[int, ...]:
         """The streams, by their number, that a layer reads."""

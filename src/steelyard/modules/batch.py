@@ -6,11 +6,14 @@
 | masked-lm            | token ids [N, S], some hidden   | the hidden tokens [N, S], `IGNORED` elsewhere   |
 | seq2seq-lm           | the source's token ids [N, S]   | the target's token ids [N, S]                   |
 | speech-seq2seq       | features of sound [N, ...]      | the target's token ids [N, S]                   |
+| image-text-to-text   | images [N, C, H, W]             | the next token at every place [N, S], `IGNORED` |
+|                      |                                 | at those whose next is a place of the image     |
 | image-classification | images [N, C, H, W]             | classes [N]                                     |
 
 The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
 on, with the config's ``decoder_start_token_id`` (else ``pad_token_id``) in front, or, of some types, their own last
-token (a language, or the end).
+token (a language, or the end). What merges images and text reads them so, too, with the token that
+stands for a place of the image in front and where there is no target.
 """
 
 import torch
@@ -19,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
+from steelyard.model.split import SplitFeatures
 
 IGNORED = -100
 """The label of a place that is no target."""
@@ -26,8 +30,12 @@ _BEGIN_WITH_THE_LAST = frozenset(("fsmt", "mbart", "plbart"))
 """Types whose decoders read the last token of the labels first."""
 
 
-def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig) -> Tensor:  # noqa: N803
-    """The token ids [B, S] that a decoder is given to predict ``labels_BS``."""
+def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig, chain: ModelChain) -> Tensor:  # noqa: N803
+    """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``."""
+    if chain.features and chain.features.token is not None:
+        token = chain.features.token
+        shifted = torch.cat([torch.full_like(labels_BS[:, :1], token), labels_BS[:, :-1]], 1)
+        return shifted.masked_fill(shifted == IGNORED, token)
     padding = config.pad_token_id if config.pad_token_id is not None else 0
     labels_BS = labels_BS.masked_fill(labels_BS == IGNORED, padding)  # noqa: N806
     if config.model_type in _BEGIN_WITH_THE_LAST:
@@ -38,6 +46,15 @@ def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig) -> Tensor:  # no
         start = next((token for token in starts if token is not None), padding)
         start_B1 = torch.full_like(labels_BS[:, :1], start)  # noqa: N806
     return torch.cat([start_B1, labels_BS[:, :-1]], 1)
+
+
+def without_image(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noqa: N803
+    """Labels [B, S] of which none is the token of a place of the image; before the text there is no target."""
+    if features.token is None:
+        return labels_BS
+    found = labels_BS.masked_fill(labels_BS == features.token, max(features.token - 1, 0))
+    found[:, : features.places - 1] = IGNORED
+    return found
 
 
 def _decoder(config: PreTrainedConfig) -> PreTrainedConfig | None:
@@ -73,6 +90,7 @@ def random_samples(
     inputs, labels = torch.randint(chain.vocab_size, (2, num_samples, seq_len), generator=generator)
     if chain.features:
         inputs = torch.randn((num_samples, *chain.features.shape), generator=generator)
+        labels = without_image(labels, chain.features)
     if chain.family.task is Task.MASKED_LM:
         is_target = torch.rand(labels.shape, generator=generator) < 1 / 7
         is_target[:, 0] = True

@@ -7,9 +7,11 @@ length no config says is taken to last `_SOUND` values, 30 seconds at 16 kHz.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
+from steelyard.model.family import Task
 from steelyard.model.split import SplitFeatures
 
 _SOUND = 30 * 16_000
@@ -35,14 +37,40 @@ _FEATURES: Mapping[str, Callable[[Any], SplitFeatures]] = {
 }
 
 
-def features_of(config: PreTrainedConfig) -> SplitFeatures:
-    """What the first layer of a model of speech reads; raises `InvalidModelError` where that is not known."""
+def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
+    """What the first layer of a model reads beside token ids; raises `InvalidModelError` where that is not known."""
+    config = model.config
+    if task is Task.IMAGE_TEXT:
+        return _image_and_places(model)
     known = _FEATURES.get(config.model_type)
     if known is None:
-        raise InvalidModelError(
-            field="model_type",
-            found=f"{config.model_type}, of which it is not known what a sample of sound is",
-            expected=f"of models that write down speech {', '.join(_FEATURES)}",
-            hint="write a function that builds it, with a sample: docs/your-own-model.md",
-        )
+        raise _unknown(config, f"sound (it is of {', '.join(_FEATURES)})")
     return known(config)
+
+
+def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
+    """One image of the size that the config says, and the places that the model makes of it among the tokens."""
+    config = model.config
+    vision = getattr(config, "vision_config", None)
+    size, token = getattr(vision, "image_size", None), getattr(config, "image_token_id", None)
+    if not isinstance(size, int) or not isinstance(token, int):
+        raise _unknown(config, "images (its config gives no vision_config.image_size, or no image_token_id)")
+    shape = (getattr(vision, "num_channels", 3), size, size)
+    try:
+        with torch.no_grad():
+            made = model.get_image_features(pixel_values=torch.zeros((1, *shape), device="meta"))
+        found = getattr(made, "pooler_output", made)
+        places = sum(each.shape[-2] for each in found)
+    except Exception as error:
+        words = " ".join(str(error).split())[:120]
+        raise _unknown(config, f"images (one of {' × '.join(map(str, shape))} is refused: {words})") from error
+    return SplitFeatures(name="pixel_values", shape=shape, token=token, places=places)
+
+
+def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:
+    return InvalidModelError(
+        field="model_type",
+        found=f"{config.model_type}, of which it is not known what a sample holds of {of}",
+        expected="a model whose config says the one size of what it reads",
+        hint="write a function that builds it, with a sample: docs/your-own-model.md",
+    )

@@ -35,7 +35,7 @@ from steelyard.model.family import Context, Layer, LayerRole, Run, Task
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, SplitFeatures, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
 from steelyard.modules.called import called_at
-from steelyard.modules.known_values import KnownValues, has_values, plain_token, without_values
+from steelyard.modules.known_values import KnownValues, has_values, plain_token, with_first, without_values
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -91,15 +91,17 @@ class DecoderEmbeddingPiece:
         )
         self.beside = (self._shell.model,)
 
-    def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """The model's own forward pass from the one block to the other."""
+    def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> Tensor | tuple[Tensor, Tensor]:
+        """The model's own forward pass from the one block to the other; a state alone if blocks read no more."""
         self._last.hidden = hidden
         try:
             samples, tokens = hidden.shape[:2]
             first = blank(self._features, 1 if self._features else samples, tokens, hidden.device)
             self._shell(first, hidden.dtype, context.decoder_ids)
         except _ReachedError as reached:
-            return reached.call.hidden(reached.arguments), self._encoder.reads.hidden(reached.arguments)
+            entering = reached.call.hidden(reached.arguments)
+            encoder = self._encoder
+            return entering if encoder.encoded is None else (entering, encoder.reads.hidden(reached.arguments))
         finally:
             self._last.hidden = None
         raise AssertionError("the model has run no block of its decoder")
@@ -112,7 +114,7 @@ class HeadPiece:
         last = len(split.layers) - 2
         self._last = _Give(split, last)
         self._buffers = {path: local_name(path) for path in outside_buffers(model, split, last + 1)}
-        self._sees_shape, self._read, self._features = split.head_sees_shape, read_by(split), bool(split.features)
+        self._sees_shape, self._read, self._features = split.head_sees_shape, read_by(split), split.features
         self._tokens = split.kinds[split.layers[last]].tokens
         self._shell = Shell(
             model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
@@ -130,9 +132,10 @@ class HeadPiece:
         samples, tokens = (len(hidden), (hidden.shape[1] - beside) // (times or 1)) if self._sees_shape else (1, 1)
         buffers = {path: layer.get_buffer(name) for path, name in self._buffers.items()}
         try:
-            first = blank(self._read, samples, tokens, hidden.device)
-            ids = blank(None, samples, tokens, hidden.device) if self._features else None
-            outputs = self._shell(first, hidden.dtype, ids, buffers)
+            ids = blank(None, samples, tokens, hidden.device)
+            reads_ids_alone = self._features is not None and self._features.token is not None
+            first = None if reads_ids_alone else blank(self._read, samples, tokens, hidden.device)
+            outputs = self._shell(first, hidden.dtype, ids if self._features else None, buffers)
         finally:
             self._last.hidden = None
         return outputs.logits
@@ -144,7 +147,7 @@ class BlockPiece:
     def __init__(self, split: ModelSplit, layer: int) -> None:
         self._call, self._place = split.call_of(layer), split.place_of(layer)
         self._asks, self._typed = split.asks_for_values, split.typed_buffers
-        self._encoder = split.encoder if layer > split.between else None
+        self._encoder = split.reads_encoded(layer)
         self._reads = [split.streams[number] for number in split.read_by(layer)]
         self._makes = [split.streams[number] for number in split.made_by(layer)]
 
@@ -208,7 +211,7 @@ class BlockInputs:
         self._records = {chain.kind_of(layer).name: record for layer, record in stubs.items()}
         self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=makes_masks)
         self._by_sample, self._read = split.sides_by_sample, read_by(split)
-        self._token = plain_token(model.config)
+        self._token, self._first = plain_token(model.config), first_tokens(split.features)
 
     @torch.no_grad()
     def __call__(self, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, BlockArguments]:
@@ -227,7 +230,7 @@ class BlockInputs:
     def _recorded(
         self, samples: int, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> dict[str, BlockArguments]:
-        ids = torch.full((samples, tokens), self._token, device=device)
+        ids = with_first(torch.full((samples, tokens), self._token, device=device), *self._first)
         with suppress(_ReachedError):
             self._shell(blank(self._read, samples, tokens, device) if self._read else ids, dtype, ids)
         return {name: record.take_sides() for name, record in self._records.items()}
@@ -298,11 +301,13 @@ class Shell:
         self._config = copy.copy(model.config)
         if not makes_masks:
             self._config._attn_implementation_internal = NO_MASK
-        self._keep, self._token = frozenset(keep), plain_token(model.config)
+        self._keep, self._token, self._first = frozenset(keep), plain_token(model.config), first_tokens(split.features)
+        self._records_outputs = split.task is Task.IMAGE_TEXT
         self._stubs = {
             path: [stubs.get(layer) or _Stub(split, layer) for layer in split.block_layers(path)]
             for path in split.lists
         }
+        self._behind = {path: (split, split.block_layers(path)[-1]) for path in split.lists}
         self._holes: list[_Hole] = []
         self._filled: list[tuple[PreTrainedModel, nn.Module]] = []
         self._holders, self._constants = split.holders, list[nn.Module]()
@@ -318,41 +323,43 @@ class Shell:
 
     def __call__(
         self,
-        ids: Tensor,
+        first: Tensor | None,
         dtype: torch.dtype,
-        decoder_ids: Tensor | None = None,
+        ids: Tensor | None = None,
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Any:
-        """The model's outputs; holes pass on blanks of ``dtype``; a decoder that is given nothing reads ``ids``.
+        """The model's outputs; holes pass on blanks of ``dtype``. ``first`` is what its first layer reads, if it does.
 
-        Where these are features, it reads one token. The model has ``buffers`` in the place of its own, by their paths.
+        What else reads ``ids`` reads where there are none the same, or one token beside features. The model has
+        ``buffers`` in the place of its own, by their paths.
         """
-        if self._device != ids.device:
+        device = (ids if first is None else first).device
+        if self._device != device:
             for hole in self._holes:
                 hole.empty()
             for part, module in self._filled:
-                fill_buffers(part, module, ids.device)
-            self._device = ids.device
+                fill_buffers(part, module, device)
+            self._device = device
         for path, buffer in buffers.items():
             owner, _, name = path.rpartition(".")
             self.model.get_submodule(owner)._buffers[name] = buffer
         for hole in self._holes:
-            hole.become(dtype, ids.device)
+            hole.become(dtype, device)
         for module in self._constants:
             module._buffers = {name: buffer.to(dtype) for name, buffer in module._buffers.items()}
         for module, parameters in self._emptied:
             module._parameters = {
-                n: None if each is None else _frozen(each, dtype, ids.device) for n, each in parameters.items()
+                n: None if each is None else _frozen(each, dtype, device) for n, each in parameters.items()
             }
-        like = nn.Parameter(torch.empty((0,), dtype=dtype, device=ids.device), requires_grad=False)
+        like = nn.Parameter(torch.empty((0,), dtype=dtype, device=device), requires_grad=False)
         for module in self._typed:
             module._parameters = {"_like": like}
-        samples = {self._reads: ids}
-        if self._ids and decoder_ids is None:
-            decoder_ids = blank(None, len(ids), 1, ids.device) if ids.is_floating_point() else ids
+        samples = {} if first is None else {self._reads: first}
+        if self._ids and ids is None:
+            ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
         if self._ids:
-            samples[self._ids] = decoder_ids
-        with one_sequence_each(), without_values(samples.values(), self._token):
+            samples[self._ids] = ids
+        with one_sequence_each(), without_values(samples.values(), self._token, self._first):
             return self.model(**samples, **self._options)
 
     def _copy(self, module: nn.Module, path: str, part: PreTrainedModel) -> nn.Module:
@@ -360,12 +367,13 @@ class Shell:
         if path in self._keep and path not in self._holders:
             return module
         if path in self._stubs:
-            for stub, block in zip(self._stubs[path], module.children(), strict=True):
-                stub.stands_for = _Whole(block)
-            stubs = copy.copy(module)
-            stubs._modules = dict(zip(module._modules, self._stubs[path], strict=True))
-            return stubs
+            found = copy.copy(module)
+            found._modules = dict(zip(module._modules, self._stubs_of(path, [*module.children()]), strict=True))
+            return found
         found = copy.copy(module)
+        if self._records_outputs:  # by hooks, of which the copy has its own
+            found.__dict__.pop("_output_capturing_hooks_installed", None)
+            found._forward_hooks = copy.copy(module._forward_hooks)
         found._modules = {
             name: child and self._copy(child, f"{path}.{name}" if path else name, part)
             for name, child in module._modules.items()
@@ -394,6 +402,19 @@ class Shell:
             if value is self._whole.model.config:
                 found.__dict__[name] = self._config
         return found
+
+    def _stubs_of(self, path: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+        """A stub for each block of a list; those behind the chain's, which nothing reads, pass on what they are given.
+
+        Where outputs of blocks are recorded, which goes by their class, stubs are of the class, too.
+        """
+        stubs = self._stubs[path]
+        stubs = [*stubs, *(_Stub(*self._behind[path]) for _ in blocks[len(stubs) :])]
+        for stub, block in zip(stubs, blocks, strict=True):
+            stub.stands_for = _Whole(block)
+            if self._records_outputs:
+                stub.__class__ = type(type(block).__name__, (type(stub), type(block)), {})
+        return stubs
 
 
 def _is_constant(module: nn.Module) -> bool:
@@ -583,7 +604,7 @@ class _Stub(nn.Module):
     def __init__(self, split: ModelSplit, layer: int) -> None:
         super().__init__()
         self._call = split.call_of(layer)
-        self._encoder = split.encoder if layer > split.between else None
+        self._encoder = split.reads_encoded(layer)
         self._shape = split.kinds[split.layers[layer]].shape
 
     def __getattr__(self, name: str) -> Any:
@@ -672,7 +693,12 @@ def read_by(split: ModelSplit) -> Read:
 
 def ids_beside(task: Task) -> str:
     """What the model calls the token ids that its first layer does not read; empty where there are none."""
-    return "decoder_input_ids" if task.has_decoder else ""
+    return "decoder_input_ids" if task.has_decoder else "input_ids" if task.has_two_lists else ""
+
+
+def first_tokens(read: Read) -> tuple[int | None, int]:
+    """The token of a place of an image, with which a sample begins, and how many; None where there is none."""
+    return (read.token, read.places) if isinstance(read, SplitFeatures) else (None, 0)
 
 
 def reads(read: Read) -> str:

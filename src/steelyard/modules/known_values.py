@@ -99,17 +99,32 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def without_values(samples: Iterable[Tensor], token: int = 0) -> Iterator[KnownValues | None]:
-    """Within it a forward pass knows of samples without values that they are this token; nothing changes for others."""
+def without_values(
+    samples: Iterable[Tensor], token: int = 0, first: tuple[int | None, int] = (None, 0)
+) -> Iterator[KnownValues | None]:
+    """Within it a forward pass knows of samples without values that they are this token; nothing changes for others.
+
+    Of token ids the ``first`` are another token, so many, where one is given.
+    """
     bare = [each for each in samples if not has_values(each)]
     if not bare:
         yield None
         return
     for each in bare:
         with _disable_current_modes():
-            tell(each, torch.full((), token, dtype=each.dtype, device="cpu").expand(each.shape))
+            known = torch.full((), token, dtype=each.dtype, device="cpu").expand(each.shape)
+            tell(each, known if each.is_floating_point() else with_first(known, *first))
     with KnownValues() as known:
         yield known
+
+
+def with_first(ids: Tensor, token: int | None, count: int) -> Tensor:
+    """Token ids [B, S] of which the first, so many, are a token, where one is given."""
+    if token is None:
+        return ids
+    found = ids.clone()
+    found[:, :count] = token
+    return found
 
 
 def plain_token(config: Any) -> int:

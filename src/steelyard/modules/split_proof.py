@@ -26,7 +26,7 @@ from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of
 from steelyard.model.split import ModelSplit
 from steelyard.modules.any_model import keep_split, kept_split
-from steelyard.modules.batch import decoder_inputs, random_samples
+from steelyard.modules.batch import decoder_inputs, random_samples, without_image
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.holes import forward_options, ids_beside, read_by, reads
 from steelyard.modules.known_values import plain_token
@@ -209,9 +209,11 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     parts = copy.deepcopy(whole)
     prepare_model(parts, chain)
     trained = parameters_by_path(parts, split)
-    for seed, length in enumerate(_LENGTHS if split.multiple == 1 else (split.multiple, 2 * split.multiple)):
+    lengths = _LENGTHS if split.multiple == 1 else (split.multiple, 2 * split.multiple)
+    places = split.features.places if split.features else 0
+    for seed, length in enumerate(places + length for length in lengths):
         ids, labels = _samples(chain, whole.config, length, seed)
-        decoder_ids = decoder_inputs(labels, whole.config) if split.encoder else None
+        decoder_ids = decoder_inputs(labels, whole.config, chain) if split.encoder else None
         given = {reads(read_by(split)): ids} | ({} if decoder_ids is None else {ids_beside(split.task): decoder_ids})
         try:
             outputs = whole(**given, **forward_options(whole))
@@ -247,7 +249,8 @@ def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int
     ids = torch.randint(chain.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
     ids[ids == getattr(config, "pad_token_id", None)] = plain_token(config)
     if chain.features:
-        return torch.randn((_SAMPLES, *chain.features.shape), generator=torch.Generator().manual_seed(seed)), ids
+        inputs = torch.randn((_SAMPLES, *chain.features.shape), generator=torch.Generator().manual_seed(seed))
+        return inputs, without_image(ids, chain.features)
     return ids, ids.flip(1) if chain.split.encoder else ids
 
 

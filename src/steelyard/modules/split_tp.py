@@ -146,6 +146,8 @@ def _no_sp(split: ModelSplit, kind: SplitKind) -> str:
     if kind.role is LayerRole.EMBEDDING and any(step.startswith(POSITIONS) for step in split.embedding_calls):
         return POSITIONS_NO_SP
     known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
+    if split.encoder and split.encoder.encoded is None:
+        known = IMAGE_NO_SP
     if any(kind.tokens != (1, 0) for kind in split.kinds):
         known = known or LENGTH_NO_SP
     return known or ("" if all(each.shape[0] == 0 for each in split.streams) else STREAM_NO_SP)
@@ -163,7 +165,8 @@ def _suppositions(
     prefix = f"{split.list_of(layer).removeprefix(f'{model.base_model_prefix}.')}.*."
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     own = {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
-    heads = getattr(_config_of(path, model.config.get_text_config()), "num_attention_heads", 0)
+    config = _config_of_part(path, model) if split.features else model.config.get_text_config()
+    heads = getattr(_config_of(path, config), "num_attention_heads", 0)
     yield from block_suppositions(model.get_submodule(path), named, plan=own, heads=heads)
 
 
@@ -441,7 +444,7 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
         yield "vocabulary", split.vocab_size
         return
     path = split.modules(layer)["block"]
-    config = _config_of(path, model.config)
+    config = _config_of(path, _config_of_part(path, model))
     queries = getattr(config, "num_attention_heads", None)
     if isinstance(queries, int):
         yield "attention heads", queries
@@ -452,6 +455,15 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
     if "own_experts" in styles.values() and experts:
         yield "experts", max(experts)
     yield from divided_rows(block, styles)
+
+
+def _config_of_part(block: str, model: PreTrainedModel) -> PreTrainedConfig:
+    """The config that says the heads of the block of this path: the model's, or that of the part which holds it."""
+    if isinstance(getattr(model.config, "num_attention_heads", None), int):
+        return model.config
+    names = block.split(".")
+    parts = (model.get_submodule(".".join(names[:count])) for count in range(len(names)))
+    return [part.config for part in parts if isinstance(part, PreTrainedModel)][-1]
 
 
 def _config_of(block: str, config: PreTrainedConfig) -> PreTrainedConfig:

@@ -47,7 +47,16 @@ from steelyard.modules.build import auto_class_of, build_from_config
 from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.features import features_of
-from steelyard.modules.holes import Read, blank, forward_options, holds_parameters, ids_beside, one_sequence_each, reads
+from steelyard.modules.holes import (
+    Read,
+    blank,
+    first_tokens,
+    forward_options,
+    holds_parameters,
+    ids_beside,
+    one_sequence_each,
+    reads,
+)
 from steelyard.modules.known_values import plain_token, values_of, without_values
 from steelyard.modules.prepared import prepare
 from steelyard.modules.structure import signature
@@ -122,7 +131,7 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     model = build_from_config(config, task, fused_attention=fused_attention)
     prepare(model, config.model_type)
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
-    features = features_of(config) if task is Task.SPEECH_SEQ2SEQ else None
+    features = features_of(model, task) if task.reads_features else None
     read = features or image
     seen = _record(model, config, task, read)
     (_, *sizes) = _first_state(seen).shape
@@ -132,7 +141,7 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     options = {"fused_attention": fused_attention, "keeps_results": keeps_results}
     split = _split_of(model, seen, config, task, read, **options)
     keywords = seen.keywords
-    if split.encoder:
+    if split.encoder and split.encoder.encoded is not None:
         first = seen.chains[split.blocks][0]
         keywords = seen.entering(_argument(first, split.encoder.encoded))
     drops = seen.modules.attention_drops
@@ -164,19 +173,17 @@ def _split_of(
     image, features = (None, read) if isinstance(read, SplitFeatures) else (read, None)
     entering = _argument(seen.chains[first][0], first_call.argument)
     (embedding, *between, head), holders = _ends(model, seen, entering, config)
+    if task is Task.IMAGE_TEXT:
+        embedding, between[0] = _by_use(model, seen, entering, embedding, between[0])
     encoder = None
     if between:
+        encoder = SplitEncoder(blocks=first, call=first_call, between=between[0], encoded=None)
+    if encoder and task.has_decoder:
         encoded = _encoded(seen.chains[blocks], call, config)
         output = _argument(seen.chains[blocks][0], encoded)
         order, _ = ((), ()) if features else _order(output, config, seen.tokens)
-        encoder = SplitEncoder(
-            blocks=first,
-            call=first_call,
-            between=between[0],
-            encoded=encoded,
-            order=order,
-            shape=tuple(output.shape[1:]) if features else (),
-        )
+        shape = tuple(output.shape[1:]) if features else ()
+        encoder = encoder.model_copy(update={"encoded": encoded, "order": order, "shape": shape})
     streams = [] if read else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
     lengths = {} if image else _lengths(model, seen, calls, config, task, features)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
@@ -212,6 +219,7 @@ def _split_of(
         multiple=1 if read or seen.tokens == _TOKENS else seen.tokens,
         image=image,
         features=features,
+        resting=_resting(model, seen.logits) if features else (),
         learned_positions=not image and _has_table(model, ends[1 if features else 0], positions),
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
@@ -267,8 +275,10 @@ def _kinds(
         tokens = lengths.get(path, (1, 0))
         if path == blocks and encoder:
             layers.append(len(kinds))
-            kinds.append(SplitKind(name="decoder embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens))
-        words = ("encoder " if path != blocks else "decoder ") if encoder else ""
+            name = "text embedding" if encoder.encoded is None else "decoder embedding"
+            kinds.append(SplitKind(name=name, role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens))
+        parts = ("image ", "text ") if encoder and encoder.encoded is None else ("encoder ", "decoder ")
+        words = parts[path == blocks] if encoder else ""
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules = list(model.get_submodule(path).children())
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
@@ -319,7 +329,7 @@ def _lengths(
     few = {path: _length(seen.chains[path], call) for path, call in calls.items()}
     if all(length == seen.tokens for length in few.values()):
         return {}
-    longer = _record(model, config, task, features, seen.tokens + _LONGER)
+    longer = _record(model, config, task, features, seen.tokens - first_tokens(features)[1] + _LONGER)
     found = {}
     for path, call in calls.items():
         times = (_length(longer.chains[path], call) - few[path]) // _LONGER
@@ -410,9 +420,10 @@ def _record(
     config: PreTrainedConfig,
     task: Task,
     read: Read,
-    tokens: int = _TOKENS,
+    more: int = _TOKENS,
 ) -> Recording:
-    """One forward pass on the meta device, with hooks on all modules."""
+    """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image."""
+    tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists(model)
     paths |= _in_blocks(model, lists, paths)
@@ -448,7 +459,7 @@ def _record(
         with (
             one_sequence_each(),
             torch.device("meta"),
-            without_values(given.values(), plain_token(config)) as known,
+            without_values(given.values(), plain_token(config), first_tokens(read)) as known,
             CalledModules(model) as modules,
             _called_with_hooks(place_of),
         ):
@@ -465,12 +476,15 @@ def _record(
         for path, blocks in lists.items()
         if [place for place, _ in calls[path]] == list(range(len(blocks)))
     }
-    count = 2 if task.has_decoder else 1
+    count = 2 if task.has_two_lists else 1
     if len(chains) < count:
         lists_wanted = "two lists" if count > 1 else "list"
         raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
     chosen = sorted(list(chains)[:count], key=lambda path: called.index(f"{path}.0"))
     found = {path: chains[path] for path in chosen}
+    if task is Task.IMAGE_TEXT:
+        (_, (entered, *_)) = found.values()
+        found[chosen[0]] = _read_of(model, chosen[0], found[chosen[0]], entered)
     return Recording(
         called=called,
         chains=found,
@@ -482,6 +496,44 @@ def _record(
         named=named,
         asks_for_values=known is not None and known.asked,
     )
+
+
+def _read_of(model: nn.Module, path: str, calls: Sequence[_Call], entered: _Call) -> Sequence[_Call]:
+    """The calls of the first blocks of a list, up to the last of which the blocks of the next list read anything."""
+    given = [each for each in (*entered.places, *entered.names.values()) if isinstance(each, Tensor)]
+    reached = set().union(*map(_reached, given))
+    blocks = list(model.get_submodule(path).children())
+    last = max((n for n, block in enumerate(blocks) if reached & {id(each) for each in block.parameters()}), default=0)
+    return calls[: last + 1]
+
+
+def _reached(result: Tensor) -> set[int]:
+    """The identities of the parameters that a tensor was made of."""
+    found: set[int] = set()
+    left, seen = [result.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        left += [before for before, _ in node.next_functions]
+    return found
+
+
+def _resting(model: PreTrainedModel, logits: Tensor) -> tuple[str, ...]:
+    """The outermost modules of which no parameter is trained: frozen, or nothing that the logits are made of."""
+    reached = _reached(logits)
+
+    def rests(module: nn.Module) -> bool:
+        own = list(module.parameters())
+        return bool(own) and not any(id(each) in reached for each in own)
+
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if rests(module) and not _in(path, found):
+            found.append(path)
+    return tuple(found)
 
 
 @contextmanager
@@ -699,12 +751,17 @@ def _ends(
     own parameters, or nothing does. A module that is not called, and whose parameters another holds that is, belongs to
     neither.
     """
-    of_blocks = {module for blocks in seen.chains for module in model.get_submodule(blocks).modules()}
+    blocks_of = {
+        path: list(model.get_submodule(path).named_children())[: len(seen.chains[path])] for path in seen.chains
+    }
+    of_blocks = {module for each in blocks_of.values() for _, block in each for module in block.modules()}
+    of_blocks |= {model.get_submodule(path) for path in seen.chains}
     owners = {path: module for path, module in model.named_modules() if holds_parameters(module)}
     outside = [path for path, module in owners.items() if module not in of_blocks]
     spans = []
-    for blocks in seen.chains:
-        inside = [place for place, path in enumerate(seen.called) if _below(path, blocks)]
+    for path, blocks in blocks_of.items():
+        paths = [f"{path}.{name}" for name, _ in blocks]
+        inside = [place for place, called in enumerate(seen.called) if _in(called, paths)]
         spans.append((inside[0], inside[-1]))
     held = {id(each) for path in outside if path in seen.called for each in _parameters(model, path)}
     ends: list[list[str]] = [[] for _ in range(len(spans) + 1)]
@@ -740,6 +797,21 @@ def _ends(
         end = -1 if _depends(seen.logits, own) and not _depends(entering, own) else 0
         found[end] = (*found[end], path)
     return found, tuple(holders)
+
+
+def _by_use(
+    model: PreTrainedModel, seen: Recording, entering: Tensor, embedding: Sequence[str], between: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The embedding's modules and those between two lists, where a table of tokens is read before the first list.
+
+    The embedding's are those that its result is made of. Blocks of the first list that nothing reads lie between.
+    """
+    reached = _reached(entering)
+    early = [path for path in embedding if reached & {id(each) for each in model.get_submodule(path).parameters()}]
+    first = next(iter(seen.chains))
+    unread = [f"{first}.{name}" for name, _ in model.get_submodule(first).named_children()][len(seen.chains[first]) :]
+    late = [*(path for path in embedding if path not in early), *between]
+    return tuple(early), _outermost([next((block for block in unread if _below(path, block)), path) for path in late])
 
 
 def _depends(result: Tensor, parameters: Collection[nn.Parameter], leaving: Collection[object] = ()) -> bool:

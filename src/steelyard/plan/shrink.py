@@ -86,6 +86,8 @@ def _small_chain(
     config = small_config(given, degree=degree, expert_degree=expert_degree) | dict(blocks)
     config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
     config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
+    if chain.features is not None:  # whose shape follows from the config alone
+        return chain_from_config(config, name=chain.name)
     split = chain.split.with_layers(kept).resized(given, config, degree * expert_degree)
     return chain_from_config(config, name=chain.name, split=split)
 

@@ -56,7 +56,8 @@ def headline(plan: Plan) -> str:
     )
     prediction, split = plan.prediction, plan.model.split
     if split is not None and split.features is not None:
-        text += f"\n{split.features.words(plan.seq_len)}"
+        resting = f"all but {' and '.join(split.resting)}, which rest" if split.resting else "everything"
+        text += f"\n{split.features.words(plan.seq_len)}\ntrained: {resting}"
     if prediction is None:
         return text
     compared = baseline_line(prediction)

@@ -183,7 +183,8 @@ class ParallelModel:
         samples = self.decoder_samples()
         if samples is None:
             return None
-        return decoder_inputs(Samples.of(read(samples)).labels.to(self.device), self.chunks[0].side.model_config)
+        labels = Samples.of(read(samples)).labels.to(self.device)
+        return decoder_inputs(labels, self.chunks[0].side.model_config, self.chain)
 
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
         """Gives every layer of a user's own module the samples that this rank has there, microbatch by microbatch."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
-from steelyard.modules.batch import random_samples
+from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_model
 from steelyard.modules.holes import forward_options
 from steelyard.modules.updates import local_part
@@ -88,7 +88,7 @@ def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: 
         tokens = (first_N1 + stride_N1 * torch.arange(seq_len + 1)) % chain.vocab_size
         return Samples.of(_without_padding(tokens, chain))
     inputs, labels = random_samples(chain, num_samples, seq_len, generator)
-    if not chain.family.task.reads_text:
+    if not chain.family.task.reads_text or chain.family.task is Task.IMAGE_TEXT:
         return Samples(inputs=inputs, labels=labels)
     return Samples(inputs=_without_padding(inputs, chain), labels=_without_padding(labels, chain))
 
@@ -148,6 +148,10 @@ def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count
         if chain.trains_routers:
             routers = outputs.aux_loss
             loss = loss + model.router_aux_loss_coef * routers
+    elif chain.family.task is Task.IMAGE_TEXT:
+        ids = decoder_inputs(samples.labels, model.config, chain)
+        outputs = model(input_ids=ids, **{chain.features.name: samples.inputs})
+        loss = functional.cross_entropy(outputs.logits.flatten(0, 1), samples.labels.flatten())
     else:
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # as a collator of transformers gives them
             options["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=samples.labels)

@@ -5,8 +5,9 @@
 | a folder      | ``features.npy`` [N, ...] of the model's shape and ``tokens.npy`` [N, S] with the token ids   |
 | ``synthetic`` | noise, and token ids without meaning                                                          |
 
-Of token ids that are longer than the plan's sequences the first are read; -100 stands where there is no target. Not
-done: features of sound files, which a model's own feature extractor makes.
+Of token ids that are longer than the plan's sequences the first are read; -100 stands where there is no target. Beside
+images they are the text alone, which stands behind the places of the image. Not done: text before an image, and
+features of files of sound or images, which a model's own feature extractor makes.
 """
 
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import InvalidDataError
-from steelyard.modules.batch import IGNORED
+from steelyard.model.split import SplitFeatures
+from steelyard.modules.batch import IGNORED, without_image
 from steelyard.runtime.data.order import SampleOrder, mixed
 from steelyard.runtime.data.samples import Samples
 
@@ -34,21 +36,25 @@ class _Tokens(Protocol):
 class SyntheticFeatures:
     """Noise that the seed and a sample's number decide, with the samples of ``tokens``."""
 
-    def __init__(self, shape: tuple[int, ...], tokens: _Tokens, *, seed: int) -> None:
+    def __init__(self, features: SplitFeatures, tokens: _Tokens, *, seed: int) -> None:
         self.num_samples = tokens.num_samples
-        self._shape, self._tokens, self._seed = shape, tokens, mixed(seed)
+        self._features, self._tokens, self._seed = features, tokens, mixed(seed)
 
     def read(self, samples: list[int]) -> Samples:
         """Features [len, ...] and token ids [len, S]."""
-        noise = [np.random.default_rng((self._seed, each)).standard_normal(self._shape, np.float32) for each in samples]
-        return Samples(inputs=torch.from_numpy(np.stack(noise)), labels=self._tokens.read(samples)[:, :-1])
+        shape = self._features.shape
+        noise = [np.random.default_rng((self._seed, each)).standard_normal(shape, np.float32) for each in samples]
+        labels = without_image(self._tokens.read(samples)[:, :-1], self._features)
+        return Samples(inputs=torch.from_numpy(np.stack(noise)), labels=labels)
 
 
 class FeatureFolder:
     """Arrays of a folder, in an order that the seed decides; raises `InvalidDataError` if they are not the model's."""
 
-    def __init__(self, folder: Path, shape: tuple[int, ...], *, seq_len: int, vocab_size: int, seed: int) -> None:
+    def __init__(self, folder: Path, of: SplitFeatures, *, seq_len: int, vocab_size: int, seed: int) -> None:
         self._features, self._tokens = (_opened(folder / name) for name in (FEATURES, TOKENS))
+        self._before = max(of.places - 1, 0)
+        shape, seq_len = of.shape, seq_len - self._before
         self._folder, self._seq_len, self._vocab_size = folder, seq_len, vocab_size
         self.num_samples = len(self._features)
         if self._features.shape[1:] != shape:
@@ -70,7 +76,8 @@ class FeatureFolder:
                 expected=f"token ids from 0 to {self._vocab_size - 1}, the model's vocabulary, or {IGNORED}",
                 hint="tokenize the data with the vocabulary of the model",
             )
-        return Samples(inputs=torch.from_numpy(features), labels=torch.from_numpy(tokens))
+        labels = np.pad(tokens, ((0, 0), (self._before, 0)), constant_values=IGNORED)
+        return Samples(inputs=torch.from_numpy(features), labels=torch.from_numpy(labels))
 
 
 def _opened(file: Path) -> np.ndarray:

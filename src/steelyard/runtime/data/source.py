@@ -78,11 +78,11 @@ def open_data(path: str | Path, text: TextOptions, *, seq_len: int, vocab_size: 
 def open_features(path: Path, chain: ModelChain, *, seq_len: int, seed: int) -> SyntheticFeatures | FeatureFolder:
     """Features of the model's shape with token ids: those of a folder, or made-up ones for ``synthetic``."""
     assert chain.features is not None
-    shape, options = chain.features.shape, {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
+    options = {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
     if str(path) == SYNTHETIC:
-        return SyntheticFeatures(shape, open_data(path, TextOptions(), **options), seed=seed)
+        return SyntheticFeatures(chain.features, open_data(path, TextOptions(), **options), seed=seed)
     check_data_path(path)
-    return FeatureFolder(path, shape, **options)
+    return FeatureFolder(path, chain.features, **options)
 
 
 def open_images(path: Path, chain: ModelChain, *, seed: int) -> ImageData:
