@@ -99,7 +99,7 @@ def test_a_type_whose_images_are_of_no_one_size_is_refused_by_name() -> None:
 def test_ids_of_an_image_with_text_follow_from_the_labels() -> None:
     chain = _chain("llava")
     _, labels = random_samples(chain, 2, 12, torch.Generator().manual_seed(0))
-    ids = decoder_inputs(labels, hub_config(chain), chain)
+    ids = decoder_inputs(labels, hub_config(chain), chain.features)
     assert (ids == 127).sum(1).tolist() == [4, 4]
     assert ids[:, 4:].equal(labels[:, 3:-1])
 

@@ -30,10 +30,14 @@ _BEGIN_WITH_THE_LAST = frozenset(("fsmt", "mbart", "plbart"))
 """Types whose decoders read the last token of the labels first."""
 
 
-def decoder_inputs(labels_BS: Tensor, config: PreTrainedConfig, chain: ModelChain) -> Tensor:  # noqa: N803
+def decoder_inputs(
+    labels_BS: Tensor,  # noqa: N803
+    config: PreTrainedConfig,
+    features: SplitFeatures | None = None,
+) -> Tensor:
     """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``."""
-    if chain.features and chain.features.token is not None:
-        token = chain.features.token
+    if features and features.token is not None:
+        token = features.token
         shifted = torch.cat([torch.full_like(labels_BS[:, :1], token), labels_BS[:, :-1]], 1)
         return shifted.masked_fill(shifted == IGNORED, token)
     padding = config.pad_token_id if config.pad_token_id is not None else 0

@@ -213,7 +213,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     places = split.features.places if split.features else 0
     for seed, length in enumerate(places + length for length in lengths):
         ids, labels = _samples(chain, whole.config, length, seed)
-        decoder_ids = decoder_inputs(labels, whole.config, chain) if split.encoder else None
+        decoder_ids = decoder_inputs(labels, whole.config, chain.features) if split.encoder else None
         given = {reads(read_by(split)): ids} | ({} if decoder_ids is None else {ids_beside(split.task): decoder_ids})
         try:
             outputs = whole(**given, **forward_options(whole))

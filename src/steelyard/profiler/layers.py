@@ -246,7 +246,7 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
         config=short.side.model_config,
         labels_BS=labels,
         num_targets=labels.numel(),
-        decoder_ids=decoder_inputs(labels, short.side.model_config, short.chain) if labels.dim() > 1 else None,
+        decoder_ids=decoder_inputs(labels, short.side.model_config, short.chain.features) if labels.dim() > 1 else None,
     )
     inputs: list[Flow] = []
     outputs: list[Flow] = []

@@ -184,7 +184,7 @@ class ParallelModel:
         if samples is None:
             return None
         labels = Samples.of(read(samples)).labels.to(self.device)
-        return decoder_inputs(labels, self.chunks[0].side.model_config, self.chain)
+        return decoder_inputs(labels, self.chunks[0].side.model_config, self.chain.features)
 
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
         """Gives every layer of a user's own module the samples that this rank has there, microbatch by microbatch."""

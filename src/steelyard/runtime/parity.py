@@ -149,7 +149,7 @@ def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count
             routers = outputs.aux_loss
             loss = loss + model.router_aux_loss_coef * routers
     elif chain.family.task is Task.IMAGE_TEXT:
-        ids = decoder_inputs(samples.labels, model.config, chain)
+        ids = decoder_inputs(samples.labels, model.config, chain.features)
         outputs = model(input_ids=ids, **{chain.features.name: samples.inputs})
         loss = functional.cross_entropy(outputs.logits.flatten(0, 1), samples.labels.flatten())
     else:

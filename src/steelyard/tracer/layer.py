@@ -294,7 +294,7 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
         config=model.config,
         labels_BS=labels,
         num_targets=labels.numel(),
-        decoder_ids=decoder_inputs(labels, model.config, chain) if chain.family.task.has_two_lists else None,
+        decoder_ids=decoder_inputs(labels, model.config, chain.features) if chain.family.task.has_two_lists else None,
         batch=batch,
     )
     if setting.layer == 0:
