@@ -131,6 +131,27 @@ def test_a_head_that_caps_its_logits_is_three_operations_more() -> None:
     assert split_model("gemma2", config).head_calls == calls
 
 
+def test_stages_of_blocks_are_one_list_and_blocks_that_shift_their_windows_a_kind() -> None:
+    drop = {"drop_path_rate": 0.2}  # which differs from block to block
+    split = split_model("swin", FAMILY_CONFIGS["swin"] | {"depths": [4, 2]} | drop)
+    assert split.layers == (0, 1, 2, 1, 2, 3, 4, 4, 5)
+    assert [kind.shape for kind in split.kinds[2:5]] == [(64, 8), (16, 16), (16, 16)]
+    assert split.kinds[1].styles["block.attention.q_proj"] == "columns_gathered"
+    assert split.kinds[3].no_tp == "no way is known to divide its modules"  # merges patches with one matrix
+
+
+@pytest.mark.parametrize("model_type", ["donut-swin", "swinv2"])
+def test_types_of_swin_split_likewise(model_type: str) -> None:
+    config = FAMILY_CONFIGS["swin"] | {"model_type": model_type}
+    found = find_split(read_hub_config(model_type, config)).split
+    assert found.layers == (0, 1, 2, 3, 4, 4, 5)
+
+
+def test_an_encoder_without_a_task_fills_in_masked_tokens() -> None:
+    configs = (FAMILY_CONFIGS["bert"], FAMILY_CONFIGS["bert"] | {"is_decoder": True})
+    assert [task_of(read_hub_config("bert", each)) for each in configs] == [Task.MASKED_LM, Task.CAUSAL_LM]
+
+
 def test_a_classifier_that_reads_one_token_is_an_operation_between_two_modules() -> None:
     split = split_model("vit", FAMILY_CONFIGS["vit"])
     assert split.head_calls == ("vit.layernorm", ":select:1.0:0.0", "classifier")

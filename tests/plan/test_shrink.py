@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.model.read import load_model
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
 from tests.runtime.family_cases import CASES
@@ -135,6 +135,17 @@ def test_of_equal_blocks_of_a_classifier_two_are_kept() -> None:
     small = shrunk_plan(plan)
     assert shape(small) == shape(plan)
     assert small.chain().config["num_hidden_layers"] == 4
+
+
+def test_a_model_of_stages_has_small_images_of_as_many_windows() -> None:
+    sizes = {"image_size": 224, "patch_size": 4, "window_size": 28, "embed_dim": 96, "num_heads": [3, 6]}
+    config = FAMILY_CONFIGS["swin"] | sizes | {"depths": [2, 4]}
+    chain = chain_from_config(config, name="swin")
+    plan = make_plan(config, ", ".join(["fsdp2"] * chain.num_layers), num_devices=2, seq_len=chain.max_seq_len)
+    small = shrunk_plan(plan)
+    assert shape(small) == shape(plan)
+    assert small.seq_len == (64 // 8) ** 2
+    assert small.chain().config["depths"] == [2, 2]
 
 
 def test_dropout_is_off() -> None:

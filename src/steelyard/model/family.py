@@ -175,14 +175,6 @@ class Sizes:
         self.read[key] = value
         return value
 
-    def sizes(self, key: str) -> tuple[int, ...]:
-        """The whole numbers of 1 or more under a key, one or several; raises `InvalidModelError`."""
-        value = self.config.get(key)
-        entries = value if isinstance(value, list | tuple) else (value,)
-        if not entries or len(entries) > MOST_LAYERS or not all(is_size(each, key) for each in entries):
-            raise wrong_size(key, value)
-        return tuple(entries)
-
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A switch; null counts as not given, and ``default`` is what transformers takes then."""
         value = self.config.get(key)

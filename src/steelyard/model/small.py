@@ -46,6 +46,8 @@ _TOKEN_KEYS = (
     *("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
 )
 _WINDOW_KEYS = ("sliding_window",)
+_OF_WINDOWS = ("image_size", "patch_size", "window_size")
+_PATCH, _WINDOW = 2, 4
 _PADDED_KEYS = ("attention_window", "block_size")
 """Tokens to a multiple of which models pad their samples."""
 _EXPANSIONS = (
@@ -112,6 +114,7 @@ def small_config(
     if given.get("head_dim", 0) > given.get("qk_rope_head_dim", math.inf):  # of what is rotated and what is not
         found["head_dim"] = 2 * _HEAD_DIM
     parts = {key: value for key, value in config.items() if isinstance(value, Mapping) and is_part(key, value)}
+    found |= _few_patches(given)
     layers = parts.pop("per_layer_config", {})
     part = partial(small_config, degree=degree, expert_degree=expert_degree, widths=widths)
     found |= {key: part(value) for key, value in parts.items()}
@@ -123,6 +126,20 @@ def small_config(
         key: tokens - 1 if key == "pad_token_id" else 0 for key, value in config.items() if _is_outside(key, value)
     }
     return found
+
+
+def _few_patches(given: Mapping[str, int]) -> dict[str, int]:
+    """Images of as many windows of patches as those given, of few pixels, where both divide them."""
+    image, *sizes = (given.get(key, 0) for key in _OF_WINDOWS)
+    if not all((image, *sizes)) or image % math.prod(sizes):
+        return {}
+    return dict(zip(_OF_WINDOWS, (image // math.prod(sizes) * _PATCH * _WINDOW, _PATCH, _WINDOW), strict=True))
+
+
+def patches_of(config: Mapping[str, Any]) -> int:
+    """The patches of a square image; 1 where a config does not say them."""
+    image, patch = (config.get(key) for key in _OF_WINDOWS[:2])
+    return (image // patch) ** 2 if isinstance(image, int) and isinstance(patch, int) else 1
 
 
 def structure_of(small: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
-from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, sizes_of
+from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
 
 SPLIT_VERSION = 5
 """Raised whenever models are split differently."""
@@ -54,10 +54,13 @@ def width_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if len(shape) == 2 else shape[0]
 
 
-def _widened(shape: tuple[int, ...], width: int, before: int) -> tuple[int, ...]:
-    """The shape [S, H] or [H, rows, columns] where a model of the width ``before`` has another."""
+def _resized(shape: tuple[int, ...], width: int, before: int, patches: tuple[int, int]) -> tuple[int, ...]:
+    """The shape [S, H] or [H, rows, columns] where a model of the width ``before`` has another.
+
+    [S, H] may have another number of patches, too: ``patches`` now and before.
+    """
     if len(shape) == 2:
-        return shape[0], shape[1] * width // before
+        return shape[0] * patches[0] // patches[1], shape[1] * width // before
     return (shape[0] * width // before, *shape[1:]) if shape else ()
 
 
@@ -343,18 +346,22 @@ class ModelSplit(_Part):
         What no config says stays: the classes of images, and widths that are given stage by stage.
         """
         width = next((config[key] for key in WIDTH_KEYS if key in config), self.hidden_size)
-        heads = heads_in(config)
+        heads, patches = heads_in(config), (patches_of(config), patches_of(before))
         kinds = tuple(
             kind.model_copy(
                 update={
                     "tp_divides": tuple((name, heads.get(name, divisor)) for name, _ in kind.tp_divides),
                     "num_experts": divisor if kind.num_experts else 0,
-                    "shape": _widened(kind.shape, width, self.hidden_size),
+                    "shape": _resized(kind.shape, width, self.hidden_size, patches),
                 }
             )
             for kind in self.kinds
         )
         vocabulary = config["vocab_size"] if self.image is None else self.vocab_size
+        if patches[0] != patches[1] and self.image is not None:
+            image = (self.image[0], config["image_size"], config["image_size"])
+            of_image = {"image": image, "max_seq_len": self.max_seq_len * patches[0] // patches[1]}
+            return self.model_copy(update={**of_image, "hidden_size": width, "kinds": kinds})
         known = sizes_of(before, config)
         streams = tuple(each.resized(known) for each in self.streams)
         call = self.call.model_copy(update={"inner": tuple(known.get(size, size) for size in self.call.inner)})

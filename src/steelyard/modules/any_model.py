@@ -15,12 +15,15 @@ from steelyard.installed import installed_version, require_training
 from steelyard.model.family import wrong_size
 from steelyard.model.packaged import packaged_split
 from steelyard.model.read import config_hash
+from steelyard.model.small import WIDTH_KEYS
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Where a type knows them, under these names or its own, what a config must give: else they are another's."""
+_INSTEAD = {"hidden_size": WIDTH_KEYS, "num_hidden_layers": ("depths",)}
+"""What a config may give in the place of one of these, from which it follows."""
 _logger = logging.getLogger(__name__)
 
 
@@ -49,7 +52,7 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
     from steelyard.modules.build import read_hub_config
     from steelyard.modules.split_proof import split_model
 
-    for key in (each for each in _NEEDED if config.get(each) is None):
+    for key in (each for each in _NEEDED if not any(map(config.get, (each, *_INSTEAD.get(each, ()))))):
         hub_config = read_hub_config(model_type, config)
         own = type(hub_config).attribute_map.get(key, key)
         if config.get(own) is None and own in hub_config.to_dict():

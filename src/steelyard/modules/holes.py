@@ -56,7 +56,17 @@ class CalledPiece:
         return found
 
 
-class EmbeddingPiece:
+class ShellPiece:
+    """A part of the model's own forward pass."""
+
+    _shell: "Shell"
+
+    def fill(self, device: torch.device) -> None:
+        """Makes what does not follow from samples, which otherwise the first of them does."""
+        self._shell.fill(device)
+
+
+class EmbeddingPiece(ShellPiece):
     """Token ids [B, S] to the hidden state that the first block reads, and what blocks read beside it."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
@@ -78,7 +88,7 @@ class EmbeddingPiece:
         return (hidden, *beside) if beside else hidden
 
 
-class DecoderEmbeddingPiece:
+class DecoderEmbeddingPiece(ShellPiece):
     """What the encoder's last block returns to what the decoder's first one reads: a hidden state, and that output."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
@@ -107,7 +117,7 @@ class DecoderEmbeddingPiece:
         raise AssertionError("the model has run no block of its decoder")
 
 
-class HeadPiece:
+class HeadPiece(ShellPiece):
     """The hidden state that the last block returns to logits."""
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
@@ -334,12 +344,7 @@ class Shell:
         ``buffers`` in the place of its own, by their paths.
         """
         device = (ids if first is None else first).device
-        if self._device != device:
-            for hole in self._holes:
-                hole.empty()
-            for part, module in self._filled:
-                fill_buffers(part, module, device)
-            self._device = device
+        self.fill(device)
         for path, buffer in buffers.items():
             owner, _, name = path.rpartition(".")
             self.model.get_submodule(owner)._buffers[name] = buffer
@@ -361,6 +366,15 @@ class Shell:
             samples[self._ids] = ids
         with one_sequence_each(), without_values(samples.values(), self._token, self._first):
             return self.model(**samples, **self._options)
+
+    def fill(self, device: torch.device) -> None:
+        """Gives the model its buffers on a device, where it does not have them."""
+        if self._device != device:
+            for hole in self._holes:
+                hole.empty()
+            for part, module in self._filled:
+                fill_buffers(part, module, device)
+            self._device = device
 
     def _copy(self, module: nn.Module, path: str, part: PreTrainedModel) -> nn.Module:
         part = module if isinstance(module, PreTrainedModel) else part

@@ -2,9 +2,10 @@
 
 Blocks of T5 that read the table of the first one hold it themselves, and so do ALBERT's layers the weights of their
 group; what activations collect for quantization, and a cut of what is read between two blocks (Gemma 4), is left out.
-XLM and FlauBERT keep the parts of their blocks in lists of their own, and their forward pass takes from each list in
-turn. Here a block holds the parts of one place, which stay in their lists too, where their weights have their names;
-the forward pass is that of samples without padding, of one language. Reformer's stack has a backward pass over all of
+Swin's stages of blocks, and what merges patches behind each, become one list. XLM and FlauBERT keep the parts of their
+blocks in lists of their own, and their forward pass takes from each list in turn. Here a block holds the parts of one
+place, which stay in their lists too, where their weights have their names; the forward pass is that of samples without
+padding, of one language. Reformer's stack has a backward pass over all of
 its blocks; here autograd goes through them one by one. Routers that cast their own weights within a forward pass leave
 them as they are. In models of any type a Conv1D whose result is split in equal parts stores these apart.
 `steelyard.modules.split_proof` proves all this equal to the unmodified model.
@@ -164,6 +165,52 @@ def _leave_reversibility(model: Any) -> None:
         stack.__class__ = type(type(stack).__name__, (_InPlainBlocks, type(stack)), {"__module__": __name__})
 
 
+class _HiddenAlone:
+    """What replaces the forward pass of a block that returns more than the next hidden state."""
+
+    def forward(self: Any, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The next hidden state [B, S, H] of patches in so many rows and columns."""
+        made = super().forward(hidden, grid)  # type: ignore[misc]
+        return made[0] if isinstance(made, tuple) else made
+
+
+class _InStages:
+    """What replaces the forward pass of a stack of stages: one list of their blocks and of what merges patches."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, input_dimensions: tuple[int, int], *_places: Any, **_options: Any
+    ) -> Any:
+        """The last hidden state, and nothing of what else the stack may return."""
+        from transformers.models.swin.modeling_swin import SwinEncoderOutput
+
+        grid = input_dimensions
+        for place, block in enumerate(self.blocks):
+            hidden_states = block(hidden_states, grid)
+            if place in self.merges:
+                grid = ((grid[0] + 1) // 2, (grid[1] + 1) // 2)
+        return SwinEncoderOutput(last_hidden_state=hidden_states)
+
+
+def _join_stages(model: Any) -> None:
+    """Gives a stack of stages one list of blocks, in place; twice does no harm.
+
+    A block that is never left out, as the first, is of the class of those that are.
+    """
+    stack = getattr(model, model.base_model_prefix).encoder
+    if isinstance(stack, _InStages):
+        return
+    parts = [[*stage.blocks, *([stage.downsample] if stage.downsample is not None else [])] for stage in stack.layers]
+    dropped = {type(block.drop_path) for stage in stack.layers for block in stage.blocks} - {nn.Identity}
+    blocks = [each for stage in parts for each in stage]
+    for block in blocks:
+        if type(getattr(block, "drop_path", None)) is nn.Identity and dropped:
+            block.drop_path = next(iter(dropped))(0.0)
+        block.__class__ = type(type(block).__name__, (_HiddenAlone, type(block)), {"__module__": __name__})
+    stack.blocks = nn.ModuleList(blocks)
+    stack.merges = frozenset(place for place, each in enumerate(blocks) if not hasattr(each, "attention"))
+    stack.__class__ = type(type(stack).__name__, (_InStages, type(stack)), {"__module__": __name__})
+
+
 class RouterLinear(nn.Linear):
     """A router's matrix that computes in the type of what it reads."""
 
@@ -198,6 +245,7 @@ PREPARES: Mapping[str, Callable[[Any], None]] = {
     **dict.fromkeys(("flaubert", "xlm"), _join_parts),
     "reformer": _leave_reversibility,
     **dict.fromkeys(("longt5", "mt5", "t5"), _share_bias),
+    **dict.fromkeys(("donut-swin", "swin", "swinv2"), _join_stages),
     "nllb-moe": _keep_router_types,
     "switch_transformers": _share_bias_and_keep_types,
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),

@@ -187,7 +187,7 @@ def block_suppositions(
     for regions in sorted(found, key=_Regions.num_parameters, reverse=True):
         for numbers in (_HEAD_COUNTS + _WIDTHS, _HEAD_COUNTS, ()):
             styles = regions.styles(numbers)
-            if styles and styles not in seen:
+            if styles not in seen and any(style.startswith(_DIVIDING) for style in styles.values()):
                 seen.append(styles)
                 yield styles
 
@@ -283,6 +283,8 @@ class _Regions:
 
 
 _ENDS = ("rows", "rows_of_whole")
+_DIVIDING = ("columns", "rows", "own_experts")
+"""How the styles begin of what ranks have a part of."""
 _MOST_LEFT = 2
 """Parts of a block that are left whole together."""
 _OF_PLANS = {

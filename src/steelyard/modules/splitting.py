@@ -368,7 +368,10 @@ def _typed_buffers(
 
 
 def task_of(config: PreTrainedConfig) -> Task:
-    """What the model is trained for: as its config's architecture says, else the first task that its type has."""
+    """What the model is trained for: as its config's architecture says, else the first task that its type has.
+
+    One that says it is no decoder sees what follows a token, so that it fills in masked ones.
+    """
     named = (getattr(config, "architectures", None) or [""])[0]
     of_transformers = sorted(
         (task for task in Task if task is not Task.OWN), key=lambda task: task is not Task.SEQ2SEQ_LM
@@ -396,7 +399,8 @@ def task_of(config: PreTrainedConfig) -> Task:
             expected=f"for a {config.model_type}: {', '.join(dict.fromkeys(classes))}",
             hint="name the class that is trained, or leave architectures out for the first",
         )
-    return tasks[0]
+    is_encoder = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
+    return Task.MASKED_LM if is_encoder and Task.MASKED_LM in tasks else tasks[0]
 
 
 def _has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 _PLACES = frozenset({"layer_idx", "layer_type", "sliding_window", "is_sliding", "attention_type", "shift_size"})
 """Attributes that say where a layer stands or what it attends to, which is a mask made outside the module."""
-_INTERNAL = frozenset({"training", "call_super_init", "dump_patches", "gradient_checkpointing"})
+_INTERNAL = frozenset({"training", "call_super_init", "dump_patches", "gradient_checkpointing", "drop_prob"})
 
 
 def signature(module: nn.Module, *, places: bool = False) -> tuple[Hashable, ...]:

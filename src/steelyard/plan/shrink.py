@@ -22,7 +22,6 @@ from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 _HEAD_DIM = 8
 _LEAST_VOCABULARY, _LEAST_SEQUENCE = 256, 16
 _KEPT_OF_A_RUN = 2
-_PATCH, _WINDOW = 2, 4
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -109,8 +108,9 @@ def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | Non
     ends = {0, chain.num_layers - 1}
     number = next((key for key in _NUMBERS_OF_BLOCKS if chain.config.get(key) == chain.num_layers - 2), None)
     shares_blocks = any(layer not in ends for copies in split.shared for layer, _ in copies)
-    has_stages = len({kind.shape for kind in split.kinds}) > 1
-    if number is None or split.encoder or split.streams or has_stages or shares_blocks:
+    if len({kind.shape for kind in split.kinds}) > 1:
+        return _depths(chain, kept)
+    if number is None or split.encoder or split.streams or shares_blocks:
         return None
     found: dict[str, Any] = {number: len(places)}
     attention = [chain.kind_of(layer).attention for layer in places]
@@ -132,6 +132,22 @@ def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | Non
     return found
 
 
+def _depths(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
+    """The depths of stages of which the kept layers are the first blocks, each stage but the last with what ends it."""
+    depths, found, first = chain.config.get("depths"), [], 1
+    if not isinstance(depths, list) or sum(depths) + len(depths) - 1 != chain.num_layers - 2:
+        return None
+    for depth in depths:
+        blocks = range(first, first + depth)
+        own = [layer for layer in kept if layer in blocks]
+        is_whole = first + depth in kept  # the head, behind the last
+        if not own or not is_whole or [chain.layers[n] for n in own] != [chain.layers[n] for n in blocks[: len(own)]]:
+            return None
+        found.append(len(own))
+        first += depth + 1
+    return {"depths": found}
+
+
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
     """For each part of the pipeline the layers that are kept: of equal neighbours the first two."""
     for part in plan.parts:
@@ -148,12 +164,7 @@ def shrunk_config(chain: ModelChain, kept: list[int], degree: int) -> dict[str, 
     heads = max(degree, 2)
     width = heads * _HEAD_DIM
     vocabulary = _multiple(_LEAST_VOCABULARY, degree)
-    if chain.layout.image is not None:
-        config |= _image(chain, kept, width)
-    else:
-        config |= {"vocab_size": vocabulary} | _special_tokens(config, vocabulary)
-    if chain.family.model_type == "swin":
-        return config
+    config |= {"vocab_size": vocabulary} | _special_tokens(config, vocabulary)
     config |= _named_sizes(chain, width=width, heads=heads, num_blocks=len(_blocks(chain, kept)))
     return config | (_t5_sizes(chain, kept) if chain.family.model_type == "t5" else {})
 
@@ -181,22 +192,6 @@ def _t5_sizes(chain: ModelChain, kept: list[int]) -> dict[str, Any]:
     between = next(place for place, layer in enumerate(kept) if chain.kind_of(layer).name == "decoder embedding")
     num_blocks, num_encoder = len(_blocks(chain, kept)), len(_blocks(chain, kept[:between]))
     return {"d_kv": _HEAD_DIM, "num_layers": num_encoder, "num_decoder_layers": num_blocks - num_encoder}
-
-
-def _image(chain: ModelChain, kept: list[int], width: int) -> dict[str, Any]:
-    """Small images; of Swin, the blocks of each stage that are kept."""
-    if chain.family.model_type != "swin":
-        return {"image_size": 4 * _PATCH, "patch_size": _PATCH}
-    names = [chain.kind_of(layer).name for layer in _blocks(chain, kept)]
-    depths = [len(list(run)) for name, run in groupby(names) if name.endswith("block")]
-    return {
-        "image_size": _PATCH * _WINDOW * 2 ** (len(depths) - 1),
-        "patch_size": _PATCH,
-        "window_size": _WINDOW,
-        "embed_dim": width,
-        "depths": depths,
-        "num_heads": [2**stage for stage in range(len(depths))],
-    }
 
 
 def _special_tokens(config: Mapping[str, Any], vocabulary: int) -> dict[str, int | None]:

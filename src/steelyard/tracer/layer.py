@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.experts import routed_experts
+from steelyard.modules.holes import ShellPiece
 from steelyard.modules.kinds import TWINS, Division
 from steelyard.modules.kinds.ep import exchange_alone
 from steelyard.modules.layers import (
@@ -131,6 +132,8 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
             exchange_alone(layer, setting.mesh._get_root_mesh()[ALONE], received_share=setting.exchanged)
         if setting.strategy.tensor_degree > 1 and setting.role is LayerRole.HEAD:
             stack.enter_context(loss_parallel())
+        if isinstance(layer.run_by_family, ShellPiece):
+            layer.run_by_family.fill(torch.device("cpu"))  # once in a run, and not in every pass
         yield layer
 
 
@@ -222,11 +225,12 @@ def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: Side
     """Runs a `fake_layer` once forward and backward, with its `side_inputs`."""
     context, flow = _inputs(setting, samples, side)
     reads_labels = setting.role is LayerRole.HEAD and context.labels_BS is not None
+    beside = [each for part in getattr(layer.run_by_family, "beside", ()) for each in part.buffers()]
     return count_passes(
         layer,
         lambda: tensors_of(layer(flow, context)),
         inputs=tensors_of(flow),
-        constants=[*side.tensors(), *_samples_of(setting, context)],
+        constants=[*side.tensors(), *_samples_of(setting, context), *beside],
         label_bytes=context.labels_BS.nbytes if reads_labels else 0,
         seen=setting.seen,
     )

@@ -119,7 +119,7 @@ def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
 
 
 def _representative(chain: ModelChain, kind: int) -> int:
-    """The layer that is traced for a kind: its second one, since the first of a Swin stage has no shifted window."""
+    """The layer that is traced for a kind: its second one, since the first may be one that is never left out."""
     places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == kind]
     return places[min(1, len(places) - 1)]
 
