@@ -217,11 +217,11 @@ def test_a_free_batch_on_the_fewest_devices_is_refused(run: Run) -> None:
 
 def test_prices_by_kind_compare_parts_of_the_cluster(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "offers.html"
-    asked = ("frontier", "tinyllama-1.1b", "--seq-len", 512, "--global-batch", 8)
-    priced = ("--cluster", "2x1xh100-80gb+1x1xa100-80gb", "--price", "h100-80gb=2.5,a100-80gb=1.1")
+    asked = ("frontier", "tinyllama-1.1b", "--seq-len", 512, "--global-batch", 64)
+    priced = ("--cluster", "1x1xh100-80gb+2x1xa100-80gb", "--price", "h100-80gb=2.5,a100-80gb=1.1")
     result = run(*asked, *priced, "-o", path)
     assert result.exit_code == 0, result.output
-    assert "2x1xh100-80gb+1x1xa100-80gb" in result.output
+    assert "1x1xh100-80gb+2x1xa100-80gb" in result.output
     assert "▶ least time for the money" in result.output
     text = path.read_text()
     assert "Least time for the money" in text
