@@ -486,6 +486,12 @@ def test_a_block_that_the_model_calls_again_and_again_is_as_many_layers_that_sha
     assert ((1, f"{groups}.0.{place}"), (2, f"{groups}.1.{place}")) in split.shared
 
 
+def test_a_block_that_is_a_list_of_one_part_is_divided_as_that_part() -> None:
+    (block,) = (kind for kind in split_of("albert").kinds if kind.name == "block")
+    assert block.styles["block.albert_layers.0.ffn"] == "columns_entering"
+    assert block.styles["block.albert_layers.0.ffn_output"] == "rows"
+
+
 def test_blocks_whose_forward_is_called_and_that_return_a_mapping_split() -> None:
     split = split_of("squeezebert")
     assert (split.call.result, split.call.order, split.layers) == ("feature_map", (0, 2, 1), (0, 1, 1, 2))

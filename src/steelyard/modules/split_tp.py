@@ -182,6 +182,11 @@ def block_suppositions(
     ``called`` has the modules that are called in it, in order, with the name by which each is given its tensor;
     ``plan`` the styles that the block's makers give; ``heads`` is how many entries a parameter has for each head.
     """
+    if inner := _only_part(block, called):
+        within = {path.removeprefix(f"{inner}."): name for path, name in called.items() if path.startswith(f"{inner}.")}
+        for styles in block_suppositions(block.get_submodule(inner), within, heads=heads):
+            yield {path.replace("block.", f"block.{inner}.", 1): style for path, style in styles.items()}
+        return
     seen: list[Styles] = []
     found = list(_regions(_Block(block, called), plan, heads))
     for regions in sorted(found, key=_Regions.num_parameters, reverse=True):
@@ -190,6 +195,13 @@ def block_suppositions(
             if styles not in seen and any(style.startswith(_DIVIDING) for style in styles.values()):
                 seen.append(styles)
                 yield styles
+
+
+def _only_part(block: nn.Module, called: Collection[str]) -> str:
+    """The one entry of a list of one that holds all that a block computes with, as in ALBERT; empty without such."""
+    owners = [path for path in called if _has_own(block.get_submodule(path))]
+    lists = (name for name, each in block.named_children() if isinstance(each, nn.ModuleList) and len(each) == 1)
+    return next((f"{name}.0" for name in lists if all(_below(path, f"{name}.0") for path in owners)), "")
 
 
 @dataclass(frozen=True, slots=True)
