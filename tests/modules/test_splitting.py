@@ -17,19 +17,21 @@ from steelyard.modules import any_model, split_proof, split_tp
 from steelyard.modules.build import (
     build_from_config,
     build_meta_model,
+    build_model,
     materialize_layer,
     materialize_module,
     prepare_model,
     read_hub_config,
 )
 from steelyard.modules.holes import forward_options
+from steelyard.modules.layers import build_layer
 from steelyard.modules.prepared import prepare, stored_apart
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.split_tp import no_cp
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
-from steelyard.plan.strategy import parse_strategy
+from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.runtime.parity import samples_of_step
 from steelyard.runtime.state import parameter_names
 from steelyard.tracer.trace import trace
@@ -209,6 +211,45 @@ def test_parts_of_a_block_in_a_list_are_divided_one_by_one() -> None:
     kinds = split_of("mt5").kinds
     assert [kind.no_tp for kind in kinds] == [""] * len(kinds)
     assert kinds[1].styles["block.layer.1.DenseReluDense.wo"] == "rows"
+
+
+def test_a_table_with_an_entry_for_each_head_is_divided_with_the_heads() -> None:
+    styles = split_of("mt5").kinds[1].styles
+    attention = "block.layer.0.SelfAttention"
+    assert styles[f"{attention}.relative_attention_bias"] == styles[f"{attention}.q"] == "columns"
+    assert "n_heads" in styles[attention]
+
+
+def test_attention_of_classes_that_read_the_registry_and_do_not_say_so_runs_in_one_kernel() -> None:
+    assert split_of("mt5").fused_attention
+    assert not split_of("bloom").fused_attention
+
+
+def test_what_alone_is_called_between_an_encoder_and_its_decoder_is_known() -> None:
+    encoder = split_of("mt5").encoder
+    assert encoder is not None
+    assert encoder.between_calls == (("decoder.embed_tokens",), ("encoder.final_layer_norm",))
+    more = split_of("bart").encoder
+    assert more is not None
+    assert more.between_calls is None
+
+
+def test_the_head_of_a_decoder_copies_no_hidden_state() -> None:
+    chain = _chain_of("mt5")
+    head = build_layer(build_model(chain, seed=0), chain, chain.num_layers - 1, Remat.NONE)
+    hidden, encoded = (torch.ones((2, 4, 64), requires_grad=True) for _ in range(2))
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        logits = head.run_by_family(head, (hidden, encoded), None)
+    assert hidden.data_ptr() in {each.data_ptr() for each in kept}
+    logits.sum().backward()
+    assert encoded.grad is not None
+    assert not encoded.grad.any()
 
 
 def test_a_part_of_a_config_is_made_small_whatever_its_name() -> None:

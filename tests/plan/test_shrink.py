@@ -117,6 +117,8 @@ def test_sizes_are_those_that_cp_and_ep_divide(model: str, strategy: str) -> Non
         ("phi-3-mini", "num_hidden_layers", 4),
         ("command-r7b", "layer_types", [*["sliding_attention"] * 2, "full_attention"] * 8),
         ("deepseek-v3", "first_k_dense_replace", 2),
+        ("t5-base", "num_layers", 4),
+        ("t5-base", "num_decoder_layers", 2),
     ],
 )
 def test_of_equal_layers_of_a_model_that_splits_by_its_structure_two_are_kept(name: str, key: str, kept: Any) -> None:
@@ -146,6 +148,20 @@ def test_a_model_of_stages_has_small_images_of_as_many_windows() -> None:
     assert shape(small) == shape(plan)
     assert small.seq_len == (64 // 8) ** 2
     assert small.chain().config["depths"] == [2, 2]
+
+
+def test_blocks_that_are_kept_share_their_table() -> None:
+    chain = load_model("t5-base")
+    plan = make_plan(dict(chain.config), ", ".join(["tp2"] * chain.num_layers), num_devices=2, seq_len=128)
+    small = shrunk_plan(plan).chain()
+    table = "block.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert [each.copies for each in small.shared[1:]] == [((1, table), (2, table)), ((4, table), (5, table))]
+
+
+def test_dropout_of_a_model_that_splits_by_its_structure_is_off_where_its_config_does_not_give_it() -> None:
+    config = {key: value for key, value in FAMILY_CONFIGS["t5"].items() if key != "dropout_rate"}
+    plan = make_plan(config, ", ".join(["single"] * 7), num_devices=1, seq_len=16)
+    assert dict(shrunk_plan(plan).chain().config)["dropout_rate"] == 0.0
 
 
 def test_dropout_is_off() -> None:

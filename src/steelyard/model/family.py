@@ -231,7 +231,7 @@ class Family:
     """How a layer of each kind runs, by the kind's name or else its role; a head returns logits."""
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each kind or role, the style of the modules that tensor parallelism divides, by their path in the layer; the
-    names of styles are those of `steelyard.modules.styles.STYLES`; a path that ends in ``?`` may be missing."""
+    names of styles are those of `steelyard.modules.styles.STYLES`."""
     rotary_by_attention: bool = False
     """Whether the rotary embedding differs between kinds of attention."""
     fused_attention: bool = True

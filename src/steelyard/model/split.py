@@ -140,6 +140,9 @@ class SplitEncoder(_Part):
     """The order of its dims: as `BlockCall.order`."""
     shape: tuple[Count, ...] = ()
     """Of one sample of that output, where it does not follow from the number of tokens."""
+    between_calls: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    """As `ModelSplit.embedding_calls`: what makes the decoder's first hidden state of its token ids, and the encoder's
+    output of what its last block returns; None where more is done than that."""
 
     @property
     def reads(self) -> BlockCall:
@@ -266,6 +269,10 @@ class ModelSplit(_Part):
     def _is_embedding(self, kind: int) -> bool:
         return self.kinds[kind].role is LayerRole.EMBEDDING
 
+    def _is_of_ends(self, copies: tuple[tuple[int, str], ...]) -> bool:
+        """Whether embeddings or the head, and not blocks, share a parameter."""
+        return any(self.kinds[self.layers[layer]].role is not LayerRole.BLOCK for layer, _ in copies)
+
     def of_encoder(self, layer: int) -> SplitEncoder | None:
         """The encoder, if the layer is one of its blocks."""
         return self.encoder if 0 < layer < self.between else None
@@ -329,16 +336,23 @@ class ModelSplit(_Part):
         return (0, *(1 + known.index(number) for number in read)), tuple(1 + known.index(number) for number in past)
 
     def with_layers(self, kept: Sequence[int]) -> "ModelSplit":
-        """The same split with some layers alone, the ends among them, of a model of blocks that share nothing."""
+        """The same split with some layers alone, the ends among them."""
         kinds = sorted({self.layers[layer] for layer in kept})
-        shared = tuple(tuple((kept.index(layer), path) for layer, path in copies) for copies in self.shared)
-        return self.model_copy(
+        found = self.model_copy(
             update={
                 "kinds": tuple(self.kinds[kind] for kind in kinds),
                 "layers": tuple(kinds.index(self.layers[layer]) for layer in kept),
-                "shared": shared if len(kept) < len(self.layers) else self.shared,
             }
         )
+        shared = tuple(
+            tuple(
+                (kept.index(layer), found.model_path(kept.index(layer), self.local_path(layer, path)))
+                for layer, path in copies
+                if layer in kept
+            )
+            for copies in self.shared
+        )
+        return found.model_copy(update={"shared": tuple(copies for copies in shared if len(copies) > 1)})
 
     def resized(self, before: Mapping[str, Any], config: Mapping[str, Any], divisor: int) -> "ModelSplit":
         """The same split at the sizes of another config than that ``before``, all of which ``divisor`` divides.
@@ -394,10 +408,10 @@ class ModelSplit(_Part):
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,
-            tied_embeddings=bool(self.shared),
+            tied_embeddings=any(self._is_of_ends(copies) for copies in self.shared),
             shared=tuple(
                 SharedWeight(copies=tuple((layer, self.local_path(layer, path)) for layer, path in copies))
-                for copies in self.shared
+                for copies in sorted(self.shared, key=self._is_of_ends, reverse=True)
             ),
             rotary_size=self.rotary_size,
             learned_positions=self.learned_positions,
@@ -422,6 +436,11 @@ class ModelSplit(_Part):
             if path == module or path.startswith(f"{module}."):
                 return name + path.removeprefix(module)
         raise AssertionError(f"layer {layer} does not hold {path}")
+
+    def model_path(self, layer: int, path: str) -> str:
+        """The path in the model of what has this path in a layer."""
+        name, dot, rest = path.partition(".")
+        return self.modules(layer)[name] + dot + rest
 
 
 def local_name(path: str) -> str:

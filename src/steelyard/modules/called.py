@@ -91,14 +91,14 @@ class CalledModules:
             call = _Call(self._paths[module], places[0], returned, returned._version)
             (self._positions if _are_positions(places[0]) else self._calls).append(call)
 
-    def between(self, first: Tensor, last: Tensor) -> tuple[str, ...]:
-        """The steps (see `called_at`) that make ``last`` of ``first``; none where more is done than that."""
+    def between(self, first: Tensor, last: Tensor) -> tuple[str, ...] | None:
+        """The steps (see `called_at`) that make ``last`` of ``first``; None where more is done than that."""
         found: list[_Call] = []
         now, version = first, first._version
         while not (_is(now, last) and last._version == version):
             readers = [call for call in self._calls if _is(call.given, now) and call not in found]
             if not readers:
-                return ()
+                return None
             outermost = min(readers, key=lambda call: call.step.count("."))
             found.append(outermost)
             now, version = outermost.returned, outermost.version

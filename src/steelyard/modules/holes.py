@@ -50,10 +50,23 @@ class CalledPiece:
 
     def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], context: Context) -> Tensor:
         """What the last step returns; an encoder's output ends here, with a gradient of 0."""
-        found = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
+        found = _AtTheEnd.apply(*flow) if isinstance(flow, tuple) else flow
         for step in self._steps:
             found = step(found, context)
         return found
+
+
+class _AtTheEnd(torch.autograd.Function):
+    """A decoder's hidden state as it is; the encoder's output beside it goes no further, with a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, encoded: Tensor) -> Tensor:
+        ctx.encoded_shape = encoded.shape
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_zeros(ctx.encoded_shape)
 
 
 class ShellPiece:
@@ -117,6 +130,18 @@ class DecoderEmbeddingPiece(ShellPiece):
         raise AssertionError("the model has run no block of its decoder")
 
 
+class CalledDecoderEmbedding:
+    """As `DecoderEmbeddingPiece`, of modules and operations called one after another."""
+
+    def __init__(self, model: PreTrainedModel, steps: tuple[Collection[str], Collection[str]]) -> None:
+        self._of_ids, self._of_encoded = (CalledPiece(model, each) for each in steps)
+        self.beside = (*self._of_ids.beside, *self._of_encoded.beside)
+
+    def __call__(self, layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """What the last steps return."""
+        return self._of_ids(layer, context.decoder_ids, context), self._of_encoded(layer, hidden, context)
+
+
 class HeadPiece(ShellPiece):
     """The hidden state that the last block returns to logits."""
 
@@ -136,7 +161,7 @@ class HeadPiece(ShellPiece):
 
         An encoder's output ends here, with a gradient of 0.
         """
-        hidden = flow[0] + flow[1][:0].sum() if isinstance(flow, tuple) else flow
+        hidden = _AtTheEnd.apply(*flow) if isinstance(flow, tuple) else flow
         self._last.hidden = hidden
         times, beside = self._tokens
         samples, tokens = (len(hidden), (hidden.shape[1] - beside) // (times or 1)) if self._sees_shape else (1, 1)
@@ -289,7 +314,10 @@ def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
         return CalledPiece(model, calls)
     if role is LayerRole.HEAD:
         return HeadPiece(model, split)
-    return (DecoderEmbeddingPiece if layer else EmbeddingPiece)(model, split)
+    if not layer:
+        return EmbeddingPiece(model, split)
+    steps = split.encoder and split.encoder.between_calls
+    return DecoderEmbeddingPiece(model, split) if steps is None else CalledDecoderEmbedding(model, steps)
 
 
 class Shell:

@@ -193,8 +193,9 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
     kinds = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
-    encoder = split.encoder and split.encoder.model_copy(update={"shape": ()})
-    return split.embedding, split.blocks, split.head, split.layers, call, encoder, streams, kinds
+    encoder = split.encoder and split.encoder.model_copy(update={"shape": (), "between_calls": None})
+    ends = split.embedding, split.blocks, split.head, split.layers
+    return *ends, call, encoder, streams, kinds, split.fused_attention
 
 
 def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:

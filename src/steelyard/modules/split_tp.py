@@ -265,6 +265,8 @@ class _Regions:
                 found[path] = f"{word}:{block.called[path] or ''}:{counts}:{heads}:{lent}".rstrip(":")
             elif path in found or not path:
                 continue
+            elif is_divided and self._is_table(module):
+                found[path] = "columns"
             elif _has_own(module) or counts:
                 is_inside = outer is not None and not self._is_behind(path, outer)
                 found[path] = f"whole:{counts}:{heads}".rstrip(":") if is_inside else "on_part"
@@ -276,6 +278,10 @@ class _Regions:
     def _divides_between(self, region: str) -> bool:
         """Whether ranks have parts of what lies between the matrices of a region."""
         return any(style == "columns" for path, style in self.matrices.items() if _below(path, region))
+
+    def _is_table(self, module: nn.Module) -> bool:
+        """Whether a module looks up an entry for each head, as one of relative positions does."""
+        return isinstance(module, nn.Embedding) and module.embedding_dim == self.heads
 
     def _of_heads(self, module: nn.Module) -> str:
         """The parameters of a module itself that have an entry for each head."""

@@ -92,6 +92,8 @@ class Recording:
     """What the first layer reads."""
     tokens: int
     """The tokens of each sample."""
+    decoder_ids: Tensor
+    """The samples, where there is no encoder."""
     logits: Tensor
     modules: CalledModules
     keywords: Mapping[str, str | None]
@@ -183,7 +185,9 @@ def _split_of(
         output = _argument(seen.chains[blocks][0], encoded)
         order, _ = ((), ()) if features else _order(output, config, seen.tokens)
         shape = tuple(output.shape[1:]) if features else ()
-        encoder = encoder.model_copy(update={"encoded": encoded, "order": order, "shape": shape})
+        calls_between = _between_calls(seen, calls, encoded)
+        found = {"encoded": encoded, "order": order, "shape": shape, "between_calls": calls_between}
+        encoder = encoder.model_copy(update=found)
     streams = [] if read else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
     lengths = {} if image else _lengths(model, seen, calls, config, task, features)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
@@ -210,8 +214,8 @@ def _split_of(
         kinds=tuple(kinds),
         layers=tuple(layers),
         call=call,
-        embedding_calls=seen.modules.between(seen.samples, hidden[0]) if not streams else (),
-        head_calls=seen.modules.between(hidden[-1], seen.logits),
+        embedding_calls=(seen.modules.between(seen.samples, hidden[0]) or ()) if not streams else (),
+        head_calls=seen.modules.between(hidden[-1], seen.logits) or (),
         encoder=encoder,
         hidden_size=width_of(shapes[0]) if image else hidden[fixed].shape[-1],
         vocab_size=seen.logits.shape[-1],
@@ -229,6 +233,18 @@ def _split_of(
         shared=tuple(_shared(model, by_layer, seen.called, config)),
         streams=tuple(streams),
     )
+
+
+def _between_calls(
+    seen: Recording, calls: Mapping[str, BlockCall], encoded: int | str
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """What alone is done between the blocks of an encoder and those of its decoder, if that is all."""
+    (of_encoder, call), (of_decoder, reading) = calls.items()
+    first = seen.chains[of_decoder][0]
+    entering = reading.hidden((first.places, first.names))
+    of_ids = seen.modules.between(seen.decoder_ids, entering)
+    of_encoded = seen.modules.between(call.result_of(seen.chains[of_encoder][-1].outputs), _argument(first, encoded))
+    return None if of_ids is None or of_encoded is None else (of_ids, of_encoded)
 
 
 def _most_positions(config: PreTrainedConfig) -> int:
@@ -404,9 +420,9 @@ def task_of(config: PreTrainedConfig) -> Task:
 
 
 def _has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
-    """Whether attention may run in one kernel, through the registry of transformers."""
+    """Whether attention may run in one kernel, through the registry of transformers: some read it and do not say so."""
     model = _classes(config, task)[0]
-    return bool(model._supports_sdpa and model._supports_attention_backend)
+    return bool(model._supports_sdpa and (model._supports_attention_backend or model._can_set_attn_implementation()))
 
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:
@@ -494,6 +510,7 @@ def _record(
         chains=found,
         samples=samples,
         tokens=tokens,
+        decoder_ids=given[beside] if beside else samples,
         logits=outputs.logits,
         modules=modules,
         keywords=keywords,

@@ -7,11 +7,9 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 |----------------------------------|----------------------------------------------------------------------------------|
 | ``colwise``, ``rowwise``         | PyTorch's: a matrix divided by its outputs, or by its inputs                     |
 | ``sequence``                     | under sp, a norm that runs on this rank's part of the sequence                   |
-| ``gather``, ``gather:KEYWORD``   | its input, or the one of that name, is made whole                                |
-| ``gather:KEYWORD:0``             | both                                                                             |
+| ``gather``                       | its input is made whole                                                          |
 | ``vocabulary``                   | an embedding divided by tokens                                                   |
 | ``logits``                       | a projection divided by tokens, whose result stays divided                       |
-| ``gather_heads:NAME…``           | attention that keeps its number of heads as NAME; the rest as for ``gather``     |
 | ``enter:KEYWORD:NAMES:HEADS:LENT`` | a region begins: its input, or the one of that name, is whole on every rank    |
 |                                  | (and those behind a plus sign are, as where attention reads an encoder's output); |
 |                                  | the numbers that the module keeps under NAMES (by commas) are divided, and by    |
@@ -64,21 +62,16 @@ def style(name: str, *, sp: bool) -> ParallelStyle | None:
     return STYLES[word](sp, *arguments)
 
 
-def _gather(sp: bool, keyword: str | None = None, positional: str | None = None) -> ParallelStyle:
+def _gather(sp: bool) -> ParallelStyle:
     """Full sequence on entry; as one DTensor, so that backward reduces the gradients of all its readers at once."""
-    given, wanted = between_blocks(sp), Replicate()
-    by_place = {"input_layouts": (given,), "desired_input_layouts": (wanted,)}
-    by_name = {"input_kwarg_layouts": {keyword: given}, "desired_input_kwarg_layouts": {keyword: wanted}}
-    chosen = by_place if keyword is None else by_name if positional is None else by_place | by_name
-    return _Gather(**chosen, use_local_output=False)
+    given, wanted = (between_blocks(sp),), (Replicate(),)
+    return _Gather(input_layouts=given, desired_input_layouts=wanted, use_local_output=False)
 
 
 class _Gather(PrepareModuleInput):
     """Prepares the first positional input, whatever stands behind it (a mask, nothing)."""
 
     def _prepare_input_fn(self, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
-        if self.input_layouts is None:
-            return super()._prepare_input_fn(inputs, device_mesh)
         return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
 
 
@@ -103,13 +96,6 @@ def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placeme
 def _enter(inputs: Tensor) -> Tensor:
     """A whole tensor on every rank, of which each rank's gradient is a part of a sum."""
     return inputs.to_local(grad_placements=[Partial()]) if isinstance(inputs, DTensor) else inputs
-
-
-def _leave(partial_sum: Tensor, mesh: DeviceMesh, sp: bool) -> DTensor:
-    """The sum over the ranks, in the placement between blocks."""
-    return DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False).redistribute(
-        placements=[between_blocks(sp)]
-    )
 
 
 class SharedHeads(ParallelStyle):
@@ -165,19 +151,6 @@ def share_heads(layer: nn.Module, num_heads: int, ranks: int, divided: Collectio
                 if is_of_heads and f"{path}.{name}" in divided:
                     found[f"{path}.{name}"] = SharedHeads(num_heads)
     return found
-
-
-class LocalHeads(ParallelStyle):
-    """As ``gather``, for attention that keeps its number of heads under a name."""
-
-    def __init__(self, sp: bool, name: str, *keywords: str) -> None:
-        super().__init__()
-        self._gather = _gather(sp, *keywords)
-        self._name = name
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        setattr(module, self._name, getattr(module, self._name) // device_mesh.size())
-        return self._gather._apply(module, device_mesh)
 
 
 def _own_share(parameter: DTensor) -> Tensor:
@@ -290,7 +263,7 @@ def _moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement
 
 
 def _outputs_dim(module: nn.Module, name: str) -> int:
-    return module.get_parameter(name).ndim - 1 if isinstance(module, Conv1D) else 0
+    return module.get_parameter(name).ndim - 1 if isinstance(module, Conv1D | nn.Embedding) else 0
 
 
 def _inputs_dim(module: nn.Module, name: str) -> int | None:
@@ -346,7 +319,6 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "logits": lambda sp: ColwiseParallel(
         input_layouts=between_blocks(sp), output_layouts=Shard(-1), use_local_output=False
     ),
-    "gather_heads": LocalHeads,
     "enter": lambda sp, keyword="", numbers="", heads="", lent="": InRegion(
         _heads_dim(heads), before=_begin(sp, keyword), numbers=numbers, lent=lent
     ),

@@ -25,7 +25,7 @@ _KEPT_OF_A_RUN = 2
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "t5": ("dropout_rate",),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers"), ("dropout_rate",)),
     "swin": ("drop_path_rate",),
 }
 """Keys that are not zero where a config does not give them."""
@@ -104,13 +104,13 @@ def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | Non
     split = chain.split
     if split is None:
         return {}
+    if split.encoder or len({kind.shape for kind in split.kinds}) > 1:
+        return (_config_of_stacks if split.encoder else _depths)(chain, kept)
     places = _blocks(chain, kept)
     ends = {0, chain.num_layers - 1}
     number = next((key for key in _NUMBERS_OF_BLOCKS if chain.config.get(key) == chain.num_layers - 2), None)
     shares_blocks = any(layer not in ends for copies in split.shared for layer, _ in copies)
-    if len({kind.shape for kind in split.kinds}) > 1:
-        return _depths(chain, kept)
-    if number is None or split.encoder or split.streams or shares_blocks:
+    if number is None or split.streams or shares_blocks:
         return None
     found: dict[str, Any] = {number: len(places)}
     attention = [chain.kind_of(layer).attention for layer in places]
@@ -148,6 +148,26 @@ def _depths(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
     return {"depths": found}
 
 
+_NUMBERS_OF_STACKS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
+"""Of an encoder's and its decoder's blocks; where the latter is not given there are as many as of the former."""
+
+
+def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
+    """What the config says of the blocks of an encoder and its decoder; None where each stack is not of one kind."""
+    split = chain.split
+    assert split is not None
+    stacks = [range(1, split.between), range(split.between + 1, chain.num_layers - 1)]
+    one_kind = all(len({chain.layers[layer] for layer in stack}) == 1 for stack in stacks)
+    given = chain.config
+    counts = {pair: (given.get(pair[0]), given.get(pair[1]) or given.get(pair[0])) for pair in _NUMBERS_OF_STACKS}
+    keys = next((pair for pair, found in counts.items() if found == tuple(map(len, stacks))), None)
+    if keys is None or not one_kind or split.streams:
+        return None
+    numbers = [len([layer for layer in kept if layer in stack]) for stack in stacks]
+    also = {key: numbers[0] for key in _NUMBERS_OF_BLOCKS if given.get(key) == len(stacks[0])}
+    return also | dict(zip(keys, numbers, strict=True))
+
+
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
     """For each part of the pipeline the layers that are kept: of equal neighbours the first two."""
     for part in plan.parts:
@@ -165,8 +185,7 @@ def shrunk_config(chain: ModelChain, kept: list[int], degree: int) -> dict[str, 
     width = heads * _HEAD_DIM
     vocabulary = _multiple(_LEAST_VOCABULARY, degree)
     config |= {"vocab_size": vocabulary} | _special_tokens(config, vocabulary)
-    config |= _named_sizes(chain, width=width, heads=heads, num_blocks=len(_blocks(chain, kept)))
-    return config | (_t5_sizes(chain, kept) if chain.family.model_type == "t5" else {})
+    return config | _named_sizes(chain, width=width, heads=heads, num_blocks=len(_blocks(chain, kept)))
 
 
 def _divided(chain: ModelChain) -> list[tuple[str, int]]:
@@ -186,12 +205,6 @@ def _named_sizes(chain: ModelChain, *, width: int, heads: int, num_blocks: int) 
         **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "moe_intermediate_size"), 2 * width),
     }
     return {key: value for key, value in by_key.items() if key in chain.sizes or key in chain.config}
-
-
-def _t5_sizes(chain: ModelChain, kept: list[int]) -> dict[str, Any]:
-    between = next(place for place, layer in enumerate(kept) if chain.kind_of(layer).name == "decoder embedding")
-    num_blocks, num_encoder = len(_blocks(chain, kept)), len(_blocks(chain, kept[:between]))
-    return {"d_kv": _HEAD_DIM, "num_layers": num_encoder, "num_decoder_layers": num_blocks - num_encoder}
 
 
 def _special_tokens(config: Mapping[str, Any], vocabulary: int) -> dict[str, int | None]:

@@ -26,7 +26,6 @@ MAY_NAME = {
     "export/uniform.py": "has the degrees of one strategy by the names that frameworks give them",
     "model/own.py": "has, as data, how the blocks of a user's own module are divided",
     "model/split.py": "has, as data, why the layers of a model without a family cannot be divided",
-    "model/families/t5.py": STYLES,
     "modules/context_attention.py": "has the methods of attention over divided tokens, by name",
     "modules/data_parallel.py": "shards and sums divided experts over other ranks than the rest of a layer",
     "modules/own_proof.py": "proves how the blocks of a user's own module divide",

@@ -7,8 +7,6 @@ sequence between them: an all-gather before, a reduce-scatter after, and the nor
 Which module gets which style is said by the family (`Family.tp`); what the styles do is in `steelyard.modules.styles`.
 """
 
-from collections.abc import Iterator
-
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
@@ -29,7 +27,7 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
             field="tp", found=f"tp for the {layer.kind.name} layers", expected=f"no tp: {layer.kind.no_tp}"
         )
     styles: dict[str, ParallelStyle] = {}
-    named = dict(_named_styles(layer, chain))
+    named = chain.family.of_kind(chain.family.tp, layer.kind) or {}
     for path, name in named.items():
         chosen = _style(path, name, sp=sp)
         if chosen is not None:
@@ -39,22 +37,6 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
             divided = {path for path, name in named.items() if name in ("colwise", "columns")}
             styles |= share_heads(layer, size, mesh.size(), divided)
     parallelize_module(layer, mesh, styles)
-
-
-def _named_styles(layer: ChainLayer, chain: ModelChain) -> Iterator[tuple[str, str]]:
-    """The styles of the modules of a layer."""
-    for path, name in (chain.family.of_kind(chain.family.tp, layer.kind) or {}).items():
-        if not path.endswith("?") or _has(layer, path[:-1]):
-            yield path.removesuffix("?"), name
-
-
-def _has(layer: ChainLayer, path: str) -> bool:
-    """Whether the layer has the module: blocks of one model differ where some have experts."""
-    try:
-        layer.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def _style(path: str, name: str, *, sp: bool) -> ParallelStyle | None:
