@@ -51,6 +51,12 @@ def test_a_block_of_the_decoder_attends_to_tokens_before_it_and_to_all_of_the_en
     assert chain.attended_share(chain.kind_of(4), 16) == pytest.approx((8 + 24) / (16 + 24))
 
 
+def test_wide_convolutions_before_the_blocks_are_narrow_where_it_is_proved() -> None:
+    sizes = {"d_model": 128, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "conv_channels": 512}
+    wide = split_model("speech_to_text", {**split_config("speech_to_text"), **sizes, "vocab_size": 1024})
+    assert [kind.styles for kind in wide.kinds] == [kind.styles for kind in SPLITS["speech_to_text"].kinds]
+
+
 def test_a_type_of_which_it_is_not_known_what_sound_is_refused_by_name() -> None:
     with pytest.raises(InvalidModelError, match="pop2piano, of which it is not known what a sample holds of sound"):
         split_model("pop2piano", {"architectures": ["Pop2PianoForConditionalGeneration"]})

@@ -10,7 +10,7 @@ from tests.runtime.models import make_plan
 NUM_DEVICES = 4
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("llava", "whisper")
+    for name in ("llava", "speech_to_text", "whisper")
 }
 """What `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
@@ -28,6 +28,9 @@ CASES: dict[str, Case] = {
     ),
     "llava, cut before the text": _case("llava", "fsdp2, fsdp2 remat=full, tp2", "fsdp2, tp2, dp2, tp2"),
     "llava, cut inside the text": _case("llava", "dp2, tp2, fsdp2, fsdp2, dp2", "fsdp2 remat=full, fsdp2"),
+    "speech_to_text, cut before the decoder": _case(
+        "speech_to_text", "fsdp2, fsdp2, tp2 remat=full", "tp2, fsdp2, tp2, fsdp2"
+    ),
     "whisper, one stage": _case(
         "whisper", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4 remat=selective, dp4"
     ),

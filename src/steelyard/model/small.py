@@ -37,6 +37,7 @@ _FFN_KEYS = (
         "q_lora_rank",
         "kv_lora_rank",
         "mlp_hidden_size",
+        "conv_channels",
     ),
 )
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
