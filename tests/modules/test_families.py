@@ -7,7 +7,6 @@ from transformers import AutoConfig
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.chain import LayerRole
-from steelyard.model.families import FAMILIES
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import IGNORED, decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_model, layer_modules, prepare_model
@@ -19,10 +18,6 @@ from tests.runtime.family_chain import chain_of, length_of, loss_of_chain, loss_
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
-
-
-def test_every_family_has_a_tiny_model():
-    assert {config["model_type"] for config in FAMILY_CONFIGS.values()} > {*FAMILIES}
 
 
 @families

@@ -245,7 +245,7 @@ def test_the_head_of_a_decoder_copies_no_hidden_state() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
-        logits = head.run_by_family(head, (hidden, encoded), None)
+        logits = head.run_alone(head, (hidden, encoded), None)
     assert hidden.data_ptr() in {each.data_ptr() for each in kept}
     logits.sum().backward()
     assert encoded.grad is not None

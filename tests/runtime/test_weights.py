@@ -131,7 +131,7 @@ def test_a_bias_of_the_logits_that_the_model_itself_holds_is_read(tmp_path: Path
     state = HeadState(chain)
     load_weights(tmp_path, state, chain)  # type: ignore[arg-type]
     bias = torch.arange(128.0) if is_stored else torch.zeros(128)
-    logits = state.head.run_by_family(state.head, torch.zeros((2, 4, 64)), None)
+    logits = state.head.run_alone(state.head, torch.zeros((2, 4, 64)), None)
     assert torch.equal(logits, bias.expand(2, 4, 128))
 
 

@@ -1,7 +1,7 @@
 """A plan as a script of stock PyTorch calls: DeviceMesh, parallelize_module, fully_shard, checkpoint, pipelining.
 
 The script is `scripts/train_plan.py`, one file for every plan, copied as it is: no text of a plan or of a config ever
-becomes code. Beside it lies what it reads, in JSON: the plan with the model's config, and what the family says of the
+becomes code. Beside it lies what it reads, in JSON: the plan with the model's config, and what its split says of the
 model's parts. It trains decoders with the stock modules that tensor parallelism has, on the same samples and from the
 same first weights as `steelyard train`.
 """

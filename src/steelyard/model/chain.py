@@ -33,7 +33,7 @@ class ModelChain:
     """The sizes that were read from the config, by key."""
     layout: Layout
     split: ModelSplit | None = None
-    """How the model splits by its structure, where no family file knows it."""
+    """How the model splits by its structure; None of a user's own module."""
     own: "OwnSplit | None" = None
     """What is known of a user's own module, which has no config."""
 

@@ -1,11 +1,7 @@
-"""What steelyard knows of a family of Hugging Face models: one `Family`, filled in one small file per family.
+"""How a model is taken apart: its `Layout`, the chain of layers and kinds, and its `Family`, the modules of each layer.
 
-A family says how a model of ``transformers`` splits into a chain of layers (`Family.layout`, from config.json alone),
-which modules each layer consists of (`Family.modules`), how a layer turns what flows in into what flows out
-(`Family.run`), and how its modules are divided under tensor parallelism (`Family.tp`).
-
-Nothing here imports torch, so that the planner can read a family. The functions of `Family.run` are called by the
-runtime and the tracer alone: they use modules and tensors through their methods, hence the types `Tensor` and `Layer`.
+Nothing here imports torch, so that the planner can read it. What the types `Tensor` and `Layer` stand for is used by
+the runtime and the tracer alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -131,7 +127,7 @@ class SharedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model of a family splits into a chain; see the fields of the same names of `ModelChain`."""
+    """How a model splits into a chain; see the fields of the same names of `ModelChain`."""
 
     kinds: tuple[LayerKind, ...]
     layers: tuple[int, ...]
@@ -150,48 +146,6 @@ class Layout:
     """Bytes of a sample of a user's own module; None where they follow from what is read."""
     side_bytes: tuple[int, int] = (0, 0)
     """Bytes that blocks of a user's own module read beside what flows: at all, and for each sample of a microbatch."""
-
-
-class Sizes:
-    """Reads sizes from a config and remembers them by key; a missing or wrong one is one clear error."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.read: dict[str, int] = {}
-
-    def size(self, *keys: str, default: int | None = None) -> int:
-        """The whole number of 1 or more under the first of ``keys`` that is there.
-
-        ``default`` is what transformers takes where none is. Raises `InvalidModelError` naming the first key.
-        """
-        key = next((key for key in keys if self.config.get(key) is not None), None)
-        if key is None:
-            if default is None:
-                raise wrong_size(keys[0], None)
-            return default
-        value = self.config[key]
-        if not is_size(value, key):
-            raise wrong_size(key, value)
-        self.read[key] = value
-        return value
-
-    def flag(self, key: str, *, default: bool = False) -> bool:
-        """A switch; null counts as not given, and ``default`` is what transformers takes then."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise InvalidModelError(field=key, found=repr(value), expected="true or false in config.json")
-        return default if value is None else value
-
-    def divisor(self, key: str, count: int, of: tuple[str, int]) -> int:
-        """``count`` again, which must divide another size; raises `InvalidModelError` naming ``key``."""
-        if of[1] % count:
-            raise InvalidModelError(
-                field=key,
-                found=str(count),
-                expected=f"a divisor of {of[0]} {of[1]}",
-                hint="use the complete config that the model was published with",
-            )
-        return count
 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depths")
@@ -219,16 +173,12 @@ def wrong_size(key: str, value: object) -> InvalidModelError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of models, all of one ``model_type`` of transformers."""
+    """How the runtime takes a model apart: the chain itself is its `Layout`."""
 
     model_type: str
     task: Task
-    layout: Callable[[Sizes], Layout] = field(compare=False)
-    """The chain of a config."""
     modules: Callable[[Layout, int], Mapping[str, str]] = field(compare=False)
-    """For a layer of a chain, the path in the model of each of its modules, by the name that `run` and `tp` use."""
-    run: Mapping[str, Run]
-    """How a layer of each kind runs, by the kind's name or else its role; a head returns logits."""
+    """For a layer of a chain, the path in the model of each of its modules, by its name in the layer."""
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each kind or role, the style of the modules that tensor parallelism divides, by their path in the layer; the
     names of styles are those of `steelyard.modules.styles.STYLES`."""

@@ -151,9 +151,7 @@ def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
     family = Family(
         model_type=own.module,
         task=Task.OWN,
-        layout=lambda _sizes: own.layout(),
         modules=lambda _layout, _layer: {},
-        run={},
         tp={kind.name: dict(kind.styles) for kind in own.kinds},
     )
     return ModelChain(

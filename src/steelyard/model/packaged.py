@@ -1,4 +1,4 @@
-"""Splits that come in the package, for packaged models without a family: found ahead, where transformers was at hand.
+"""Splits that come in the package, for packaged models: found ahead, where transformers was at hand.
 
 They are kept by the hash of the config, and hold for the version of transformers that they were made with; where
 another one is installed they count as missing, as do those of an older way of splitting. So are the proved splits of

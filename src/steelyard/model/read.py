@@ -15,8 +15,6 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values, sizes_in
-from steelyard.model.families import FAMILIES
-from steelyard.model.family import Sizes
 from steelyard.model.sources import hub_names
 from steelyard.model.split import ModelSplit, family_of_split
 
@@ -83,11 +81,11 @@ def _how_to_get(hub_id: str) -> str:
 
 
 _SPLITS_ANY_MODEL = "steelyard.modules.any_model"
-"""Which stands on this module, so that it is imported where a model is not of a family."""
+"""Which stands on this module, so that it is imported where a model is read."""
 
 
 def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit | None = None) -> ModelChain:
-    """The chain of a Hugging Face config: split as ``split`` says, of a family, or split by its structure.
+    """The chain of a Hugging Face config: split as ``split`` says, or by its structure.
 
     A split that is not packaged is found and proved once, which takes torch and seconds, and kept where traces are.
     Raises `InvalidModelError` naming the key that is missing or wrong, for a type that transformers does not know, and
@@ -98,26 +96,23 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
     check_values(config)
     identity = config_hash(config)
     model_type = str(config.get("model_type", ""))
-    if split is None and model_type not in FAMILIES:
+    if split is None:
         split = import_module(_SPLITS_ANY_MODEL).split_of(config)
         if split is None:
             raise _unknown(model_type)
-    family = family_of_split(split) if split else FAMILIES[model_type]
-    sizes = Sizes(config)
-    layout = family.layout(sizes)
     return ModelChain(
         name=name,
-        family=family,
+        family=family_of_split(split),
         config=dict(config),
         config_hash=identity,
-        sizes=sizes_in(config) if split else sizes.read,
-        layout=layout,
+        sizes=sizes_in(config),
+        layout=split.layout(),
         split=split,
     )
 
 
 def _unknown(model_type: str) -> InvalidModelError:
-    known = {load_config(name)[1]["model_type"] for name in model_names()} | {*FAMILIES}
+    known = {load_config(name)[1]["model_type"] for name in model_names()}
     return InvalidModelError(
         field="model_type",
         found=repr(model_type) if model_type else "nothing",

@@ -1,4 +1,4 @@
-"""A model of transformers that no family file knows, split by its structure: what the planner must know of it, as data.
+"""A model of transformers, split by its structure: what the planner must know of it, as data.
 
 The split is found from the real modules (`steelyard.modules.splitting`, with torch), travels in the plan file beside
 the config, and is kept with the traces; so reading a plan or planning again needs no torch. From it `family_of_split`
@@ -453,9 +453,7 @@ def family_of_split(split: ModelSplit) -> Family:
     return Family(
         model_type=split.model_type,
         task=split.task,
-        layout=lambda _sizes: split.layout(),
         modules=lambda _layout, layer: split.modules(layer),
-        run={},
         tp={kind.name: dict(kind.styles) for kind in split.kinds},
         rotary_by_attention=split.rotary_by_attention,
         fused_attention=split.fused_attention,

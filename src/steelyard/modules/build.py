@@ -74,7 +74,7 @@ def _as_the_configs(model_type: str) -> Iterator[None]:
 
 
 def build_meta_model(chain: ModelChain) -> PreTrainedModel:
-    """The model for the family's task on the meta device: its structure, no memory.
+    """The model for its task on the meta device: its structure, no memory.
 
     Raises `InvalidModelError` for a user's own module, which only the user can build.
     """
@@ -159,7 +159,7 @@ def _owner(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> 
 
 
 def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
-    """The modules that make up one layer of the chain, by the names that the family gives them."""
+    """The modules that make up one layer of the chain, by their names in the layer."""
     if chain.own:
         return model.layer(layer)
     paths = chain.family.modules(chain.layout, layer)

@@ -4,8 +4,8 @@ Legend of shape suffixes: B samples of this rank, S sequence length, s sequence 
 parallelism, else S), H hidden size, V vocabulary of this rank.
 
 Every layer maps what flows along the chain to what flows on: token ids [B, S] or images → hidden state [B, s, H] → … →
-loss []. Where an encoder's output goes along with a decoder's state, a tuple of two flows. How a layer does so is said
-by the model's family; what all blocks share (positions, mask) is computed once per forward and passed as `SideInputs`.
+loss []. Where an encoder's output goes along with a decoder's state, a tuple of two flows. How a layer does so
+follows from its split; what all blocks share (positions, mask) is computed once per forward and passed as `SideInputs`.
 """
 
 from abc import abstractmethod
@@ -89,11 +89,11 @@ class LayerContext:
 class ChainLayer(nn.Module):
     """One layer of the chain; ``remat`` decides how much of its forward pass is run again in the backward pass.
 
-    Its modules are attributes under the names that the family gives them.
+    Its modules are attributes under their names in the layer.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], family: Family, kind: LayerKind, remat: Remat, run: Run | None = None
+        self, modules: Mapping[str, nn.Module], family: Family, kind: LayerKind, remat: Remat, run: Run
     ) -> None:
         super().__init__()
         for name, module in modules.items():
@@ -101,9 +101,7 @@ class ChainLayer(nn.Module):
         self.family = family
         self.kind = kind
         self.remat = remat
-        run = run or family.of_kind(family.run, kind)
-        assert run is not None, f"the family {family.model_type} does not say how its {kind.name} runs"
-        self.run_by_family: Run = run
+        self.run_alone: Run = run
         self.entering: tuple[int, ...] | None = None
         """The places in what flows of what the layer reads; None where that is all."""
         self.past: tuple[int, ...] = ()
@@ -118,7 +116,7 @@ class ChainLayer(nn.Module):
     @property
     def _beside(self) -> tuple[nn.Module, ...]:
         """Modules without parameters that run in the layer and are not its own, as the dropout behind a table."""
-        return getattr(self.run_by_family, "beside", ())
+        return getattr(self.run_alone, "beside", ())
 
     @property
     def drops(self) -> bool:
@@ -156,7 +154,7 @@ class EmbeddingLayer(ChainLayer):
 
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Looks the tokens up."""
-        return self.run_by_family(self, inputs, context)
+        return self.run_alone(self, inputs, context)
 
 
 class BlockLayer(ChainLayer):
@@ -170,8 +168,8 @@ class BlockLayer(ChainLayer):
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Runs the block."""
         if self.router_loss is None:
-            return self.run_by_family(self, inputs, context)
-        return self.router_loss.beside(self, lambda: tensors_of(self.run_by_family(self, inputs, context)))
+            return self.run_alone(self, inputs, context)
+        return self.router_loss.beside(self, lambda: tensors_of(self.run_alone(self, inputs, context)))
 
 
 class HeadLayer(ChainLayer):
@@ -184,7 +182,7 @@ class HeadLayer(ChainLayer):
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
         """Projects and takes the cross entropy in fp32, as `transformers` does."""
-        logits = self.run_by_family(self, inputs, context).float()
+        logits = self.run_alone(self, inputs, context).float()
         loss = functional.cross_entropy(logits.flatten(0, -2), context.labels_BS.flatten(), reduction="sum")
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets
 
@@ -194,7 +192,7 @@ class OwnHeadLayer(HeadLayer):
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
         """Runs what follows the blocks, the loss included."""
-        return self.run_by_family(self, inputs, context)
+        return self.run_alone(self, inputs, context)
 
 
 _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
@@ -207,7 +205,7 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
     kind = chain.kind_of(layer)
-    run = split_run(model, chain.split, layer) if chain.split else model.run(layer) if chain.own else None
+    run = split_run(model, chain.split, layer) if chain.split else model.run(layer)
     layer_type = OwnHeadLayer if chain.own and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
     found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
     if chain.split and chain.split.streams and layer:
@@ -237,11 +235,9 @@ def side_inputs_of(
     """What makes the `SideInputs` that the blocks among these layers read."""
     if chain.own:
         return OwnSideInputs(model, device)
-    if chain.split:
-        blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
-        makes_masks = any(reads_mask(block) for block in blocks)
-        return SplitSideInputs(model, chain, {block.kind.name for block in blocks}, makes_masks=makes_masks)
-    return FamilySideInputs(model)
+    blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
+    makes_masks = any(reads_mask(block) for block in blocks)
+    return SplitSideInputs(model, chain, {block.kind.name for block in blocks}, makes_masks=makes_masks)
 
 
 class SplitSideInputs(nn.Module):
@@ -281,17 +277,5 @@ class OwnSideInputs(nn.Module):
         return SideInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 
 
-class FamilySideInputs(nn.Module):
-    """As `SplitSideInputs`, for a family: blocks read the positions alone."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model_config = model.config
-
-    def forward(self, seq_len: int, _dtype: torch.dtype, device: torch.device) -> SideInputs:
-        """The positions of samples of ``seq_len`` tokens."""
-        return SideInputs(position_ids=torch.arange(seq_len, device=device).unsqueeze(0))
-
-
-SideInputSource = FamilySideInputs | SplitSideInputs | OwnSideInputs
+SideInputSource = SplitSideInputs | OwnSideInputs
 """What makes the `SideInputs` of a forward pass."""

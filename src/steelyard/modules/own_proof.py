@@ -145,7 +145,7 @@ def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtyp
     batch = OwnBatch(model.sample, model.own, model.arguments(_CPU), dtype=dtype, device=_CPU)
     flow: Any = torch.zeros(batch.num_samples)
     for number, layer in enumerate(layers):
-        flow = layer.run_by_family(layer, flow, _context(number, batch))
+        flow = layer.run_alone(layer, flow, _context(number, batch))
     return flow
 
 
@@ -280,7 +280,7 @@ class _BlockProof:
     def _results(self, layer: ChainLayer) -> dict[str, Tensor]:
         flow = [each.clone().requires_grad_() for each in self._flow]
         layer.zero_grad()
-        outputs = tensors_of(layer.run_by_family(layer, tuple(flow), self._context))
+        outputs = tensors_of(layer.run_alone(layer, tuple(flow), self._context))
         torch.autograd.backward(outputs, self._outgoing)
         found = {"logits": torch.cat([each.detach().flatten() for each in outputs])}
         found |= {f"its input {place}": each.grad for place, each in enumerate(flow) if each.grad is not None}

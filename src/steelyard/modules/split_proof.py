@@ -281,7 +281,7 @@ def _run_pieces(
     layers, context = pieces_of(model, chain, numbers, ids, decoder_ids)
     flow: Flow = ids
     for layer in layers:
-        flow = layer.within(flow, context, partial(layer.run_by_family, layer))
+        flow = layer.within(flow, context, partial(layer.run_alone, layer))
     (logits,) = tensors_of(flow)
     return logits
 

@@ -557,7 +557,7 @@ class ThreadedProof:
             cut = sp and layer.kind.name in divided
             if layer.kind.name in divided:
                 apply_tensor_parallel(layer, chain, mesh, sp=sp)
-            run = partial(layer.run_by_family, layer)
+            run = partial(layer.run_alone, layer)
             if layer.kind.name in by_tokens:
                 apply_context_parallel(layer, mesh, "gather")
                 run = partial(_by_tokens, run, mesh)

@@ -2,8 +2,7 @@
 
 Two layers are of one kind when their trees of modules have the same classes, the same parameters and buffers with the
 same shapes and types, and the same settings (whatever numbers, texts and switches a module keeps), but for those that
-only say where a layer stands. Kinds of a family are declared in its file, since the planner reads them without torch;
-this finds them for modules that have no family, and in the tests it finds what the families declare.
+only say where a layer stands.
 """
 
 from collections.abc import Hashable, Iterator

@@ -1,4 +1,4 @@
-"""How modules are divided between tensor-parallel ranks: the styles that families and configs call by name.
+"""How modules are divided between tensor-parallel ranks: the styles that splits call by name.
 
 PyTorch's own styles work where a module computes on DTensors. Those below are for modules that do not: what they do is
 computed on plain tensors of one rank (`on_local_parameters`), and placements are stated where tensors enter and leave.

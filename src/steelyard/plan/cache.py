@@ -1,4 +1,4 @@
-"""Where what takes long to find is kept between runs: traces, and splits of models that no family file knows."""
+"""Where what takes long to find is kept between runs: traces, and how models split."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ _logger = logging.getLogger(__name__)
 
 
 def default_folder(what: str = "traces") -> Path:
-    """Where traces are kept, and splits of models without a family; or what else has a folder beside theirs."""
+    """Where traces are kept, and how models split; or what else has a folder beside theirs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steelyard" / what
 
 

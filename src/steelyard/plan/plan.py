@@ -65,7 +65,7 @@ class PlanModel(PlanPart):
     config: dict[str, Any] | None = None
     config_hash: str | None = None
     split: ModelSplit | None = None
-    """How the model splits by its structure, where no family file knows it."""
+    """How the model splits by its structure; where it is not said it is found."""
     own: OwnSplit | None = None
     """What is known of a user's own module, which has no config."""
 

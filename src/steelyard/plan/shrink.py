@@ -2,7 +2,7 @@
 
 Of every run of equal layers with one strategy at most two are kept; widths, heads, experts, vocabulary and sequence are
 as small as the plan's degrees allow, and so is a microbatch. Dropout is off, since
-which entries fall out differs between plans. What is kept: the family, what its blocks attend to, tied embeddings,
+which entries fall out differs between plans. What is kept: the type, what its blocks attend to, tied embeddings,
 stages and their ranks, strategies with their order, schedule, precision. Models with routed experts compute in fp32:
 rounded to bf16, a token may take another expert, which no comparison can tell from a fault.
 """
@@ -19,8 +19,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 
-_HEAD_DIM = 8
-_LEAST_VOCABULARY, _LEAST_SEQUENCE = 256, 16
+_LEAST_SEQUENCE = 16
 _KEPT_OF_A_RUN = 2
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -76,8 +75,7 @@ def _small_chain(
     chain: ModelChain, blocks: Mapping[str, Any], kept: list[int], degree: int, expert_degree: int
 ) -> ModelChain:
     """The model at small width with the kept layers; ``blocks`` is what its config says of them."""
-    if chain.split is None:
-        return chain_from_config(shrunk_config(chain, kept, degree), name=chain.name)
+    assert chain.split is not None, "of the user's own module there is no plan at small width"
     heads = dict(_divided(chain)).get(KV_HEADS)
     given = ({} if heads is None or "num_attention_heads" not in chain.config else {"num_key_value_heads": heads}) | {
         **chain.config
@@ -97,13 +95,12 @@ _SPARSE_STEP = "decoder_sparse_step"
 
 
 def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
-    """What the config says of its blocks where only some are kept; None where that is not known of a split model.
+    """What the config says of its blocks where only some are kept; None where that is not known.
 
     Which of them have experts and what they attend to is known where the config says so in one of the usual ways.
     """
     split = chain.split
-    if split is None:
-        return {}
+    assert split is not None, "of the user's own module there is no plan at small width"
     if split.encoder or len({kind.shape for kind in split.kinds}) > 1:
         return (_config_of_stacks if split.encoder else _depths)(chain, kept)
     places = _blocks(chain, kept)
@@ -176,45 +173,12 @@ def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
         yield [layer for _, run in runs for layer in list(run)[:_KEPT_OF_A_RUN]]
 
 
-def shrunk_config(chain: ModelChain, kept: list[int], degree: int) -> dict[str, Any]:
-    """The config of the same family with the kept layers alone, all of whose sizes ``degree`` divides."""
-    config = dict(chain.config)
-    config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, int | float)}
-    config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
-    heads = max(degree, 2)
-    width = heads * _HEAD_DIM
-    vocabulary = _multiple(_LEAST_VOCABULARY, degree)
-    config |= {"vocab_size": vocabulary} | _special_tokens(config, vocabulary)
-    return config | _named_sizes(chain, width=width, heads=heads, num_blocks=len(_blocks(chain, kept)))
-
-
 def _divided(chain: ModelChain) -> list[tuple[str, int]]:
     return [size for kind in chain.kinds if kind.role is LayerRole.BLOCK for size in kind.tp_divides]
 
 
 def _blocks(chain: ModelChain, kept: list[int]) -> list[int]:
     return [layer for layer in kept if chain.kind_of(layer).role is LayerRole.BLOCK]
-
-
-def _named_sizes(chain: ModelChain, *, width: int, heads: int, num_blocks: int) -> dict[str, Any]:
-    """The sizes under the keys by which the config gives them."""
-    by_key = {
-        **dict.fromkeys(("hidden_size", "n_embd", "d_model"), width),
-        **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), heads),
-        **dict.fromkeys(("num_hidden_layers", "n_layer"), num_blocks),
-        **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "moe_intermediate_size"), 2 * width),
-    }
-    return {key: value for key, value in by_key.items() if key in chain.sizes or key in chain.config}
-
-
-def _special_tokens(config: Mapping[str, Any], vocabulary: int) -> dict[str, int | None]:
-    """Special tokens that a smaller vocabulary lacks stand for its first token; one for padding is left out."""
-    found: dict[str, int | None] = {}
-    for key in ("bos_token_id", "eos_token_id", "decoder_start_token_id", "pad_token_id"):
-        value = config.get(key)
-        if value is not None and (not isinstance(value, int) or value >= vocabulary):
-            found[key] = None if key == "pad_token_id" else 0
-    return found
 
 
 def _common(degrees: Iterable[int]) -> int:

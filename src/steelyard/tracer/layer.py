@@ -132,8 +132,8 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
             exchange_alone(layer, setting.mesh._get_root_mesh()[ALONE], received_share=setting.exchanged)
         if setting.strategy.tensor_degree > 1 and setting.role is LayerRole.HEAD:
             stack.enter_context(loss_parallel())
-        if isinstance(layer.run_by_family, ShellPiece):
-            layer.run_by_family.fill(torch.device("cpu"))  # once in a run, and not in every pass
+        if isinstance(layer.run_alone, ShellPiece):
+            layer.run_alone.fill(torch.device("cpu"))  # once in a run, and not in every pass
         yield layer
 
 
@@ -225,7 +225,7 @@ def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: Side
     """Runs a `fake_layer` once forward and backward, with its `side_inputs`."""
     context, flow = _inputs(setting, samples, side)
     reads_labels = setting.role is LayerRole.HEAD and context.labels_BS is not None
-    beside = [each for part in getattr(layer.run_by_family, "beside", ()) for each in part.buffers()]
+    beside = [each for part in getattr(layer.run_alone, "beside", ()) for each in part.buffers()]
     return count_passes(
         layer,
         lambda: tensors_of(layer(flow, context)),

@@ -1,6 +1,6 @@
 """Makes what the package brings for planning without torch: ``python -m steelyard.tracer.package`` (``make traces``).
 
-For every packaged model how it splits, where it has no family, and its trace. A trace is taken at three lengths of each
+For every packaged model how it splits, and its trace. A trace is taken at three lengths of each
 span and compared at further ones, its ends among them; where the parabola through the three misses, the usual lengths
 are packaged alone. What is there and holds for the tracer and the packages of now is left as it is.
 """
@@ -65,7 +65,7 @@ def make_files(name: str) -> list[Path]:
     """The files of a packaged model, those written that are missing or do not hold."""
     _, config = load_config(name)
     chain = chain_from_config(config, name=name)
-    files = [] if chain.split is None else _files_of_split(chain)
+    files = _files_of_split(chain)
     for precision in PRECISIONS:
         files.append(Path(str(trace_file(chain.config_hash, precision))))
         longest = spans_of(chain)[-1].stop - 1

@@ -1,10 +1,10 @@
-"""The twin of tensor parallelism: `parallelize_module` by the styles of a family or a split.
+"""The twin of tensor parallelism: `parallelize_module` by the styles of a split.
 
 Without sequence parallelism the hidden state is replicated over the tensor-parallel ranks: each of attention and MLP
 ends in one all-reduce, and begins with one in the backward pass. With it the hidden state is sharded over the
 sequence between them: an all-gather before, a reduce-scatter after, and the norms run on a shard.
 
-Which module gets which style is said by the family (`Family.tp`); what the styles do is in `steelyard.modules.styles`.
+Which module gets which style is said by `Family.tp`; what the styles do is in `steelyard.modules.styles`.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
