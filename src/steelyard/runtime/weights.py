@@ -243,7 +243,7 @@ def _write_stage(
     first_rank = plan.parts[plan.stage_of(dist.get_rank())].ranks[0]
     is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
-    apart = stored_apart(state.model)
+    apart = stored_apart(build_meta_model(plan.chain()))
     for tensors in _gathered(state, dtype, file_bytes, apart, keep=is_writer):
         if is_writer:
             name = f"stage-{first_rank:05d}-{len(files):05d}"
