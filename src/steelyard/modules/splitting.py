@@ -177,17 +177,7 @@ def _split_of(
     (embedding, *between, head), holders = _ends(model, seen, entering, config)
     if task is Task.IMAGE_TEXT:
         embedding, between[0] = _by_use(model, seen, entering, embedding, between[0])
-    encoder = None
-    if between:
-        encoder = SplitEncoder(blocks=first, call=first_call, between=between[0], encoded=None)
-    if encoder and task.has_decoder:
-        encoded = _encoded(seen.chains[blocks], call, config)
-        output = _argument(seen.chains[blocks][0], encoded)
-        order, _ = ((), ()) if features else _order(output, config, seen.tokens)
-        shape = tuple(output.shape[1:]) if features else ()
-        calls_between = _between_calls(seen, calls, encoded)
-        found = {"encoded": encoded, "order": order, "shape": shape, "between_calls": calls_between}
-        encoder = encoder.model_copy(update=found)
+    encoder = _encoder_of(seen, calls, config, task, between[0], features) if between else None
     streams = [] if read else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
     lengths = {} if image else _lengths(model, seen, calls, config, task, features)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
@@ -233,6 +223,28 @@ def _split_of(
         shared=tuple(_shared(model, by_layer, seen.called, config)),
         streams=tuple(streams),
     )
+
+
+def _encoder_of(
+    seen: Recording,
+    calls: Mapping[str, BlockCall],
+    config: PreTrainedConfig,
+    task: Task,
+    between: tuple[str, ...],
+    features: SplitFeatures | None,
+) -> SplitEncoder:
+    """The first of two lists of blocks, and what those of the second read of it."""
+    first, blocks = calls
+    encoder = SplitEncoder(blocks=first, call=calls[first], between=between, encoded=None)
+    if not task.has_decoder:
+        return encoder
+    encoded = _encoded(seen.chains[blocks], calls[blocks], config)
+    output = _argument(seen.chains[blocks][0], encoded)
+    order, _ = ((), ()) if features else _order(output, config, seen.tokens)
+    shape = tuple(output.shape[1:]) if features else ()
+    calls_between = _between_calls(seen, calls, encoded)
+    found = {"encoded": encoded, "order": order, "shape": shape, "between_calls": calls_between}
+    return encoder.model_copy(update=found)
 
 
 def _between_calls(
@@ -496,18 +508,9 @@ def _record(
         for path, blocks in lists.items()
         if [place for place, _ in calls[path]] == list(range(len(blocks)))
     }
-    count = 2 if task.has_two_lists else 1
-    if len(chains) < count:
-        lists_wanted = "two lists" if count > 1 else "list"
-        raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
-    chosen = sorted(list(chains)[:count], key=lambda path: called.index(f"{path}.0"))
-    found = {path: chains[path] for path in chosen}
-    if task is Task.IMAGE_TEXT:
-        (_, (entered, *_)) = found.values()
-        found[chosen[0]] = _read_of(model, chosen[0], found[chosen[0]], entered)
     return Recording(
         called=called,
-        chains=found,
+        chains=_chosen(model, chains, called, config, task),
         samples=samples,
         tokens=tokens,
         decoder_ids=given[beside] if beside else samples,
@@ -517,6 +520,26 @@ def _record(
         named=named,
         asks_for_values=known is not None and known.asked,
     )
+
+
+def _chosen(
+    model: nn.Module,
+    chains: Mapping[str, Sequence[_Call]],
+    called: Sequence[str],
+    config: PreTrainedConfig,
+    task: Task,
+) -> dict[str, Sequence[_Call]]:
+    """The largest list of those whose modules are called one after another, or for some tasks two, as they are run."""
+    count = 2 if task.has_two_lists else 1
+    if len(chains) < count:
+        lists_wanted = "two lists" if count > 1 else "list"
+        raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
+    chosen = sorted(list(chains)[:count], key=lambda path: called.index(f"{path}.0"))
+    found = {path: chains[path] for path in chosen}
+    if task is Task.IMAGE_TEXT:
+        (_, (entered, *_)) = found.values()
+        found[chosen[0]] = _read_of(model, chosen[0], found[chosen[0]], entered)
+    return found
 
 
 def _read_of(model: nn.Module, path: str, calls: Sequence[_Call], entered: _Call) -> Sequence[_Call]:
