@@ -247,8 +247,8 @@ class ModelChain:
         planned = "" if task is Task.OWN else f"what is planned and trained is {task.auto_class}"
         if task is Task.IMAGE_CLASSIFICATION and "text_config" in config:
             return (
-                f"{planned}: the tower for images with a classifier. The tower for text is left out; the whole model "
-                "of two towers goes by steelyard plan mymodel.py:build_model (docs/your-own-model.md)"
+                f"{planned}: the tower for images with a classifier. The tower for text is left out, and the loss "
+                "that compares all samples of a batch, which is not planned"
             )
         if task is Task.CAUSAL_LM and config.get("is_encoder_decoder") is True:
             return (
