@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,7 +57,7 @@ def make_case(model_type: str, architecture: str, strategy: str) -> Case:
     stages = (", ".join([strategy] * count) for count in (half, len(split.layers) - half))
     options = {"num_microbatches": 2, "global_batch": 8, "num_devices": NUM_PROCESSES, "split": split}
     options["seq_len"] = split.max_seq_len if split.image else max(16, split.multiple)
-    return Case(plan=make_plan(config, *stages, **options), num_steps=NUM_STEPS)
+    return Case(make=partial(make_plan, config, *stages, **options), num_steps=NUM_STEPS)
 
 
 def _small(model_type: str, config: dict[str, Any]) -> tuple[dict[str, Any], ModelSplit]:

@@ -6,7 +6,8 @@
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -23,13 +24,15 @@ FOLDER = "STEELYARD_SCRIPT_CASES"
 """The variable that names the folder of the data and of what is found."""
 
 
-def _plan(config: dict[str, Any], *stages: str, **settings: Any) -> Plan:
-    return make_plan(config, *stages, num_devices=NUM_RANKS, **{"num_microbatches": 2, "global_batch": 8} | settings)
+def _plan(config: dict[str, Any], *stages: str, **settings: Any) -> Callable[[], Plan]:
+    """Makes the plan once it is asked for, since its model is split then, which collecting does not wait for."""
+    options = {"num_devices": NUM_RANKS, "num_microbatches": 2, "global_batch": 8} | settings
+    return cache(partial(make_plan, config, *stages, **options))
 
 
 _LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 4}
 _TIED = CONFIGS["llama-tied"]
-CASES: dict[str, Plan] = {
+CASES: dict[str, Callable[[], Plan]] = {
     "one stage": _plan(
         _LLAMA,
         "fsdp4, dp4 remat=full, tp4+sp, fsdp2-tp2+sp remat=selective, tp2-fsdp2, dp2-tp2",
@@ -65,7 +68,7 @@ def content_of(plan: Plan) -> dict[str, Any]:
 
 def contents() -> dict[str, Any]:
     """What the script reads, for every case."""
-    return {name: content_of(plan) for name, plan in CASES.items()}
+    return {name: content_of(plan()) for name, plan in CASES.items()}
 
 
 def script() -> ModuleType:

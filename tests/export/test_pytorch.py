@@ -217,7 +217,7 @@ def expected(folder: Path) -> Callable[[str], list[float]]:
     known: dict[str, list[float]] = {}
 
     def results_of(name: str) -> list[float]:
-        plan = CASES[name]
+        plan = CASES[name]()
         key = f"{plan.chain().config_hash}-{plan.precision}"
         if key not in known:
             alone = unsharded(dict(plan.chain().config)).model_copy(
@@ -239,7 +239,7 @@ def test_a_plan_trains_with_the_results_of_one_process(
 ) -> None:
     found = trained(folder / f"{name}.jsonl")
     assert len(found) == 2 * NUM_STEPS
-    assert found == pytest.approx(expected(name), rel=TOLERANCES[CASES[name].precision])
+    assert found == pytest.approx(expected(name), rel=TOLERANCES[CASES[name]().precision])
 
 
 @pytest.mark.processes

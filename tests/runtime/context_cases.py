@@ -4,6 +4,7 @@ Both methods, every remat, each order of levels, layers that differ within a sta
 head with cp or without.
 """
 
+from functools import partial
 from typing import Any
 
 from tests.modules.split_configs import split_config
@@ -23,7 +24,8 @@ def _case(
 ) -> Case:
     """Two steps of two microbatches."""
     split = SPLITS.get(config)
-    plan = make_plan(
+    make = partial(
+        make_plan,
         (split_config(config) if split else FAMILY_CONFIGS[config]) | changes,
         *stages,
         split=split,
@@ -35,7 +37,7 @@ def _case(
         num_devices=num_devices,
         num_chunks=num_chunks,
     )
-    return Case(plan=plan, num_steps=2)
+    return Case(make=make, num_steps=2)
 
 
 _FEW_KEYS = {"num_key_value_heads": 2}

@@ -4,6 +4,7 @@ Embedding, head and dense blocks have no experts to divide. No two layers of a p
 out another has.
 """
 
+from functools import partial
 from typing import Any
 
 from tests.runtime.cases import Case
@@ -19,7 +20,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def _case(config: str, *stages: str, num_devices: int = 4, precision: str = "fp32", num_chunks: int = 1) -> Case:
     """Two steps of two microbatches of eight samples."""
-    plan = make_plan(
+    make = partial(
+        make_plan,
         CONFIGS[config],
         *stages,
         num_microbatches=2,
@@ -30,7 +32,7 @@ def _case(config: str, *stages: str, num_devices: int = 4, precision: str = "fp3
         num_devices=num_devices,
         num_chunks=num_chunks,
     )
-    return Case(plan=plan, num_steps=2)
+    return Case(make=make, num_steps=2)
 
 
 CASES: dict[str, Case] = {

@@ -1,9 +1,12 @@
 """For every family of models plans that mix strategies, small enough that all of them take a minute on two cores."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import ModelSplit
+from steelyard.plan.plan import Plan
 from tests.modules.split_configs import split_config
 from tests.runtime.cases import Case
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
@@ -20,22 +23,24 @@ SPLITS = {
 
 def _case(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32", num_chunks: int = 1) -> Case:
     """Two steps of two microbatches of four samples."""
+    options = {"schedule": schedule, "precision": precision, "num_chunks": num_chunks}
+    return Case(make=partial(_plan, config, *stages, **options), num_steps=2)
+
+
+def _plan(config: str, *stages: str, **options: Any) -> Plan:
     split = SPLITS.get(config)
     content = FAMILY_CONFIGS[config] if split is None else split_config(config)
     chain = chain_from_config(content, name=config, split=split)
-    plan = make_plan(
+    return make_plan(
         content,
         *stages,
         num_microbatches=2,
         global_batch=8,
         seq_len=16 if chain.family.task.reads_text else chain.max_seq_len,
-        schedule=schedule,
-        precision=precision,
         num_devices=NUM_DEVICES,
-        num_chunks=num_chunks,
         split=split,
+        **options,
     )
-    return Case(plan=plan, num_steps=2)
 
 
 CASES: dict[str, Case] = {

@@ -1,5 +1,6 @@
 """Models whose samples hold more than token ids, under plans that mix strategies; all of them in one launch."""
 
+from functools import partial
 from pathlib import Path
 
 from steelyard.model.split import ModelSplit
@@ -18,8 +19,8 @@ SPLITS = {
 def _case(name: str, *stages: str, seq_len: int = 16, precision: str = "fp32") -> Case:
     """Two steps of two microbatches of four samples."""
     options = {"num_microbatches": 2, "global_batch": 8, "seq_len": seq_len, "precision": precision}
-    plan = make_plan(split_config(name), *stages, **options, num_devices=NUM_DEVICES, split=SPLITS[name])
-    return Case(plan=plan, num_steps=2)
+    make = partial(make_plan, split_config(name), *stages, **options, num_devices=NUM_DEVICES, split=SPLITS[name])
+    return Case(make=make, num_steps=2)
 
 
 CASES: dict[str, Case] = {

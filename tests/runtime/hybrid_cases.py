@@ -1,5 +1,7 @@
 """Hybrid sharding, states sharded over near ranks and replicated over far ones, on 4 and 8 processes."""
 
+from functools import partial
+
 from tests.runtime.cases import Case
 from tests.runtime.models import make_plan
 
@@ -14,7 +16,8 @@ def _case(
     fault: str | None = None,
     **pipeline: int | str,
 ) -> Case:
-    plan = make_plan(
+    make = partial(
+        make_plan,
         config,
         *stages,
         num_microbatches=num_microbatches,
@@ -23,7 +26,7 @@ def _case(
         precision=precision,
         **pipeline,
     )
-    return Case(plan=plan, num_steps=num_steps, fault=fault)
+    return Case(make=make, num_steps=num_steps, fault=fault)
 
 
 def _control(fault: str | None) -> Case:

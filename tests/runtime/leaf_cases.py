@@ -7,6 +7,7 @@ Every pipeline degree runs under every schedule, with the leaves of its stages i
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from steelyard.plan.strategy import Remat, Strategy
@@ -71,7 +72,8 @@ def _cases_of_schedules() -> Iterator[tuple[str, Case]]:
 def _case(*stages: str, schedule: str = "1f1b", num_chunks: int = 1, num_devices: int = _NUM_DEVICES) -> Case:
     num_blocks = sum(len(stage.split(",")) for stage in stages) - 2
     microbatches = max(2, len(stages))
-    plan = make_plan(
+    make = partial(
+        make_plan,
         _config(num_blocks),
         *stages,
         num_microbatches=microbatches,
@@ -81,7 +83,7 @@ def _case(*stages: str, schedule: str = "1f1b", num_chunks: int = 1, num_devices
         num_devices=num_devices,
         num_chunks=num_chunks,
     )
-    return Case(plan=plan, num_steps=1)
+    return Case(make=make, num_steps=1)
 
 
 CASES: dict[str, Case] = dict([*_cases_of_leaves(), *_cases_of_schedules()])

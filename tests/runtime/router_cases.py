@@ -3,6 +3,7 @@
 The loss has a coefficient of 0.5, so that a tenth of a per cent of it is far above what rounding does.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def _case(config: str, *stages: str, num_chunks: int = 1, sizes: tuple[int, ...]
     """Two steps of two microbatches of eight samples on four devices."""
     fault = options.pop("fault", None)
     options["split"] = OLMOE_SPLIT if config == "olmoe" else None
-    plan = make_plan(
+    make = partial(
+        make_plan,
         CONFIGS[config],
         *stages,
         num_microbatches=2,
@@ -43,7 +45,7 @@ def _case(config: str, *stages: str, num_chunks: int = 1, sizes: tuple[int, ...]
         sizes=sizes,
         **options,
     )
-    return Case(plan=plan, num_steps=2, fault=fault)
+    return Case(make=make, num_steps=2, fault=fault)
 
 
 CASES: dict[str, Case] = {

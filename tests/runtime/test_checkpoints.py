@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,14 @@ EXPERTS = {**FAMILY_CONFIGS["qwen3_moe"], "num_hidden_layers": 3, "vocab_size": 
 STEPS, MIDDLE = 6, 3
 RUN = TrainOptions(steps=STEPS, lr=1e-2, warmup_steps=2, checkpoint_every=MIDDLE)
 
-PLANS: dict[str, Plan] = {
-    name: make_plan(config, *stages, global_batch=8, num_microbatches=m, num_devices=n, num_chunks=v, schedule=schedule)
+
+def _plan(config: dict[str, Any], *stages: str, **options: Any) -> Callable[[], Plan]:
+    """Makes the plan once it is asked for, since its model is split then, which collecting does not wait for."""
+    return cache(partial(make_plan, config, *stages, global_batch=8, **options))
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    name: _plan(config, *stages, num_microbatches=m, num_devices=n, num_chunks=v, schedule=schedule)
     for name, config, stages, m, n, v, schedule in (
         ("mixed", UNEVEN, ["fsdp4, dp4, tp2-fsdp2+sp, fsdp4 zero2"], 2, 4, 1, "1f1b"),
         ("interleaved", UNEVEN, ["fsdp2", "tp2", "dp2", "fsdp2"], 4, 4, 2, "interleaved-1f1b"),
@@ -55,12 +63,8 @@ PLANS: dict[str, Plan] = {
         ("whole experts", EXPERTS, ["dp2, fsdp2, fsdp2, dp2, fsdp2"], 1, 2, 1, "1f1b"),
     )
 }
-PLANS["unlike stages"] = make_plan(
-    UNEVEN, "single", "tp2, fsdp2", "single", sizes=(1, 2, 1), global_batch=8, num_microbatches=4
-)
-PLANS["tied, unlike stages"] = make_plan(
-    TIED, "single", "tp2, dp2, fsdp2", sizes=(1, 2), global_batch=8, num_microbatches=2
-)
+PLANS["unlike stages"] = _plan(UNEVEN, "single", "tp2, fsdp2", "single", sizes=(1, 2, 1), num_microbatches=4)
+PLANS["tied, unlike stages"] = _plan(TIED, "single", "tp2, dp2, fsdp2", sizes=(1, 2), num_microbatches=2)
 RESUMED = {
     "mixed": ("mixed", "interleaved", "two processes", "hybrid", "context", "unlike stages"),
     "unlike stages": ("unlike stages", "mixed"),
@@ -84,13 +88,13 @@ class Runs:
 
     def job(self, name: str, plan: str, options: TrainOptions) -> dict[str, Any]:
         path = self.folder / f"{plan}.json"
-        write_plan(PLANS[plan], path)
+        write_plan(PLANS[plan](), path)
         return {
             "name": name,
             "plan": str(path),
             "data": str(self.folder / "tokens.npy"),
             "arguments": options.arguments(),
-            "processes": PLANS[plan].num_devices,
+            "processes": PLANS[plan]().num_devices,
         }
 
     def checkpoints(self, name: str) -> Path:
@@ -196,7 +200,7 @@ def test_a_checkpoint_has_the_same_names_and_shapes_under_every_plan(runs: Runs,
 @pytest.mark.parametrize("base", RESUMED)
 def test_a_checkpoint_holds_every_parameter_of_the_model_and_adams_moments(runs: Runs, base: str) -> None:
     tensors = stored(runs.checkpoints(base) / f"step-{STEPS:08d}")
-    model = build_model(PLANS[base].chain(), seed=0)
+    model = build_model(PLANS[base]().chain(), seed=0)
     for name, parameter in model.named_parameters():
         assert tensors[f"model.{name}"].shape == parameter.shape
         assert tensors[f"optimizer.{name}.exp_avg"].shape == parameter.shape
@@ -218,7 +222,7 @@ def test_the_last_checkpoints_are_kept_and_no_other(runs: Runs) -> None:
 
 def test_a_checkpoint_knows_the_samples_that_were_read(runs: Runs) -> None:
     info = read_info(runs.checkpoints("mixed") / f"step-{STEPS:08d}")
-    assert (info.step, info.num_samples) == (STEPS, STEPS * PLANS["mixed"].global_batch)
+    assert (info.step, info.num_samples) == (STEPS, STEPS * PLANS["mixed"]().global_batch)
 
 
 @pytest.mark.parametrize("base", RESUMED)
@@ -232,7 +236,7 @@ def test_exported_weights_are_those_of_the_last_checkpoint(runs: Runs, base: str
 @pytest.mark.parametrize("base", RESUMED)
 def test_transformers_loads_what_was_exported_with_the_logits_of_the_checkpoint(runs: Runs, base: str) -> None:
     tensors = stored(runs.checkpoints(base) / f"step-{STEPS:08d}")
-    model = build_model(PLANS[base].chain(), seed=0).eval()
+    model = build_model(PLANS[base]().chain(), seed=0).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])

@@ -18,13 +18,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
-    found, (loss_tolerance, gradient_tolerance) = results[name], TOLERANCES[CASES[name].plan.precision]
+    found, (loss_tolerance, gradient_tolerance) = results[name], TOLERANCES[CASES[name].precision]
     assert found["losses"] == pytest.approx(found["expected_losses"], rel=loss_tolerance)
     assert found["same_loss_on_all_ranks"]
     assert found["gradient_error"] < gradient_tolerance, found["gradient_tensor"]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.plan.precision == "fp32"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.precision == "fp32"])
 def test_norms_and_weights_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     found, (loss_tolerance, gradient_tolerance) = results[name], TOLERANCES["fp32"]
     assert found["norms"] == pytest.approx(found["expected_norms"], rel=loss_tolerance)

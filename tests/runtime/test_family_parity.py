@@ -12,7 +12,7 @@ from tests.runtime.processes import run_parity
 
 pytestmark = pytest.mark.processes
 
-EXACT = [name for name, case in CASES.items() if case.plan.precision == "fp32"]
+EXACT = [name for name, case in CASES.items() if case.precision == "fp32"]
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 

@@ -11,7 +11,7 @@ from tests.runtime.processes import run_parity
 pytestmark = pytest.mark.processes
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
-PLANS = [name for name, case in CASES.items() if case.fault is None and case.plan.precision == "fp32"]
+PLANS = [name for name, case in CASES.items() if case.fault is None and case.precision == "fp32"]
 
 
 @pytest.fixture(scope="module")

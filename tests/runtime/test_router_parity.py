@@ -19,7 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return run_parity("tests.runtime.router_cases", tmp_path_factory.mktemp("router") / "result.json")
 
 
-EXACT = [name for name, case in CASES.items() if case.plan.precision == "fp32" and case.fault is None]
+EXACT = [name for name, case in CASES.items() if case.precision == "fp32" and case.fault is None]
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 

@@ -1,5 +1,7 @@
 """Stages of unlike numbers of ranks, on 3, 4 and 6 processes: each boundary redistributes what crosses it."""
 
+from functools import partial
+
 from tests.runtime.cases import Case
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
@@ -16,7 +18,8 @@ def _case(
     fault: str | None = None,
     **options: int | str,
 ) -> Case:
-    plan = make_plan(
+    make = partial(
+        make_plan,
         config,
         *stages,
         sizes=sizes,
@@ -24,7 +27,7 @@ def _case(
         global_batch=samples * num_microbatches,
         **options,
     )
-    return Case(plan=plan, num_steps=2, fault=fault)
+    return Case(make=make, num_steps=2, fault=fault)
 
 
 CASES: dict[str, Case] = {
