@@ -16,6 +16,8 @@ MOST_SAMPLES = 2**18
 MOST_MICROBATCHES = 2**16
 MOST_TOKENS = 2**24
 """Of a sample."""
+MOST_PIXELS = 2**14
+"""Of a side of an image."""
 MOST_STEP_TOKENS = 2**36
 MOST_STEPS = 10**9
 MOST_BYTES = 2**48

@@ -13,6 +13,7 @@ from steelyard.plan.certificate import Certificate
 from steelyard.plan.file import read_plan
 from steelyard.planning.price import peak_bytes
 from tests.cli.conftest import Run, user_error
+from tests.modules.split_configs import split_config
 
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
 SMALL = ("llama3.2-1b", *JOB)
@@ -292,3 +293,27 @@ def test_the_longest_sequences_are_found_with_nothing_else_free(run: Run, beside
     error = user_error(run("plan", *SMALL, "--seq-len", "max", *beside))
     assert error.exit_code == 2
     assert f"max with {beside[0]}" in str(error)
+
+
+@pytest.mark.parametrize(("size", "recorded", "patches"), [("16", 16, "4 × 4"), ("16x24", [16, 24], "4 × 6")])
+def test_a_plan_has_the_size_of_the_images_and_is_priced_again(
+    run: Run, tmp_path: Path, size: str, recorded: object, patches: str
+) -> None:
+    config = split_config("qwen2_vl")
+    config["vision_config"] = {key: each for key, each in config["vision_config"].items() if key != "image_size"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "plan.json"
+    job = ("--cluster", "1x2xa100-80gb", "--seq-len", 16, "--global-batch", 4)
+    result = run("plan", tmp_path, *job, "--image-size", size, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert f"({patches} patches); 16 tokens" in " ".join(result.output.split())
+    assert json.loads(path.read_text())["model"]["config"]["vision_config"]["image_size"] == recorded
+    assert run("explain", path).exit_code == 0
+    error = user_error(run("plan", tmp_path, *job))
+    assert (error.field, error.found) == ("image_size", "none for qwen2_vl, which reads images of any size")
+
+
+@pytest.mark.parametrize("size", ["0", "-28", "28x", "28x28x28", "28.0", "99999"])
+def test_a_size_of_images_is_one_or_two_numbers(run: Run, size: str) -> None:
+    job = ("--cluster", "1x2xa100-80gb", "--seq-len", 16, f"--image-size={size}")
+    assert user_error(run("plan", "llama3-8b", *job)).field == "--image-size"

@@ -259,3 +259,23 @@ def test_a_path_without_a_file_is_an_error(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidModelError, match=r"a packaged model .* or the path of a config\.json"):
         load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "llama"}, "448x672 for llama"),
+        ({"model_type": "llava", "vision_config": {"image_size": 336}}, "448x672 for llava, whose images are 336"),
+        ({"model_type": "llava", "vision_config": {}}, "448x672 for llava"),
+        (
+            {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2, "image_size": 224}},
+            "448x672 for qwen2_vl, whose images are 224",
+        ),
+    ],
+)
+def test_a_size_of_images_is_for_models_that_read_them_in_any_size(config, found, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(InvalidModelError) as raised:
+        load_model(path, image_size=(448, 672))
+    assert (raised.value.field, raised.value.found) == ("--image-size", found)

@@ -154,6 +154,14 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
 """Blocks that ask for values, hold frozen tables, tokens first or two states, and parameters beside blocks."""
 _SPEECH = {key: value for key, value in _STACKS.items() if key != "max_position_embeddings"}
 _SPEECH |= {"max_source_positions": 24, "max_target_positions": 64}
+_PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "image_size": [16, 24]}
+_TURNED = {
+    **{key: value for key, value in _SMALL.items() if key not in ("pad_token_id", "sliding_window")},
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+}
+_VISION_TOKENS = {
+    f"{name}_token_id": 127 - n for n, name in enumerate(("image", "video", "vision_start", "vision_end"))
+}
 FEATURE_CONFIGS: dict[str, dict[str, Any]] = {
     "whisper": {**_SPEECH, "num_mel_bins": 8, "begin_suppress_tokens": None},
     "llava": {
@@ -163,6 +171,17 @@ FEATURE_CONFIGS: dict[str, dict[str, Any]] = {
         },
         "text_config": {"model_type": "llama", **_SMALL, "num_attention_heads": 4, "num_key_value_heads": 2},
         **{"image_token_index": 127, "architectures": ["LlavaForConditionalGeneration"]},
+    },
+    "qwen2_vl": {
+        "vision_config": {**_PATCHES, "depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        **{"text_config": _TURNED, "architectures": ["Qwen2VLForConditionalGeneration"], **_VISION_TOKENS},
+    },
+    "qwen2_5_vl": {
+        "vision_config": {
+            **{**_PATCHES, "depth": 3, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48},
+            **{"window_size": 16, "fullatt_block_indexes": [1]},
+        },
+        **{"text_config": _TURNED, "architectures": ["Qwen2_5_VLForConditionalGeneration"], **_VISION_TOKENS},
     },
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 8, "conv_channels": 32},
 }

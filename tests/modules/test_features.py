@@ -10,7 +10,8 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import decoder_inputs, random_samples
-from steelyard.modules.build import hub_config
+from steelyard.modules.build import build_model, hub_config
+from steelyard.modules.holes import BlockInputs
 from steelyard.modules.split_proof import split_model
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
@@ -97,9 +98,41 @@ def test_a_sequence_that_the_image_fills_is_refused() -> None:
         _chain("llava").check_seq_len(4)
 
 
-def test_a_type_whose_images_are_of_no_one_size_is_refused_by_name() -> None:
-    with pytest.raises(InvalidModelError, match="qwen2_vl, of which it is not known what a sample holds of images"):
-        split_model("qwen2_vl", {"architectures": ["Qwen2VLForConditionalGeneration"]})
+@pytest.mark.parametrize(("size", "found"), [(None, "none"), (27, "27 × 27"), ([16, 20], "16 × 20"), ([16], "16")])
+def test_images_of_any_size_need_one_size_that_fits_the_patches(size: object, found: str) -> None:
+    config = split_config("qwen2_vl")
+    config["vision_config"] = {**config["vision_config"], "image_size": size}
+    with pytest.raises(InvalidModelError, match=f"image_size: found {found} for qwen2_vl, which reads images of any"):
+        split_model("qwen2_vl", config)
+
+
+def test_patches_of_a_grid_are_one_image_of_the_size_that_is_given() -> None:
+    chain = _chain("qwen2_vl")
+    assert chain.features is not None
+    assert (chain.features.grid, chain.features.places) == ((1, 4, 6), 6)
+    assert chain.features.words(20) == (
+        "a sample: pixel_values of 24 × 96 (4 × 6 patches); 20 tokens, of which the first 6 are the image's and the "
+        "others text"
+    )
+    assert chain.flow_shapes(0, 20) == ((24, 32),)
+
+
+def test_blocks_of_a_tower_that_attend_in_windows_are_a_kind_of_their_own() -> None:
+    chain = _chain("qwen2_5_vl")
+    assert [chain.layers[layer] for layer in (1, 2, 3)] == [1, 2, 1]
+
+
+def test_positions_of_the_text_behind_an_image_are_those_that_the_model_computes() -> None:
+    chain = _chain("qwen2_vl")
+    model = build_model(chain, seed=0)
+    ids = torch.tensor([[127] * 6 + [3, 4, 5]])
+    types = (ids == 127).int()
+    positions, _ = model.model.get_rope_index(ids, types, image_grid_thw=torch.tensor([[1, 4, 6]]))
+    rotary = model.model.language_model.rotary_emb(torch.zeros(1, 9, 64), positions)
+    side = BlockInputs(model, chain, [chain.kind_of(4).name])(9, torch.float32, torch.device("cpu"))
+    (_, names) = side[chain.kind_of(4).name]
+    for found, expected in zip(names["position_embeddings"], rotary, strict=True):
+        assert found.of(1).equal(expected)
 
 
 def test_ids_of_an_image_with_text_follow_from_the_labels() -> None:

@@ -11,7 +11,7 @@ from tests.runtime.models import make_plan
 NUM_DEVICES = 4
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("llava", "speech_to_text", "whisper")
+    for name in ("llava", "qwen2_5_vl", "qwen2_vl", "speech_to_text", "whisper")
 }
 """What `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
@@ -29,6 +29,13 @@ CASES: dict[str, Case] = {
     ),
     "llava, cut before the text": _case("llava", "fsdp2, fsdp2 remat=full, tp2", "fsdp2, tp2, dp2, tp2"),
     "llava, cut inside the text": _case("llava", "dp2, tp2, fsdp2, fsdp2, dp2", "fsdp2 remat=full, fsdp2"),
+    "qwen2_5_vl, one stage": _case(
+        "qwen2_5_vl", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, fsdp4, tp2-dp2, fsdp4 remat=selective, dp4"
+    ),
+    "qwen2_5_vl, cut inside the tower": _case(
+        "qwen2_5_vl", "fsdp2, dp2 remat=selective", "tp2, fsdp2 remat=full, fsdp2, tp2, dp2, tp2"
+    ),
+    "qwen2_vl, cut before the text": _case("qwen2_vl", "fsdp2, fsdp2 remat=full, tp2", "fsdp2, tp2, dp2, tp2"),
     "speech_to_text, cut before the decoder": _case(
         "speech_to_text", "fsdp2, fsdp2, tp2 remat=full", "tp2, fsdp2, tp2, fsdp2"
     ),

@@ -27,7 +27,7 @@ from steelyard.cli.options import (
     tried,
 )
 from steelyard.cli.progress import progress
-from steelyard.cli.words import check_choice, check_choices, check_precision, parse_size
+from steelyard.cli.words import check_choice, check_choices, check_precision, parse_image_size, parse_size
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError
@@ -105,6 +105,14 @@ def plan(
     network: NetworkOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(
+            "--image-size",
+            help="Pixels of a side of all images, or HEIGHTxWIDTH, of a model that reads them in any size (qwen2_vl); "
+            "default: vision_config.image_size of its config.",
+        ),
     ] = None,
     memory: Memory = None,
     memory_margin: MemoryMargin = None,
@@ -201,7 +209,7 @@ def plan(
     own = built_module(model)
     machines = pools_with(cluster, network)
     batch = machines.num_devices if global_batch is None else parse_size("--global-batch", global_batch, MOST_SAMPLES)
-    length = _parse_length(seq_len, own)
+    length, image = _parse_length(seq_len, own), parse_image_size(image_size)
     _check_one_is_free(length, batch, aim, profile)
     options = PlanOptions(
         max_degrees=most_tp(max_tp),
@@ -225,8 +233,9 @@ def plan(
         },
     )
     with progress("counting the model's layers", silent=as_json) as show:
+        chain = _chain(model, own, image)
         job_of_length = _job_maker(
-            model,
+            chain,
             machines,
             global_batch=batch or 1,
             precision=check_precision(precision),
@@ -237,7 +246,6 @@ def plan(
             runs=runs,
             own=own,
         )
-        chain = chain_of_own(own.own, name=own.name) if own else load_model(model)
         pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
         options = replace(options, pins=tuple(pins))
         if length is None:
@@ -261,6 +269,20 @@ def plan(
         print_json(result.plan)
         return
     _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
+
+
+def _chain(model: str, own: Any, image: tuple[int, int] | None) -> ModelChain:
+    """The model, or the user's own module, for which raises `UserError` where it is given a size of images."""
+    if own is None:
+        return load_model(model, image_size=image)
+    if image is not None:
+        raise UserError(
+            field="--image-size",
+            found=f"one for {own.own.module}, a module of your own",
+            expected="the images of its sample",
+            hint="leave the option out",
+        )
+    return chain_of_own(own.own, name=own.name)
 
 
 def _runs(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
@@ -422,7 +444,7 @@ def _trial_text(trial: Trial) -> str:
 
 
 def _job_maker(
-    model: str,
+    chain: ModelChain,
     cluster: Cluster | MixedCluster,
     *,
     global_batch: int,
@@ -439,10 +461,9 @@ def _job_maker(
     asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance}
 
     def make(seq_len: int) -> AnyJob:
-        config = chain_of_own(own.own, name=own.name) if own else model
         if isinstance(cluster, MixedCluster):
-            return make_pooled_job(config, cluster, seq_len=seq_len, **asked)
-        job = make_job(config, cluster, seq_len=seq_len, **asked)
+            return make_pooled_job(chain, cluster, seq_len=seq_len, **asked)
+        job = make_job(chain, cluster, seq_len=seq_len, **asked)
         return calibrate(job, *runs) if runs else job
 
     return make

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, get_args
 
 from steelyard.errors import UserError, nearest
+from steelyard.limits import MOST_PIXELS
 from steelyard.plan.plan import Precision
 
 Chosen = TypeVar("Chosen")
@@ -14,7 +15,7 @@ def parse_size(option: str, text: str, most: int) -> int | None:
     """A number of samples or tokens, or None for ``max``; raises `UserError` for anything else."""
     if text == "max":
         return None
-    if not (text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most):
+    if not _is_number(text, most):
         raise UserError(
             field=option,
             found=repr(text),
@@ -22,6 +23,25 @@ def parse_size(option: str, text: str, most: int) -> int | None:
             hint=f"write for example {option} 64",
         )
     return int(text)
+
+
+def parse_image_size(text: str | None) -> tuple[int, int] | None:
+    """Height and width in ``448`` or ``448x672``; raises `UserError` for anything else."""
+    if text is None:
+        return None
+    sides = text.split("x")
+    if len(sides) > 2 or any(not _is_number(side, MOST_PIXELS) for side in sides):
+        raise UserError(
+            field="--image-size",
+            found=repr(text),
+            expected=f"the pixels of a side, or HEIGHTxWIDTH, at most {MOST_PIXELS}",
+            hint="write for example --image-size 448",
+        )
+    return int(sides[0]), int(sides[-1])
+
+
+def _is_number(text: str, most: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most
 
 
 def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[Chosen, ...]:

@@ -26,13 +26,29 @@ def model_names() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
-def load_model(name_or_path: str | Path) -> ModelChain:
+def load_model(name_or_path: str | Path, *, image_size: tuple[int, int] | None = None) -> ModelChain:
     """The chain of a packaged model, or of the config at a path (a file, or a folder that holds ``config.json``).
 
-    Raises as `chain_from_config`, and `InvalidModelError` if there is no such model.
+    ``image_size`` is the height and width of all images of a model that reads them in any size. Raises as
+    `chain_from_config`, and `InvalidModelError` if there is no such model, or if it reads no such images.
     """
     name, config = load_config(name_or_path)
+    if image_size is not None:
+        config = _with_image_size(config, image_size)
     return chain_from_config(config, name=name)
+
+
+def _with_image_size(config: Mapping[str, Any], size: tuple[int, int]) -> Mapping[str, Any]:
+    vision = config.get("vision_config")
+    own = vision.get("image_size") if isinstance(vision, Mapping) else None
+    if not isinstance(vision, Mapping) or "spatial_merge_size" not in vision or own not in (None, size[0], [*size]):
+        raise InvalidModelError(
+            field="--image-size",
+            found=f"{size[0]}x{size[1]} for {config.get('model_type')}" + (f", whose images are {own}" if own else ""),
+            expected="a model that reads any images: its vision_config has a spatial_merge_size and no image_size",
+            hint="leave the option out, or write vision_config.image_size into the config",
+        )
+    return {**config, "vision_config": {**vision, "image_size": size[0] if size[0] == size[1] else [*size]}}
 
 
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:

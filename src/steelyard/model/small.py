@@ -49,6 +49,7 @@ _TOKEN_KEYS = (
 _WINDOW_KEYS = ("sliding_window",)
 _OF_WINDOWS = ("image_size", "patch_size", "window_size")
 _PATCH, _WINDOW = 2, 4
+_MERGED, _SECTIONS = "spatial_merge_size", "mrope_section"
 _PADDED_KEYS = ("attention_window", "block_size")
 """Tokens to a multiple of which models pad their samples."""
 _EXPANSIONS = (
@@ -63,6 +64,7 @@ _NUMBERS = {
     **{"initializer_range": 0.02, "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5},
     **{"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
 }
+_FEW_MERGED = 3
 _FIRST_AND_LAST = ("bos_token_id", "eos_token_id")
 TOKENS = 256
 """Tokens of the vocabulary, and positions."""
@@ -115,7 +117,8 @@ def small_config(
     if given.get("head_dim", 0) > given.get("qk_rope_head_dim", math.inf):  # of what is rotated and what is not
         found["head_dim"] = 2 * _HEAD_DIM
     parts = {key: value for key, value in config.items() if isinstance(value, Mapping) and is_part(key, value)}
-    found |= _few_patches(given)
+    found |= _few_patches(given) | _few_merged(config)
+    found |= {key: _fewer_turned(value, given) for key, value in config.items() if _has_sections(value)}
     layers = parts.pop("per_layer_config", {})
     part = partial(small_config, degree=degree, expert_degree=expert_degree, widths=widths)
     found |= {key: part(value) for key, value in parts.items()}
@@ -132,9 +135,31 @@ def small_config(
 def _few_patches(given: Mapping[str, int]) -> dict[str, int]:
     """Images of as many windows of patches as those given, of few pixels, where both divide them."""
     image, *sizes = (given.get(key, 0) for key in _OF_WINDOWS)
-    if not all((image, *sizes)) or image % math.prod(sizes):
+    if _MERGED in given or not all((image, *sizes)) or image % math.prod(sizes):
         return {}
     return dict(zip(_OF_WINDOWS, (image // math.prod(sizes) * _PATCH * _WINDOW, _PATCH, _WINDOW), strict=True))
+
+
+def _few_merged(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Images of few patches, of which squares are merged: of one and a half windows, where the patches have windows."""
+    patch, merge, size = (config.get(key) for key in ("patch_size", _MERGED, "image_size"))
+    if not (isinstance(patch, int) and merge and size):
+        return {}
+    window = config.get("window_size") or 0
+    most = patch * merge * max(_FEW_MERGED, 3 * (window // (patch * merge)) // 2)
+    return {"image_size": min(size, most) if isinstance(size, int) else [min(side, most) for side in size]}
+
+
+def _has_sections(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get(_SECTIONS), list)
+
+
+def _fewer_turned(rotary: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
+    """What a config says of rotary positions, with sections of a head that are as its small width."""
+    heads = next((given[key] for key in _HEAD_KEYS if key in given), 1)
+    before, of = given.get("head_dim") or given["hidden_size"] // heads, rotary[_SECTIONS]
+    ends = [sum(of[: place + 1]) * _HEAD_DIM // before for place in range(len(of))]
+    return {**rotary, _SECTIONS: [end - start for start, end in zip([0, *ends], ends, strict=False)]}
 
 
 def patches_of(config: Mapping[str, Any]) -> int:

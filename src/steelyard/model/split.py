@@ -79,6 +79,8 @@ class BlockCall(_Part):
     """The dims of the hidden state that are samples, tokens, and all others; empty where they stand in that order."""
     inner: tuple[Count, ...] = ()
     """The sizes of all others, where they are several."""
+    places: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    """The places of each sample where samples and places are one dim of the hidden state; else 0."""
 
     def hidden(self, arguments: "BlockArguments") -> Tensor:
         """The hidden state [B, S, H] among a block's arguments."""
@@ -94,13 +96,15 @@ class BlockCall(_Part):
         return _with(places, self.argument, hidden), names
 
     def _flat(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.unflatten(0, (-1, self.places)) if self.places else hidden
         hidden = hidden.permute(self.order) if self.order else hidden
         return hidden.flatten(2) if self.inner else hidden
 
     def _ordered(self, hidden: Tensor) -> Tensor:
         hidden = hidden.unflatten(2, self.inner) if self.inner else hidden
         places = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return hidden.permute(places).contiguous() if places else hidden
+        hidden = hidden.permute(places).contiguous() if places else hidden
+        return hidden.flatten(0, 1) if self.places else hidden
 
     def with_number(self, arguments: "BlockArguments", block: int) -> "BlockArguments":
         """The arguments as they are for another block of the kind."""
@@ -134,7 +138,7 @@ class SplitEncoder(_Part):
     call: BlockCall
     between: tuple[str, ...]
     """Paths of the modules called behind those and before the decoder's: its embedding, and the encoder's last norm."""
-    encoded: int | str | None
+    encoded: int | str | None = None
     """Place or name of the encoder's output among the arguments of the decoder's blocks; None where they read none."""
     order: tuple[int, ...] = ()
     """The order of its dims: as `BlockCall.order`."""
@@ -162,10 +166,13 @@ class SplitFeatures(_Part):
     """The token in whose places the first blocks' output stands among the token ids; None where it does not."""
     places: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """The first tokens of a sample, so many, are that one."""
+    grid: tuple[Count, Count, Count] | None = None
+    """Frames, rows and columns of the patches of an image, which the model takes as one list of all samples'."""
 
     def words(self, seq_len: int) -> str:
         """What a sample holds."""
         read = f"a sample: {self.name} of {' × '.join(map(str, self.shape))}"
+        read += f" ({' × '.join(map(str, self.grid[1:]))} patches)" if self.grid else ""
         if self.token is None:
             return f"{read} for the encoder, {seq_len} tokens for the decoder"
         return f"{read}; {seq_len} tokens, of which the first {self.places} are the image's and the others text"

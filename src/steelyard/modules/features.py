@@ -1,9 +1,11 @@
 """What the first layer of a model reads whose samples hold token ids and something else: its name and its shape.
 
-Neither is told by structure, so each type is a line here. All samples have the shape that the config says; sound whose
-length no config says is taken to last `_SOUND` values, 30 seconds at 16 kHz.
+Neither is told by structure, so each type of sound is a line here. All samples have the shape that the config says;
+sound whose length no config says is taken to last `_SOUND` values, 30 seconds at 16 kHz. Images that a model takes as
+patches of a grid have the size that the config says as ``vision_config.image_size``, where `plan` puts it.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +54,8 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
     """One image of the size that the config says, and the places that the model makes of it among the tokens."""
     config = model.config
     vision = getattr(config, "vision_config", None)
+    if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
+        return _patches(config, vision)
     size, token = getattr(vision, "image_size", None), getattr(config, "image_token_id", None)
     if not isinstance(size, int) or not isinstance(token, int):
         raise _unknown(config, "images (its config gives no vision_config.image_size, or no image_token_id)")
@@ -65,6 +69,28 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
         words = " ".join(str(error).split())[:120]
         raise _unknown(config, f"images (one of {' × '.join(map(str, shape))} is refused: {words})") from error
     return SplitFeatures(name="pixel_values", shape=shape, token=token, places=places)
+
+
+def _patches(config: Any, vision: Any) -> SplitFeatures:
+    """The patches of one image, each a row of all its entries, of which the model merges squares to places of text."""
+    patch, merge, frames = vision.patch_size, getattr(vision, "spatial_merge_size", 1), vision.temporal_patch_size
+    size = getattr(vision, "image_size", None)
+    sides = (size, size) if isinstance(size, int) else tuple(size or ())
+    if len(sides) != 2 or any(side <= 0 or side % (patch * merge) for side in sides):
+        raise InvalidModelError(
+            field="image_size",
+            found=f"{' × '.join(map(str, sides)) or 'none'} for {config.model_type}, which reads images of any size",
+            expected=f"one size of all images, whose sides {patch * merge} divides ({merge} patches of {patch} merge)",
+            hint=f"give --image-size {16 * patch * merge}, or vision_config.image_size in the config",
+        )
+    rows, columns = (side // patch for side in sides)
+    return SplitFeatures(
+        name="pixel_values",
+        shape=(rows * columns, vision.in_channels * frames * patch * patch),
+        token=config.image_token_id,
+        places=rows * columns // merge**2,
+        grid=(1, rows, columns),
+    )
 
 
 def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:

@@ -35,7 +35,7 @@ from steelyard.model.family import Context, Layer, LayerRole, Run, Task
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, SplitFeatures, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
 from steelyard.modules.called import called_at
-from steelyard.modules.known_values import KnownValues, has_values, plain_token, with_first, without_values
+from steelyard.modules.known_values import KnownValues, has_values, known_of, plain_token, with_first, without_values
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -119,7 +119,8 @@ class DecoderEmbeddingPiece(ShellPiece):
         self._last.hidden = hidden
         try:
             samples, tokens = hidden.shape[:2]
-            first = blank(self._features, 1 if self._features else samples, tokens, hidden.device)
+            one = self._features is not None and self._features.grid is None
+            first = blank(self._features, 1 if one else samples, tokens, hidden.device)
             self._shell(first, hidden.dtype, context.decoder_ids)
         except _ReachedError as reached:
             entering = reached.call.hidden(reached.arguments)
@@ -205,7 +206,7 @@ class BlockPiece:
 
     def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
         """All that the block is given."""
-        repeated = pytree.tree_map_only(PerSample, lambda each: each.of(hidden.shape[0]), side)
+        repeated = pytree.tree_map_only((PerSample, EndsPerSample), lambda each: each.of(hidden.shape[0]), side)
         arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
         if self._encoder:
             return self._encoder.reads.with_hidden(arguments, beside[0])
@@ -284,10 +285,25 @@ class PerSample:
         return self.held.repeat(times)
 
 
+@dataclass(frozen=True, slots=True)
+class EndsPerSample:
+    """Where sequences end that stand one behind another, as many in every sample; on the host, where it is read."""
+
+    ends: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, samples: int) -> Tensor:
+        """The ends of so many samples, behind a 0."""
+        ends = [sample * self.ends[-1] + end for sample in range(samples) for end in self.ends]
+        return torch.tensor([0, *ends], dtype=self.dtype)
+
+
 def _per_sample(one: Any, two: Any) -> Any:
     """What a block is given, from what it is given for one sample and for two."""
     if not isinstance(one, Tensor) or one.shape == two.shape:
         return one
+    if one.ndim == 1 and 2 * (len(one) - 1) == len(two) - 1:
+        return EndsPerSample(tuple(known_of(one).tolist()[1:]), one.dtype)
     (dim,) = [dim for dim, (size, twice) in enumerate(zip(one.shape, two.shape, strict=True)) if size != twice]
     return PerSample(one, dim)
 
@@ -351,7 +367,7 @@ class Shell:
         self._holders, self._constants = split.holders, list[nn.Module]()
         self._emptied: list[tuple[nn.Module, Mapping[str, nn.Parameter | None]]] = []
         self._typed: list[nn.Module] = []
-        self._options, self._reads, self._ids = forward_options(model), reads(read_by(split)), ids_beside(split.task)
+        self._options, self._read, self._ids = forward_options(model), read_by(split), ids_beside(split.task)
         with _disable_current_modes():
             options = {"fused_attention": split.fused_attention}
             self._shapes = build_from_config(model.config, split.task, **options) if read_by(split) else None
@@ -387,13 +403,13 @@ class Shell:
         like = nn.Parameter(torch.empty((0,), dtype=dtype, device=device), requires_grad=False)
         for module in self._typed:
             module._parameters = {"_like": like}
-        samples = {} if first is None else {self._reads: first}
         if self._ids and ids is None:
             ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
-        if self._ids:
-            samples[self._ids] = ids
+        samples = given_samples(self._read, first)
+        samples |= {self._ids: ids} if self._ids else {}
         with one_sequence_each(), without_values(samples.values(), self._token, self._first):
-            return self.model(**samples, **self._options)
+            beside = {} if first is None else beside_features(self.model, self._read, ids)
+            return self.model(**samples, **beside, **self._options)
 
     def fill(self, device: torch.device) -> None:
         """Gives the model its buffers on a device, where it does not have them."""
@@ -743,11 +759,25 @@ def first_tokens(read: Read) -> tuple[int | None, int]:
     return (read.token, read.places) if isinstance(read, SplitFeatures) else (None, 0)
 
 
-def reads(read: Read) -> str:
-    """What the model calls what its first layer reads: token ids, images, or features."""
+def given_samples(read: Read, samples: Tensor | None) -> dict[str, Tensor]:
+    """What the model's first layer reads, as it is given it: token ids, images, or features [B, ...] by their name."""
+    if samples is None:
+        return {}
     if isinstance(read, SplitFeatures):
-        return read.name
-    return "pixel_values" if read else "input_ids"
+        return {read.name: samples.flatten(0, 1) if read.grid else samples}
+    return {"pixel_values" if read else "input_ids": samples}
+
+
+def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[str, Tensor]:
+    """What a model is told beside patches: the grid of each image, and which of the token ids [B, S] are its places."""
+    if not isinstance(read, SplitFeatures) or read.grid is None:
+        return {}
+    assert ids is not None
+    types = torch.zeros(ids.shape, dtype=torch.int, device=ids.device)
+    types[:, : read.places] = 1
+    found = {"image_grid_thw": torch.tensor([read.grid] * len(ids), device=ids.device), "mm_token_type_ids": types}
+    known = inspect.signature(type(model).forward).parameters
+    return {name: each for name, each in found.items() if name in known}
 
 
 def blank(read: Read, samples: int, tokens: int, device: torch.device) -> Tensor:

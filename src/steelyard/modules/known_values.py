@@ -30,7 +30,7 @@ _UNKNOWN = frozenset(
     ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "empty", "empty_like", "new_empty", "bernoulli")
 )
 _UNKNOWN |= frozenset(("multinomial", "dropout", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"))
-_NUMBERS = frozenset(("item", "__bool__", "__int__", "__float__", "__index__", "__format__"))
+_NUMBERS = frozenset(("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__format__"))
 
 
 def tell(tensor: Tensor, values: Tensor) -> None:
@@ -79,7 +79,7 @@ class KnownValues(TorchFunctionMode):
     def _places(self, index: Tensor) -> list[Any]:
         self.asked = True
         with _disable_current_modes():
-            values = _known(index)
+            values = known_of(index)
             found = values.nonzero(as_tuple=True) if values.dtype == torch.bool else (values.item(),)
         return [_valueless(each, index) for each in found]
 
@@ -134,7 +134,8 @@ def plain_token(config: Any) -> int:
     return next(token for token in count() if token not in taken)
 
 
-def _known(tensor: Tensor) -> Tensor:
+def known_of(tensor: Tensor) -> Tensor:
+    """The values of a tensor that has them, or of which they are known, on the host."""
     return tensor.detach().cpu() if has_values(tensor) else tensor._known()
 
 

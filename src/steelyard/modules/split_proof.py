@@ -28,7 +28,7 @@ from steelyard.model.split import ModelSplit
 from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, random_samples, without_image
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
-from steelyard.modules.holes import forward_options, ids_beside, read_by, reads
+from steelyard.modules.holes import beside_features, forward_options, given_samples, ids_beside, read_by
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.split_tp import (
@@ -193,7 +193,13 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
     kinds = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
-    encoder = split.encoder and split.encoder.model_copy(update={"shape": (), "between_calls": None})
+    encoder = split.encoder and split.encoder.model_copy(
+        update={
+            "shape": (),
+            "between_calls": None,
+            "call": split.encoder.call.model_copy(update={"places": min(split.encoder.call.places, 1)}),
+        }
+    )
     ends = split.embedding, split.blocks, split.head, split.layers
     return *ends, call, encoder, streams, kinds, split.fused_attention
 
@@ -215,7 +221,9 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     for seed, length in enumerate(places + length for length in lengths):
         ids, labels = _samples(chain, whole.config, length, seed)
         decoder_ids = decoder_inputs(labels, whole.config, chain.features) if split.encoder else None
-        given = {reads(read_by(split)): ids} | ({} if decoder_ids is None else {ids_beside(split.task): decoder_ids})
+        given = given_samples(read_by(split), ids)
+        given |= {} if decoder_ids is None else {ids_beside(split.task): decoder_ids}
+        given |= beside_features(whole, read_by(split), decoder_ids)
         try:
             outputs = whole(**given, **forward_options(whole))
             expected = _results(whole, _as_in_parts(whole, parts, split), outputs.logits, labels)

@@ -49,13 +49,14 @@ from steelyard.modules.experts import routed_experts
 from steelyard.modules.features import features_of
 from steelyard.modules.holes import (
     Read,
+    beside_features,
     blank,
     first_tokens,
     forward_options,
+    given_samples,
     holds_parameters,
     ids_beside,
     one_sequence_each,
-    reads,
 )
 from steelyard.modules.known_values import plain_token, values_of, without_values
 from steelyard.modules.prepared import prepare
@@ -167,10 +168,8 @@ def _split_of(
     keeps_results: bool,
 ) -> ModelSplit:
     first, blocks = next(iter(seen.chains)), list(seen.chains)[-1]
-    calls = {
-        path: _block_call(each, config, seen.tokens, is_fixed=bool(read) and path == first)
-        for path, each in seen.chains.items()
-    }
+    fixed = {first: read} if read else {}
+    calls = {path: _block_call(each, config, seen.tokens, fixed.get(path)) for path, each in seen.chains.items()}
     first_call, call = calls[first], calls[blocks]
     image, features = (None, read) if isinstance(read, SplitFeatures) else (read, None)
     entering = _argument(seen.chains[first][0], first_call.argument)
@@ -260,8 +259,8 @@ def _between_calls(
 
 
 def _most_positions(config: PreTrainedConfig) -> int:
-    """The longest sequence that a config says."""
-    found = (getattr(config, key, None) for key in _POSITIONS)
+    """The longest sequence that a config says, or the part of it that is of text."""
+    found = (getattr(part, key, None) for part in (config, config.get_text_config(decoder=True)) for key in _POSITIONS)
     return next((each for each in found if isinstance(each, int) and each > 0), 2**31)
 
 
@@ -484,8 +483,8 @@ def _record(
     handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
         with torch.device("meta"):
-            samples = blank(read, _SAMPLES, tokens, torch.device("meta"))
-            given = {reads(read): samples}
+            given = given_samples(read, blank(read, _SAMPLES, tokens, torch.device("meta")))
+            (samples,) = given.values()
             if beside := ids_beside(task):
                 given[beside] = blank(None, _SAMPLES, tokens, torch.device("meta"))
         with (
@@ -495,7 +494,8 @@ def _record(
             CalledModules(model) as modules,
             _called_with_hooks(place_of),
         ):
-            outputs = model(**given, **forward_options(model))
+            of_features = beside_features(model, read, given.get(beside))
+            outputs = model(**given, **of_features, **forward_options(model))
     except Exception as error:
         raise _failed(config, error) from error
     finally:
@@ -635,8 +635,11 @@ def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) 
     return {path: found[path] for path in sorted(found, key=lambda path: (-size[path], -place[path]))}
 
 
-def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, tokens: int, *, is_fixed: bool) -> BlockCall:
-    """Where the result of a block goes into the next; the same for all. A state of one shape has no dim of tokens."""
+def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, tokens: int, read: Read) -> BlockCall:
+    """Where the result of a block goes into the next; the same for all.
+
+    A state of one shape, of blocks behind what is ``read`` other than tokens, has no dim of tokens.
+    """
     first = calls[0].outputs
     if isinstance(first, Tensor):
         candidates: list[tuple[int | str | None, int | None]] = [(None, None)]
@@ -658,10 +661,17 @@ def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, tokens: int, *
             arguments = {0} if calls[0].places else {"hidden_states"}
         if len(arguments) == 1:
             argument = arguments.pop()
-            order, inner = ((), ()) if is_fixed else _order(_argument(calls[0], argument), config, tokens)
-            number = _number(calls)
+            state = _argument(calls[0], argument)
+            order, inner = ((), ()) if read else _order(state, config, tokens)
+            is_flat = isinstance(read, SplitFeatures) and read.grid is not None and state.ndim == 2
             return BlockCall(
-                argument=argument, result=result, num_results=count, number=number, order=order, inner=inner
+                argument=argument,
+                result=result,
+                num_results=count,
+                number=_number(calls),
+                order=order,
+                inner=inner,
+                places=len(state) // _SAMPLES if is_flat else 0,
             )
     raise _refused(config, "something between its blocks, or more than one state that goes from block to block")
 

@@ -25,7 +25,7 @@ from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_model
-from steelyard.modules.holes import forward_options
+from steelyard.modules.holes import beside_features, forward_options, given_samples
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.samples import Samples
@@ -150,7 +150,8 @@ def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count
             loss = loss + model.router_aux_loss_coef * routers
     elif chain.family.task is Task.IMAGE_TEXT:
         ids = decoder_inputs(samples.labels, model.config, chain.features)
-        outputs = model(input_ids=ids, **{chain.features.name: samples.inputs})
+        given = given_samples(chain.features, samples.inputs) | beside_features(model, chain.features, ids)
+        outputs = model(input_ids=ids, **given)
         loss = functional.cross_entropy(outputs.logits.flatten(0, 1), samples.labels.flatten())
     else:
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # as a collator of transformers gives them
