@@ -540,7 +540,12 @@ intra_link: pcie-4
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"), [("gpu", {"limits": {"nvidia.com/gpu": 4}}), ("cpu", {"requests": {"cpu": 4}})]
+    ("kind", "asked"),
+    [
+        ("gpu, vendor: nvidia", {"limits": {"nvidia.com/gpu": 4}}),
+        ("gpu, vendor: amd", {"limits": {"amd.com/gpu": 4}}),
+        ("cpu", {"requests": {"cpu": 4}}),
+    ],
 )
 def test_a_scheduler_is_asked_for_gpus_whether_or_not_their_rates_are_known(
     tmp_path: Path, kind: str, asked: dict[str, Any]
@@ -548,9 +553,16 @@ def test_a_scheduler_is_asked_for_gpus_whether_or_not_their_rates_are_known(
     path = tmp_path / "own.yaml"
     path.write_text(OWN_DEVICE.replace("KIND", kind))
     plan = uniform("fsdp4", devices=4, cluster=str(path))
-    assert ("--gpus-per-node=4" in text_of(plan, "slurm", ".sbatch")) is (kind == "gpu")
+    assert ("--gpus-per-node=4" in text_of(plan, "slurm", ".sbatch")) is (kind != "cpu")
     container = kubeflow(plan)[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
     assert container["resources"] == asked
+
+
+def test_kubeflow_asks_whose_gpus_those_of_no_catalogue_are(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN_DEVICE.replace("KIND", "gpu"))
+    with pytest.raises(UserError, match=r"device\.vendor: found nothing for 'mine'(.|\n)*nvidia or amd"):
+        exported(uniform("fsdp4", devices=4, cluster=str(path)), "kubeflow")
 
 
 def test_slurm_reads_its_options_before_the_first_command() -> None:

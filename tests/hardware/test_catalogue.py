@@ -63,6 +63,11 @@ def test_every_device_is_a_gpu_over_nccl_but_the_processes_of_a_host(device):
     assert (device.kind, device.backend) == (("cpu", "gloo") if device.name == "cpu" else ("gpu", "nccl"))
 
 
+@pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)
+def test_every_gpu_says_whose_it_is(device):
+    assert (device.vendor is not None) == device.is_gpu
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "flop_per_s"),
     [

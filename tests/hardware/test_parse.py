@@ -191,6 +191,11 @@ def test_an_own_device_of_a_catalogue_name_is_of_that_kind(name, kind, backend):
     assert (device.kind, device.backend) == (kind, backend)
 
 
+@pytest.mark.parametrize(("name", "vendor"), [("mi300x", "amd"), ("H100-80GB", "nvidia"), ("mine", None)])
+def test_whose_an_own_device_is_the_catalogue_may_know(name, vendor):
+    assert own_device(name=name).vendor == vendor
+
+
 def test_a_gpu_of_which_only_a_profile_knows_the_rates_is_a_gpu():
     device = own_device(peak_TFLOPs=None, memory_bandwidth_GBps=None)
     assert device.needs_profile
@@ -224,6 +229,7 @@ def test_a_gpu_of_which_only_a_profile_knows_the_rates_is_a_gpu():
         ({"device": 5}, "device"),
         ({"device": {"name": "mine", "memory_GiB": 10}}, r"device\.kind: found nothing(.|\n)*gpu or cpu"),
         ({"device": {**OWN_DEVICE, "kind": "tpu"}}, r"device\.kind: found 'tpu'(.|\n)*'gpu' or 'cpu'"),
+        ({"device": {**OWN_DEVICE, "vendor": "acme"}}, r"device\.vendor: found 'acme'(.|\n)*'nvidia' or 'amd'"),
         ({"device": {**OWN_DEVICE, "backend": "mpi"}}, r"device\.backend: found 'mpi'(.|\n)*'nccl' or 'gloo'"),
         ({"device": {**OWN_DEVICE, "kind": "cpu", "backend": "nccl"}, "intra_link": "pcie-4"}, "nccl for a cpu"),
     ],

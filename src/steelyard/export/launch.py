@@ -6,13 +6,14 @@ MASTER_PORT and RANK (of the pod) in each container named ``pytorch``.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from steelyard.errors import UserError
 from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target
-from steelyard.hardware import Cluster
+from steelyard.hardware import Cluster, Vendor
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.file import dump_json
 from steelyard.plan.plan import Plan
@@ -23,8 +24,8 @@ MEANS = Capabilities(mixes_layers=True)
 
 _LONGEST_NAME = 40
 """Kubernetes takes 63 letters, of which some are ours and some its own."""
-_AMD_NAME = re.compile(r"mi[0-9]")
-"""How names of AMD's accelerators in the catalogue begin."""
+_GPUS_OF: Mapping[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
+"""What the device plugin of each vendor calls its gpus in Kubernetes."""
 
 
 def _write_torchrun(request: Request) -> Draft:
@@ -191,8 +192,14 @@ def _job(cluster: Cluster, name: str, image: str) -> dict[str, Any]:
 def _resources(cluster: Cluster) -> dict[str, Any]:
     if not cluster.device.is_gpu:
         return {"requests": {"cpu": cluster.devices_per_node}}
-    vendor = "amd.com" if _AMD_NAME.match(cluster.device.name) else "nvidia.com"
-    return {"limits": {f"{vendor}/gpu": cluster.devices_per_node}}
+    if cluster.device.vendor is None:
+        raise UserError(
+            field="device.vendor",
+            found=f"nothing for {cluster.device.name!r}",
+            expected=f"{' or '.join(_GPUS_OF)}, by whose name Kubernetes gives a container its gpus",
+            hint="add vendor: nvidia to the device of the cluster file, and give the file with --cluster",
+        )
+    return {"limits": {_GPUS_OF[cluster.device.vendor]: cluster.devices_per_node}}
 
 
 def _cluster(request: Request, target: str) -> Cluster:

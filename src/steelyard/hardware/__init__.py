@@ -22,7 +22,7 @@ from steelyard.hardware.parse import (
     pools_of,
     with_network,
 )
-from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link, MixedCluster
+from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link, MixedCluster, Vendor
 
 __all__ = [
     "Backend",
@@ -34,6 +34,7 @@ __all__ = [
     "Link",
     "MixedCluster",
     "PoolsFile",
+    "Vendor",
     "cluster_file",
     "cluster_of",
     "default_links",

@@ -24,7 +24,7 @@ from pydantic import (
 from steelyard.errors import InvalidClusterError, nearest
 from steelyard.files import MOST_YAML_BYTES, parse_yaml
 from steelyard.files import read_text as read_file
-from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceKind, Link, MeasuredLink
+from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceKind, Link, MeasuredLink, Vendor
 from steelyard.limits import MOST_BYTES, MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
@@ -137,12 +137,13 @@ class LinkRow(LinkSpec):
 class DeviceSpec(FileModel):
     """A device described in full; without peaks it is one that only a profile can describe.
 
-    ``kind`` may be left out where the catalogue has a device of this name, whose kind and backend are taken;
-    ``backend`` where it is the usual one of the kind: nccl for gpu, gloo for cpu.
+    ``kind`` may be left out where the catalogue has a device of this name, whose kind and backend are taken, ``vendor``
+    likewise; ``backend`` where it is the usual one of the kind: nccl for gpu, gloo for cpu.
     """
 
     name: str
     kind: DeviceKind | None = None
+    vendor: Vendor | None = None
     backend: Backend | None = None
     memory_GiB: Annotated[Positive, Field(le=MOST_BYTES / GIB)] | None = None  # noqa: N815
     memory_GB: Annotated[Positive, Field(le=MOST_BYTES / GB)] | None = None  # noqa: N815
@@ -178,6 +179,7 @@ class DeviceSpec(FileModel):
         return Device(
             name=self.name,
             kind=kind,
+            vendor=self.vendor or (None if known is None else known.vendor),
             backend=self.backend or usual,
             memory_bytes=self._memory_bytes(),
             peak_flop_per_s={dtype: rate * TERA for dtype, rate in self.peak_TFLOPs.items()},

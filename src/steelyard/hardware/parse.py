@@ -200,6 +200,7 @@ def _spec(device: Device) -> DeviceSpec:
         {
             "name": device.name,
             "kind": device.kind,
+            "vendor": device.vendor,
             "backend": device.backend,
             "memory_GiB": None if memory is None else memory / GIB,
             "memory_bandwidth_GBps": None if rate is None else rate / GB,

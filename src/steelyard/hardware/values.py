@@ -23,6 +23,7 @@ _PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pas
 DeviceKind = Literal["gpu", "cpu"]
 """A gpu has streams beside which the host goes on, a context of its own and an allocator that keeps a reserve; a cpu, a
 process of the host, has none of them."""
+Vendor = Literal["nvidia", "amd"]
 
 
 class Backend(StrEnum):
@@ -51,6 +52,7 @@ class Device:
     """One accelerator (or one CPU process) as the framework sees it.
 
     ``kind`` and ``backend``: what it is and what carries its collectives; neither follows from which rates are known.
+    ``vendor``: whose a gpu is; None for a cpu, and where nobody said.
     ``memory_bytes``: what torch reports as the device's total, which is below the data sheet; None when unknown.
     ``peak_flop_per_s``: dense matmul peak per dtype name (``bf16``, ``fp16``, ``fp32``; also ``tf32`` and ``fp8`` where
     the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be switched on.
@@ -66,12 +68,15 @@ class Device:
     peak_flop_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes_per_s: float | None
     source: str
+    vendor: Vendor | None = None
     notes: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flop_per_s", dict(self.peak_flop_per_s))
         _require_one_of(f"device {self.name!r}: kind", self.kind, get_args(DeviceKind))
         _require_one_of(f"device {self.name!r}: backend", self.backend, [each.value for each in Backend])
+        if self.vendor is not None:
+            _require_one_of(f"device {self.name!r}: vendor", self.vendor, get_args(Vendor))
         object.__setattr__(self, "backend", Backend(self.backend))
         if self.backend is Backend.NCCL and not self.is_gpu:
             raise InvalidClusterError(
