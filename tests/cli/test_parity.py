@@ -11,8 +11,10 @@ from steelyard.cli.app import app
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import write_plan
 from steelyard.runtime import parity_run
+from tests.modules.split_configs import split_config
 from tests.processes.forking_agent import fork_ranks
 from tests.runtime.family_cases import CASES
+from tests.runtime.feature_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 FOUND = {
@@ -57,6 +59,27 @@ def test_a_plan_of_two_processes_equals_one(tmp_path: Path, monkeypatch: pytest.
     assert found["strategies"] == ["dp2", "tp2+sp remat=full", "fsdp2", "tp2"]
     assert 0 < found["gradient_error"] < found["gradient_tolerance"]
     assert len(found["losses"]) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "strategies"),
+    [
+        ("whisper", "fsdp2, dp2 remat=full, dp2 remat=full, tp2, fsdp2, dp2, tp2"),
+        ("llava", "dp2, fsdp2 remat=full, fsdp2 remat=full, dp2, tp2, tp2, fsdp2"),
+    ],
+)
+def test_a_plan_of_samples_with_features_equals_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, strategies: str
+) -> None:
+    fork_ranks(monkeypatch, "steelyard.runtime.parity")
+    plan = make_plan(split_config(name), strategies, num_devices=2, split=SPLITS[name])
+    write_plan(plan, tmp_path / "plan.json")
+    result = CliRunner().invoke(app, ["parity", str(tmp_path / "plan.json"), "--json", "--steps", "1"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["strategies"] == strategies.split(", ")
+    assert 0 < found["gradient_error"] < found["gradient_tolerance"] == 1e-4
 
 
 @pytest.mark.parametrize(

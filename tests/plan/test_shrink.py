@@ -8,6 +8,7 @@ import pytest
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
+from tests.modules.split_configs import split_config
 from tests.runtime.family_cases import CASES
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
@@ -187,3 +188,26 @@ def test_a_small_plan_has_sequences_and_heads_that_context_parallelism_divides(s
     small = shrunk_plan(plan)
     assert {str(each) for each in small.strategies} == {strategy}
     assert small.chain().hidden_size <= 256
+
+
+def test_of_a_tower_and_the_text_behind_it_two_equal_blocks_are_kept_and_what_nothing_reads() -> None:
+    config = split_config("llava")
+    config["vision_config"] = {**config["vision_config"], "num_hidden_layers": 5}
+    text = {key: value for key, value in config["text_config"].items() if key != "num_hidden_layers"}
+    config["text_config"] = {**text, "layer_types": None}
+    layers = ["dp2", *["fsdp2"] * 4, "dp2", *["tp2"] * 32, "dp2"]
+    small = shrunk_plan(make_plan(config, ", ".join(layers), num_devices=2, seq_len=32, precision="bf16"))
+    assert [str(each) for each in small.strategies] == ["dp2", "fsdp2", "fsdp2", "dp2", "tp2", "tp2", "dp2"]
+    assert small.model.config["vision_config"]["num_hidden_layers"] == 3
+    assert small.model.config["text_config"]["num_hidden_layers"] == 2
+    assert (small.seq_len, small.precision) == (20, "fp32")
+
+
+def test_blocks_of_a_tower_that_attend_in_windows_are_kept_as_such() -> None:
+    config = split_config("qwen2_5_vl")
+    config["vision_config"] = {**config["vision_config"], "depth": 6, "fullatt_block_indexes": [3, 5]}
+    layers = ["fsdp2"] * 7 + ["dp2"] + ["tp2"] * 2 + ["dp2"]
+    small = shrunk_plan(make_plan(config, ", ".join(layers), num_devices=2, seq_len=32))
+    chain = small.chain()
+    assert [chain.layers[layer] for layer in range(1, 6)] == [1, 1, 2, 1, 2]
+    assert small.model.config["vision_config"]["fullatt_block_indexes"] == [2, 4]

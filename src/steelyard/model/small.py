@@ -132,6 +132,12 @@ def small_config(
     return found
 
 
+def with_entries(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with other entries, in its parts too."""
+    parts = {key: with_entries(config[key], each) for key, each in entries.items() if isinstance(each, Mapping)}
+    return {**config, **entries, **parts}
+
+
 def _few_patches(given: Mapping[str, int]) -> dict[str, int]:
     """Images of as many windows of patches as those given, of few pixels, where both divide them."""
     image, *sizes = (given.get(key, 0) for key in _OF_WINDOWS)

@@ -56,7 +56,7 @@ def without_image(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noqa
     """Labels [B, S] of which none is the token of a place of the image; before the text there is no target."""
     if features.token is None:
         return labels_BS
-    found = labels_BS.masked_fill(labels_BS == features.token, max(features.token - 1, 0))
+    found = labels_BS.masked_fill(labels_BS == features.token, features.token - 1 if features.token else 1)
     found[:, : features.places - 1] = IGNORED
     return found
 

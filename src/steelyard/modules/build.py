@@ -6,6 +6,7 @@ parameter that several layers hold (a tied embedding) depends on the first of th
 """
 
 import copy
+import json
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,12 @@ def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedCon
     _check_layer_types(entries)
     with _as_the_configs(model_type):
         return AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(entries))
+
+
+def full_config(chain: ModelChain) -> dict[str, Any]:
+    """The config with all that it leaves to the defaults of transformers, in its parts too."""
+    found: dict[str, Any] = json.loads(hub_config(chain).to_json_string(use_diff=False))
+    return found
 
 
 def _check_layer_types(config: Mapping[str, Any]) -> None:

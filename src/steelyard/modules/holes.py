@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel, masking_utils
@@ -35,7 +36,15 @@ from steelyard.model.family import Context, Layer, LayerRole, Run, Task
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, SplitFeatures, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
 from steelyard.modules.called import called_at
-from steelyard.modules.known_values import KnownValues, has_values, known_of, plain_token, with_first, without_values
+from steelyard.modules.known_values import (
+    KnownValues,
+    has_values,
+    is_known,
+    known_of,
+    plain_token,
+    with_first,
+    without_values,
+)
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
@@ -529,7 +538,13 @@ def _is_plain_causal(
     return _needs_no_mask(padding, queries, keys, first_query, first_key, None if window is None else window + 1)
 
 
+def _listed(tensor: FakeTensor) -> Any:
+    """What is known of a fake tensor, as a list; fake tensors ask for one entry after the other."""
+    return known_of(tensor).tolist() if is_known(tensor) else _to_list(tensor)
+
+
 _rand, _needs_no_mask = torch.rand, masking_utils._ignore_causal_mask_sdpa
+_to_list = FakeTensor.tolist
 _num_within, _within_lock = 0, threading.Lock()
 _REPLACED = (
     mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
@@ -538,6 +553,7 @@ _REPLACED = (
     mock.patch.object(masking_utils, "find_packed_sequence_indices", _nothing),
     mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", _is_plain_causal),
     mock.patch.object(torch, "rand", _draw),
+    mock.patch.object(FakeTensor, "tolist", _listed),
 )
 
 

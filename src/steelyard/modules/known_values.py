@@ -53,7 +53,7 @@ class KnownValues(TorchFunctionMode):
             args = self._with_places(args)
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         read = () if name in _FILLED else tensors[:1] if name in _AS else tensors
-        value = _later(func, args, kwargs, name) if name not in _UNKNOWN and all(map(_is_known, read)) else None
+        value = _later(func, args, kwargs, name) if name not in _UNKNOWN and all(map(is_known, read)) else None
         if name in _NUMBERS and not has_values(tensors[0]):
             self.asked = True
             return _number(func, args, name) if value is None else value()
@@ -73,7 +73,7 @@ class KnownValues(TorchFunctionMode):
         found: list[Any] = []
         for each in index if isinstance(index, tuple) else (index,):
             asks = isinstance(each, Tensor) and not has_values(each) and (each.dtype == torch.bool or not each.ndim)
-            found += self._places(each) if asks and _is_known(each) else [each]
+            found += self._places(each) if asks and is_known(each) else [each]
         return (tensor, tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0], *rest)
 
     def _places(self, index: Tensor) -> list[Any]:
@@ -94,7 +94,8 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or is_fake(tensor))
 
 
-def _is_known(tensor: Tensor) -> bool:
+def is_known(tensor: Tensor) -> bool:
+    """Whether a tensor has values, or these are known."""
     return has_values(tensor) or getattr(tensor, "_known", None) is not None
 
 

@@ -23,8 +23,8 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config, config_hash
-from steelyard.model.small import small_config, structure_of, widths_of
-from steelyard.model.split import ModelSplit
+from steelyard.model.small import small_config, structure_of, widths_of, with_entries
+from steelyard.model.split import ModelSplit, SplitEncoder
 from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, random_samples, without_image
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
@@ -113,7 +113,7 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     few = _first_two_of_each(chain)
     blocks = config_of_blocks(chain, few)
     if blocks is not None:
-        yield {**plain, **{key: value for key, value in blocks.items() if key != "sliding_window"}}, few
+        yield with_entries(plain, {key: value for key, value in blocks.items() if key != "sliding_window"}), few
     for config in (plain, wide):
         yield config, list(range(chain.num_layers))
 
@@ -193,15 +193,17 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
     kinds = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
-    encoder = split.encoder and split.encoder.model_copy(
-        update={
-            "shape": (),
-            "between_calls": None,
-            "call": split.encoder.call.model_copy(update={"places": min(split.encoder.call.places, 1)}),
-        }
-    )
+    encoder = split.encoder and _parts_of_encoder(split.encoder)
     ends = split.embedding, split.blocks, split.head, split.layers
     return *ends, call, encoder, streams, kinds, split.fused_attention
+
+
+def _parts_of_encoder(encoder: SplitEncoder) -> SplitEncoder:
+    """An encoder without what its sizes say, and the numbers of blocks that nothing reads."""
+    call = encoder.call.model_copy(update={"places": min(encoder.call.places, 1)})
+    unread = f"{encoder.blocks}."
+    between = tuple(unread if path.startswith(unread) else path for path in encoder.between)
+    return encoder.model_copy(update={"shape": (), "between_calls": None, "call": call, "between": between})
 
 
 def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:

@@ -4,21 +4,26 @@ Of every run of equal layers with one strategy at most two are kept; widths, hea
 as small as the plan's degrees allow, and so is a microbatch. Dropout is off, since
 which entries fall out differs between plans. What is kept: the type, what its blocks attend to, tied embeddings,
 stages and their ranks, strategies with their order, schedule, precision. Models with routed experts compute in fp32:
-rounded to bf16, a token may take another expert, which no comparison can tell from a fault.
+rounded to bf16, a token may take another expert, which no comparison can tell from a fault. So do models of images with
+text: what of a gradient comes back to the tower through all of the text is no larger than bf16 rounds.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
 from itertools import groupby
 from typing import Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.model.family import KV_HEADS
+from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
-from steelyard.model.small import small_config
+from steelyard.model.small import small_config, with_entries
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 
+_FILLS = "steelyard.modules.build"
+"""Which takes torch, so that it is imported where it is needed."""
 _LEAST_SEQUENCE = 16
 _KEPT_OF_A_RUN = 2
 _DROPOUT = {
@@ -40,6 +45,8 @@ def shrunk_plan(plan: Plan) -> Plan:
             expected="a model whose config gives it at small width",
             hint="compare your own training loop with one process (docs/your-own-model.md shows how)",
         )
+    if chain.features is not None:  # each part of which has a config, whose defaults transformers knows
+        chain = replace(chain, config=import_module(_FILLS).full_config(chain))
     degree = _common([each.head_degree for each in plan.strategies])
     expert_degree = _common([each.expert_degree for each in plan.strategies])
     kept = list(_kept_layers(plan, chain))
@@ -58,14 +65,15 @@ def shrunk_plan(plan: Plan) -> Plan:
         microbatches = 2 * plan.num_stages
     degree = _common(2 * each.token_degree * each.tensor_degree for each in plan.strategies)
     degree = _common([degree, small.split.multiple if small.split else 1])
+    least = _LEAST_SEQUENCE + (small.features.places if small.features else 0)
     return Plan(
         model=PlanModel(name=chain.name, config=config, split=small.split),
         cluster=plan.cluster,
         hardware=plan.hardware,
-        seq_len=_multiple(_LEAST_SEQUENCE, degree) if chain.family.task.reads_text else small.max_seq_len,
+        seq_len=_multiple(least, degree) if chain.family.task.reads_text else small.max_seq_len,
         global_batch=microbatches * _common(strategy.sample_degree for strategy in plan.strategies),
         num_microbatches=microbatches,
-        precision="fp32" if any(kind.num_experts for kind in chain.kinds) else plan.precision,
+        precision="fp32" if chain.family.task is Task.IMAGE_TEXT or _has_experts(chain) else plan.precision,
         schedule=plan.schedule,
         stages=tuple(stages),
     )
@@ -80,7 +88,7 @@ def _small_chain(
     given = ({} if heads is None or "num_attention_heads" not in chain.config else {"num_key_value_heads": heads}) | {
         **chain.config
     }
-    config = small_config(given, degree=degree, expert_degree=expert_degree) | dict(blocks)
+    config = with_entries(small_config(given, degree=degree, expert_degree=expert_degree), blocks)
     config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
     config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
     if chain.features is not None:  # whose shape follows from the config alone
@@ -154,6 +162,8 @@ def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | No
     split = chain.split
     assert split is not None
     stacks = [range(1, split.between), range(split.between + 1, chain.num_layers - 1)]
+    if chain.family.task is Task.IMAGE_TEXT:
+        return _config_of_parts(chain, kept, stacks)
     one_kind = all(len({chain.layers[layer] for layer in stack}) == 1 for stack in stacks)
     given = chain.config
     counts = {pair: (given.get(pair[0]), given.get(pair[1]) or given.get(pair[0])) for pair in _NUMBERS_OF_STACKS}
@@ -165,12 +175,42 @@ def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | No
     return also | dict(zip(keys, numbers, strict=True))
 
 
+_PARTS, _DEPTH, _LISTED, _FULL = ("vision_config", "text_config"), "depth", "layer_types", "fullatt_block_indexes"
+
+
+def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]) -> dict[str, Any] | None:
+    """What the configs of a tower and of the text say of their blocks; None where they do not say their kinds.
+
+    Blocks of the tower that nothing reads are kept.
+    """
+    split = chain.split
+    assert split is not None
+    assert split.encoder is not None
+    unread = sum(path.startswith(f"{split.encoder.blocks}.") for path in split.encoder.between)
+    read = chain.config.get("vision_feature_layer")
+    found: dict[str, Any] = {}
+    for name, stack, more in zip(_PARTS, stacks, (unread, 0), strict=True):
+        part, number = chain.config.get(name) or {}, len(stack) + more
+        places = [*(layer - stack.start for layer in kept if layer in stack), *range(len(stack), number)]
+        key = next((key for key in (*_NUMBERS_OF_BLOCKS, _DEPTH) if part.get(key) == number), None)
+        by_block = {_LISTED: [part[_LISTED][place] for place in places]} if part.get(_LISTED) else {}
+        by_block |= {_FULL: [n for n, place in enumerate(places) if place in part[_FULL]]} if _FULL in part else {}
+        if key is None or not (by_block or len({chain.layers[layer] for layer in stack}) == 1):
+            return None
+        found[name] = {key: len(places), **by_block}
+    return None if isinstance(read, list) or (read or 0) > 0 else found
+
+
 def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
     """For each part of the pipeline the layers that are kept: of equal neighbours the first two."""
     for part in plan.parts:
         layers = part.layers
         runs = groupby(layers, key=lambda layer: (chain.layers[layer], plan.strategies[layer]))
         yield [layer for _, run in runs for layer in list(run)[:_KEPT_OF_A_RUN]]
+
+
+def _has_experts(chain: ModelChain) -> bool:
+    return any(kind.num_experts for kind in chain.kinds)
 
 
 def _divided(chain: ModelChain) -> list[tuple[str, int]]:
