@@ -162,7 +162,17 @@ _TURNED = {
 _VISION_TOKENS = {
     f"{name}_token_id": 127 - n for n, name in enumerate(("image", "video", "vision_start", "vision_end"))
 }
+_TOWER = {"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_PAIRS = {
+    "text_config": {"hidden_size": 32, "vocab_size": 128, "max_position_embeddings": 64, **_TOWER},
+    "vision_config": {"hidden_size": 64, "image_size": 16, "patch_size": 8, **_TOWER},
+}
 FEATURE_CONFIGS: dict[str, dict[str, Any]] = {
+    "clip": {**_PAIRS, "projection_dim": 48, "architectures": ["CLIPModel"]},
+    "siglip": {
+        "text_config": {**_PAIRS["text_config"], "projection_size": 64, "bos_token_id": 1, "eos_token_id": 2},
+        "vision_config": _PAIRS["vision_config"],
+    },
     "whisper": {**_SPEECH, "num_mel_bins": 8, "begin_suppress_tokens": None},
     "llava": {
         "vision_config": {

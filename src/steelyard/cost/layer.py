@@ -21,6 +21,8 @@ Bytes of one rank, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of 
 | activations  | traced, and `Kind.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | see `_transient_bytes` | while the layer runs                             |
 
+A head whose loss compares all samples gathers the features of all ranks and scatters their gradients (``pairs``).
+
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
 two gradients are added (``tied``).
 
@@ -150,6 +152,8 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting, known: "Kn
     samples = rank_samples(strategy, setting)
     passes = _passes(layer, strategy, setting, samples, {} if known is None else known)
     forward, backward = _microbatch_time(layer, layer_profile(kind, strategy, setting), passes, setting, samples)
+    if layer.gathered_entries:
+        forward["pairs"], backward["pairs"] = pairs_s(layer, strategy, setting)
     sent = passes.sent
     once = _once_time(layer, sent, setting, forward, backward)
     if setting.job.chain.tied_embeddings and kind.role is not LayerRole.BLOCK:
@@ -214,6 +218,19 @@ def layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> Layer
         forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
         backward=int(held.backward_transient_bytes.at(samples) + needed.backward),
     )
+
+
+def pairs_s(layer: LayerProfile, strategy: Strategy, setting: Setting) -> tuple[float, float]:
+    """Seconds to gather what a loss compares of the samples of all ranks, and to scatter the sums of its gradients.
+
+    Under remat the backward pass gathers it once more.
+    """
+    job = setting.job
+    group = levels_group(strategy, data_levels(strategy.levels), setting.devices_per_stage)
+    num_bytes = layer.gathered_entries * job.compute_bytes
+    gather_s = job.collective_s("all_gather", num_bytes, group)
+    again_s = 0.0 if strategy.remat is Remat.NONE else gather_s
+    return gather_s, again_s + job.collective_s("reduce_scatter", num_bytes, group)
 
 
 def exposed_s(compute_s: float, communication_s: float, slowdown: float) -> float:

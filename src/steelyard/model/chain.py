@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.family import BIDIRECTIONAL, Family, LayerKind, LayerRole, Layout, SharedWeight, Task
 from steelyard.model.split import ModelSplit, SplitFeatures
 
 if TYPE_CHECKING:
@@ -76,6 +76,13 @@ class ModelChain:
     def trains_routers(self) -> bool:
         """Whether the auxiliary loss of routers is trained beside the main one."""
         return self.config.get(ROUTER_LOSS) is True
+
+    @property
+    def why_one_microbatch(self) -> str:
+        """Why a step cannot come in several microbatches; empty where it can."""
+        if self.family.task is not Task.CONTRASTIVE:
+            return ""
+        return "the loss compares all samples of the global batch, of which a microbatch would have a part"
 
     @property
     def features(self) -> SplitFeatures | None:
@@ -205,7 +212,8 @@ class ModelChain:
 
     def is_causal(self, kind: LayerKind) -> bool:
         """Whether a token of a kind of block attends to none behind it; a decoder's, but for the encoder's output."""
-        of_text = self.family.task is Task.IMAGE_TEXT and kind.hidden is None
+        beside_image = self.family.task in (Task.IMAGE_TEXT, Task.CONTRASTIVE)
+        of_text = beside_image and kind.hidden is None and kind.attention != BIDIRECTIONAL
         return of_text or self.family.task is Task.CAUSAL_LM or kind.num_streams > 1
 
     def attention_words(self, seq_len: int) -> str:
@@ -247,8 +255,8 @@ class ModelChain:
         planned = "" if task is Task.OWN else f"what is planned and trained is {task.auto_class}"
         if task is Task.IMAGE_CLASSIFICATION and "text_config" in config:
             return (
-                f"{planned}: the tower for images with a classifier. The tower for text is left out, and the loss "
-                "that compares all samples of a batch, which is not planned"
+                f"{planned}: the tower for images with a classifier, without that for text: for both name the class "
+                "that has both in the config's architectures"
             )
         if task is Task.CAUSAL_LM and config.get("is_encoder_decoder") is True:
             return (

@@ -27,6 +27,8 @@ KV_HEADS = "key-value heads"
 """Their name among the sizes that a tensor-parallel degree divides, or that divide it (`LayerKind.tp_shares`)."""
 
 
+BIDIRECTIONAL = "bidirectional_attention"
+"""The attention of blocks of text that belongs to an image, where a token sees those behind it, too."""
 NO_CP = "only causal attention in one kernel can be divided by tokens"
 
 
@@ -37,8 +39,10 @@ class Task(StrEnum):
     CAUSAL_LM = "causal-lm"
     MASKED_LM = "masked-lm"
     SEQ2SEQ_LM = "seq2seq-lm"
-    IMAGE_CLASSIFICATION = "image-classification"
     IMAGE_TEXT = "image-text-to-text"
+    CONTRASTIVE = "contrastive"
+    """Images and texts of one meaning: the loss compares every sample of a global batch with all others."""
+    IMAGE_CLASSIFICATION = "image-classification"
     OWN = "own"
     """Whatever the loss of a user's own module says."""
 
@@ -55,7 +59,7 @@ class Task(StrEnum):
     @property
     def has_two_lists(self) -> bool:
         """Whether blocks are two lists, one behind the other, and the layer between them reads token ids."""
-        return self.has_decoder or self is Task.IMAGE_TEXT
+        return self.has_decoder or self in (Task.IMAGE_TEXT, Task.CONTRASTIVE)
 
     @property
     def reads_text(self) -> bool:
@@ -65,7 +69,12 @@ class Task(StrEnum):
     @property
     def reads_features(self) -> bool:
         """Whether samples hold something else beside them, which the first layer reads."""
-        return self in (Task.SPEECH_SEQ2SEQ, Task.IMAGE_TEXT)
+        return self in (Task.SPEECH_SEQ2SEQ, Task.IMAGE_TEXT, Task.CONTRASTIVE)
+
+    @property
+    def has_target_tokens(self) -> bool:
+        """Whether the loss is the mean over tokens, and not over samples."""
+        return self.reads_text and self is not Task.CONTRASTIVE
 
 
 _AUTO_CLASSES = {
@@ -75,6 +84,7 @@ _AUTO_CLASSES = {
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
     Task.SPEECH_SEQ2SEQ: "AutoModelForSpeechSeq2Seq",
     Task.IMAGE_TEXT: "AutoModelForImageTextToText",
+    Task.CONTRASTIVE: "AutoModelForZeroShotImageClassification",
 }
 """Samples are what `steelyard.modules.batch` says."""
 

@@ -8,6 +8,8 @@
 | speech-seq2seq       | features of sound [N, ...]      | the target's token ids [N, S]                   |
 | image-text-to-text   | images [N, C, H, W]             | the next token at every place [N, S], `IGNORED` |
 |                      |                                 | at those whose next is a place of the image     |
+| contrastive          | images [N, C, H, W]             | images with texts, token ids [N, S], all of     |
+|                      |                                 | them with one another                           |
 | image-classification | images [N, C, H, W]             | classes [N]                                     |
 
 The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
@@ -35,7 +37,12 @@ def decoder_inputs(
     config: PreTrainedConfig,
     features: SplitFeatures | None = None,
 ) -> Tensor:
-    """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``."""
+    """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``.
+
+    A text that belongs to an image is read as it is.
+    """
+    if features and features.end is not None:
+        return labels_BS
     if features and features.token is not None:
         token = features.token
         shifted = torch.cat([torch.full_like(labels_BS[:, :1], token), labels_BS[:, :-1]], 1)
@@ -52,8 +59,13 @@ def decoder_inputs(
     return torch.cat([start_B1, labels_BS[:, :-1]], 1)
 
 
-def without_image(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noqa: N803
-    """Labels [B, S] of which none is the token of a place of the image; before the text there is no target."""
+def fitting_tokens(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noqa: N803
+    """Labels [B, S] of which none is the token of a place of the image; before the text there is no target.
+
+    Texts that are read as they are end with the token that ends them.
+    """
+    if features.end is not None:
+        return torch.cat([labels_BS[:, :-1], torch.full_like(labels_BS[:, -1:], features.end)], 1)
     if features.token is None:
         return labels_BS
     found = labels_BS.masked_fill(labels_BS == features.token, features.token - 1 if features.token else 1)
@@ -94,7 +106,7 @@ def random_samples(
     inputs, labels = torch.randint(chain.vocab_size, (2, num_samples, seq_len), generator=generator)
     if chain.features:
         inputs = torch.randn((num_samples, *chain.features.shape), generator=generator)
-        labels = without_image(labels, chain.features)
+        labels = fitting_tokens(labels, chain.features)
     if chain.family.task is Task.MASKED_LM:
         is_target = torch.rand(labels.shape, generator=generator) < 1 / 7
         is_target[:, 0] = True

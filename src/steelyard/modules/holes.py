@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -45,7 +45,10 @@ from steelyard.modules.known_values import (
     with_first,
     without_values,
 )
+from steelyard.modules.pairs import pair_loss
 
+IMAGES = "image_embeds"
+"""What a pair of an image and its text calls the image, as the text's blocks pass it on to the head."""
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""
 
@@ -140,6 +143,22 @@ class DecoderEmbeddingPiece(ShellPiece):
         raise AssertionError("the model has run no block of its decoder")
 
 
+class PairEmbeddingPiece(DecoderEmbeddingPiece):
+    """What the last block of images returns to what the first of texts reads; beside it the features of the images."""
+
+    def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """The model's own features of images, and its text tower up to its first block."""
+        self._last.hidden = hidden
+        try:
+            images = self._shell.features("image", blank(self._features, 1, 0, hidden.device), hidden.dtype)
+            self._shell.features("text", context.decoder_ids, hidden.dtype)
+        except _ReachedError as reached:
+            return reached.call.hidden(reached.arguments), images.contiguous()
+        finally:
+            self._last.hidden = None
+        raise AssertionError("the model has run no block of its texts")
+
+
 class CalledDecoderEmbedding:
     """As `DecoderEmbeddingPiece`, of modules and operations called one after another."""
 
@@ -184,6 +203,27 @@ class HeadPiece(ShellPiece):
         finally:
             self._last.hidden = None
         return outputs.logits
+
+
+class PairHeadPiece(ShellPiece):
+    """The state that the last block of texts returns, and the features of images, to the loss."""
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        last = len(split.layers) - 2
+        self._last = _Give(split, last)
+        self._shell = Shell(
+            model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
+        )
+        self.beside = (self._shell.model,)
+
+    def __call__(self, layer: Layer, flow: tuple[Tensor, Tensor], context: Context) -> Tensor:
+        """This rank's share of the mean loss over all pairs of the global batch."""
+        self._last.hidden, images = flow
+        try:
+            texts = self._shell.features("text", context.labels_BS, images.dtype)
+        finally:
+            self._last.hidden = None
+        return pair_loss(layer.get_submodule(local_name("")), images, texts, layer.batch)
 
 
 class BlockPiece:
@@ -334,6 +374,8 @@ def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
     role = split.kinds[split.layers[layer]].role
     if role is LayerRole.BLOCK:
         return BlockPiece(split, layer)
+    if split.task is Task.CONTRASTIVE and layer:
+        return PairHeadPiece(model, split) if role is LayerRole.HEAD else PairEmbeddingPiece(model, split)
     calls = split.head_calls if role is LayerRole.HEAD else () if layer else split.embedding_calls
     if calls:
         return CalledPiece(model, calls)
@@ -397,10 +439,28 @@ class Shell:
         ``buffers`` in the place of its own, by their paths.
         """
         device = (ids if first is None else first).device
-        self.fill(device)
+        self._make_ready(dtype, device)
         for path, buffer in buffers.items():
             owner, _, name = path.rpartition(".")
             self.model.get_submodule(owner)._buffers[name] = buffer
+        if self._ids and ids is None:
+            ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
+        samples = given_samples(self._read, first)
+        samples |= {self._ids: ids} if self._ids else {}
+        with one_sequence_each(), without_values(samples.values(), self._token, self._first):
+            beside = {} if first is None else beside_features(self.model, self._read, ids)
+            return self.model(**samples, **beside, **self._options)
+
+    def features(self, of: Literal["image", "text"], samples: Tensor, dtype: torch.dtype) -> Tensor:
+        """The features [B, D] that a model of pairs makes of images or texts."""
+        self._make_ready(dtype, samples.device)
+        make = getattr(self.model, f"get_{of}_features")
+        given = given_samples(self._read, samples) if of == "image" else {self._ids: samples}
+        with one_sequence_each(), without_values([samples], self._token, self._first):
+            return make(**given).pooler_output
+
+    def _make_ready(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.fill(device)
         for hole in self._holes:
             hole.become(dtype, device)
         for module in self._constants:
@@ -412,13 +472,6 @@ class Shell:
         like = nn.Parameter(torch.empty((0,), dtype=dtype, device=device), requires_grad=False)
         for module in self._typed:
             module._parameters = {"_like": like}
-        if self._ids and ids is None:
-            ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
-        samples = given_samples(self._read, first)
-        samples |= {self._ids: ids} if self._ids else {}
-        with one_sequence_each(), without_values(samples.values(), self._token, self._first):
-            beside = {} if first is None else beside_features(self.model, self._read, ids)
-            return self.model(**samples, **beside, **self._options)
 
     def fill(self, device: torch.device) -> None:
         """Gives the model its buffers on a device, where it does not have them."""
@@ -804,10 +857,14 @@ def blank(read: Read, samples: int, tokens: int, device: torch.device) -> Tensor
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's forward pass is told beside the token ids: to keep nothing, and to give logits alone."""
+    """What the model's forward pass is told beside the token ids: to keep nothing, and to give logits alone.
+
+    A model of pairs gives its loss, too, which follows from the samples.
+    """
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     configs = (model.config, model.config.get_text_config(decoder=True))
     known = "use_cache" in parameters or (takes_any and any(hasattr(each, "use_cache") for each in configs))
     told = {"use_cache": known, ROUTER_LOSS: ROUTER_LOSS in parameters}
-    return {name: False for name, is_known in told.items() if is_known}
+    loss = {"return_loss": True} if "return_loss" in parameters else {}
+    return {name: False for name, is_known in told.items() if is_known} | loss

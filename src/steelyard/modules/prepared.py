@@ -277,6 +277,13 @@ def _store_apart(model: nn.Module) -> None:
                     module.register_parameter(name, apart)
 
 
+def _give_dims(model: nn.Module) -> None:
+    """Gives scalars among the parameters of the model itself the one dim that FSDP asks for; twice does no harm."""
+    for name, each in model.named_parameters(recurse=False):
+        if not each.ndim:
+            model.register_parameter(name, nn.Parameter(each.detach().view(1), requires_grad=each.requires_grad))
+
+
 def stored_apart(model: nn.Module) -> dict[str, int]:
     """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
     found = ((path, each) for path, each in model.named_modules() if isinstance(each, ApartConv1D))
@@ -286,5 +293,6 @@ def stored_apart(model: nn.Module) -> dict[str, int]:
 def prepare(model: Any, model_type: str) -> None:
     """Makes a model of a type ready to be taken apart, in place; twice does no harm."""
     _store_apart(model)
+    _give_dims(model)
     if model_type in PREPARES:
         PREPARES[model_type](model)

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import KV_HEADS
+from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries
 from steelyard.model.split import ModelSplit, SplitEncoder
 from steelyard.modules.any_model import keep_split, kept_split
-from steelyard.modules.batch import decoder_inputs, random_samples, without_image
+from steelyard.modules.batch import decoder_inputs, fitting_tokens, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.holes import beside_features, forward_options, given_samples, ids_beside, read_by
 from steelyard.modules.known_values import plain_token
@@ -36,6 +35,7 @@ from steelyard.modules.split_tp import (
     difference,
     divided_kinds,
     divided_sizes,
+    loss_of,
     no_context_parallelism,
     no_cp,
     parameters_by_path,
@@ -228,7 +228,8 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
         given |= beside_features(whole, read_by(split), decoder_ids)
         try:
             outputs = whole(**given, **forward_options(whole))
-            expected = _results(whole, _as_in_parts(whole, parts, split), outputs.logits, labels)
+            made = outputs.loss if split.task is Task.CONTRASTIVE else outputs.logits
+            expected = _results(whole, _as_in_parts(whole, parts, split), made, labels)
             expected |= {path: expected[path].view_as(each) for path, each in trained.items() if path in expected}
             pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))
             logits = pieces.view_as(expected["logits"])
@@ -261,7 +262,7 @@ def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int
     ids[ids == getattr(config, "pad_token_id", None)] = plain_token(config)
     if chain.features:
         inputs = torch.randn((_SAMPLES, *chain.features.shape), generator=torch.Generator().manual_seed(seed))
-        return inputs, without_image(ids, chain.features)
+        return inputs, fitting_tokens(ids, chain.features)
     return ids, ids.flip(1) if chain.split.encoder else ids
 
 
@@ -314,7 +315,7 @@ def _results(
 ) -> dict[str, Tensor]:
     """The logits, and the gradient of every parameter by its path."""
     model.zero_grad()
-    functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()).backward()
+    loss_of(logits, labels).backward()
     gradients = {path: each.grad.clone() for path, each in parameters.items() if each.grad is not None}
     return {"logits": logits.detach(), **gradients}
 

@@ -40,6 +40,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS, NO_CP, LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import ModelSplit, SplitKind
+from steelyard.modules.build import table_of_tokens
 from steelyard.modules.called import POSITIONS
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.head_tail import in_order, natural_order, rank_order
@@ -57,8 +58,8 @@ from steelyard.modules.layers import (
 from steelyard.plan.strategy import Remat
 
 RANKS = 2
-_SMALL = 1e-3
-"""Of the largest gradient: what a gradient of less is compared with."""
+_SMALL, _SMALL_OF_ONE = 1e-3, 1e-2
+"""Of the largest gradient: what a gradient of less is compared with, of several entries or of one."""
 _PATIENCE_S = 120.0
 """After which a rank is taken to stand still, as one whose partner has failed does."""
 _HEAD_COUNTS = (
@@ -71,6 +72,7 @@ _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size
 IMAGE_NO_SP = "the places of an image are not divided"
 ENCODER_NO_SP = "two sequences flow along the decoder"
 LENGTH_NO_SP = "its states are of another length than the samples"
+PAIRS_NO_TP = "it compares images with texts, whose features are small"
 STREAM_NO_SP = "what its blocks share is not divided by tokens"
 POSITIONS_NO_SP = "learned positions are added to whole sequences"
 Styles = Mapping[str, str]
@@ -106,7 +108,9 @@ def divided_kinds(
                 break
             reasons.append(reason)
         else:
-            why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
+            is_of_pairs = split.task is Task.CONTRASTIVE and kind.role is LayerRole.HEAD
+            unknown = PAIRS_NO_TP if is_of_pairs else "no way is known to divide its modules"
+            why = "; ".join(dict.fromkeys(reasons)) or unknown
             found[kind.name] = kind.model_copy(update={"no_tp": why})
     return tuple(found[kind.name] for kind in split.kinds)
 
@@ -451,7 +455,7 @@ def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int
 
 def _is_table(module: nn.Module, model: PreTrainedModel) -> bool:
     """Whether a module looks tokens up; encoder and decoder have one each, tied to that which the model names."""
-    return isinstance(module, nn.Embedding) and module.weight is model.get_input_embeddings().weight
+    return isinstance(module, nn.Embedding) and module.weight is table_of_tokens(model).weight
 
 
 def divided_sizes(model: PreTrainedModel, split: ModelSplit, kind: int, styles: Styles) -> tuple[tuple[str, int], ...]:
@@ -564,7 +568,7 @@ class ThreadedProof:
             flow = layer.within(flow, context, partial(_in_parts, run, mesh) if cut else run)
         (logits,) = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors_of(flow))
         logits = logits.view_as(self.expected["logits"])
-        functional.cross_entropy(logits.flatten(0, -2), self.labels.flatten()).backward()
+        loss_of(logits, self.labels).backward()
         found = {"logits": logits.detach()}
         for layer, name, path in places:
             gradient = layer.get_parameter(name).grad
@@ -617,14 +621,19 @@ def pieces_of(
             layer.entering, layer.past = chain.split.places(number, before)
     tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
     side = side_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
-    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
+    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids, labels_BS=decoder_ids)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of logits of every place; a loss, which the head of a model of pairs gives, is it already."""
+    return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()) if logits.ndim else logits
 
 
 def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
     """Every parameter once, by its first path that lies in a layer of the split."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        if _in(path, split.paths):
+        if _in(path, split.paths) or path.rpartition(".")[0] in split.holders:
             found.setdefault(id(parameter), (path, parameter))
     return dict(found.values())
 
@@ -632,14 +641,16 @@ def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, n
 def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chain: ModelChain, tolerance: float) -> str:
     """Where logits or gradients differ by more than ``tolerance`` of the largest entry; empty where they do not.
 
-    Gradients that are all but zero, as those of a key's bias, are compared with a thousandth of the largest.
+    Gradients that are all but zero, as those of a key's bias, are compared with a thousandth of the largest; those of a
+    single entry, as of a scale, where terms of all pairs cancel, with a hundredth.
     """
     wanted, sums = _joined(expected, chain), _joined(found, chain)
     largest = max(float(tensor.abs().max()) for path, tensor in wanted.items() if path != "logits")
     for path, tensor in wanted.items():
         if path not in sums or sums[path].shape != tensor.shape:
             return f"no gradient of {path}"
-        error = float((tensor - sums[path]).abs().max()) / max(float(tensor.abs().max()), _SMALL * largest)
+        least = (_SMALL if tensor.numel() > 1 else _SMALL_OF_ONE) * largest
+        error = float((tensor - sums[path]).abs().max()) / max(float(tensor.abs().max()), least)
         if not error <= tolerance:
             what = path if path == "logits" else f"the gradient of {path}"
             return f"{what} differs by {error:.0e} of its largest entry"

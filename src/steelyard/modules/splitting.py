@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.family import LayerRole, Task
+from steelyard.model.family import BIDIRECTIONAL, LayerRole, Task
 from steelyard.model.split import (
     BlockCall,
     ModelSplit,
@@ -43,11 +43,12 @@ from steelyard.model.split import (
     length_of,
     width_of,
 )
-from steelyard.modules.build import auto_class_of, build_from_config
+from steelyard.modules.build import auto_class_of, build_from_config, table_of_tokens
 from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.features import features_of
 from steelyard.modules.holes import (
+    IMAGES,
     Read,
     beside_features,
     blank,
@@ -96,6 +97,8 @@ class Recording:
     decoder_ids: Tensor
     """The samples, where there is no encoder."""
     logits: Tensor
+    beside: Tensor | None
+    """What the head reads beside the result of the last block: of a pair the image."""
     modules: CalledModules
     keywords: Mapping[str, str | None]
     """Of every module called with a tensor, the name by which it is given its first; None where by place."""
@@ -178,6 +181,9 @@ def _split_of(
         embedding, between[0] = _by_use(model, seen, entering, embedding, between[0])
     encoder = _encoder_of(seen, calls, config, task, between[0], features) if between else None
     streams = [] if read else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
+    if seen.beside is not None:
+        last, maker = sum(map(len, seen.chains.values())) + 2, len(seen.chains[first]) + 1
+        streams = [SplitStream(argument=IMAGES, maker=maker, readers=(last,), shape=tuple(seen.beside.shape[1:]))]
     lengths = {} if image else _lengths(model, seen, calls, config, task, features)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
@@ -192,7 +198,8 @@ def _split_of(
         for path, each in seen.chains.items()
         for place in range(len(each))
     }
-    positions = length_of(shapes[0]) if image else _most_positions(config)
+    text = config.get_text_config() if task is Task.CONTRASTIVE else config
+    positions = length_of(shapes[0]) if image else _most_positions(text)
     return ModelSplit(
         model_type=config.model_type,
         task=task,
@@ -204,10 +211,10 @@ def _split_of(
         layers=tuple(layers),
         call=call,
         embedding_calls=(seen.modules.between(seen.samples, hidden[0]) or ()) if not streams else (),
-        head_calls=seen.modules.between(hidden[-1], seen.logits) or (),
+        head_calls=(seen.modules.between(hidden[-1], seen.logits) or ()) if seen.beside is None else (),
         encoder=encoder,
         hidden_size=width_of(shapes[0]) if image else hidden[fixed].shape[-1],
-        vocab_size=seen.logits.shape[-1],
+        vocab_size=seen.logits.shape[-1] if seen.beside is None else text.vocab_size,
         max_seq_len=positions,
         multiple=1 if read or seen.tokens == _TOKENS else seen.tokens,
         image=image,
@@ -309,7 +316,7 @@ def _kinds(
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules = list(model.get_submodule(path).children())
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
-        own_streams = streams if path == first else []
+        own_streams = streams if path == first and not encoder else []
         beside = [
             [one for one in own_streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
         ]
@@ -319,6 +326,8 @@ def _kinds(
         ]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
         attention = [_attention(config, place) for place in first_of]
+        if seen.beside is not None and path == blocks and not seen.chains[path][0].names.get("is_causal"):
+            attention = [BIDIRECTIONAL for _ in attention]
         names = _names([modules[place] for place in first_of], attention)
         layers += [len(kinds) + first_of.index(keys.index(key)) for key in keys]
         kinds += [
@@ -414,8 +423,8 @@ def task_of(config: PreTrainedConfig) -> Task:
     if not tasks:
         raise _refused(
             config,
-            "no class of transformers for text (causal, masked, encoder and decoder), speech to text or classes of "
-            "images",
+            "no class of transformers for text (causal, masked, encoder and decoder), speech to text, images with text "
+            "or classes of images",
         )
     bare = {each.__name__ for each in _listed(config, transformers.AutoModel)}  # which say nothing of the task
     if named and named not in bare:
@@ -514,7 +523,8 @@ def _record(
         samples=samples,
         tokens=tokens,
         decoder_ids=given[beside] if beside else samples,
-        logits=outputs.logits,
+        logits=outputs.logits_per_text if task is Task.CONTRASTIVE else outputs.logits,
+        beside=outputs.image_embeds if task is Task.CONTRASTIVE else None,
         modules=modules,
         keywords=keywords,
         named=named,
@@ -821,7 +831,7 @@ def _ends(
     ends: list[list[str]] = [[] for _ in range(len(spans) + 1)]
     tied: list[str] = []
     holders = [path for path in outside if any(_below(blocks, path) for blocks in seen.chains) or not path]
-    if "" in holders:
+    if "" in holders and seen.beside is None:
         raise _refused(config, "parameters of the model itself, which holds the blocks")
     for path in (path for path in outside if path not in holders):
         if path not in seen.called and held.issuperset(map(id, _parameters(model, path))):
@@ -833,7 +843,7 @@ def _ends(
             raise _refused(config, f"{path}, which is called between blocks")
         ends[where.pop()].append(_at_rest(seen, path))
     in_head = {id(each) for path in ends[-1] for each in model.get_submodule(path).parameters()}
-    leaving = pytree.tree_leaves(list(seen.chains.values())[-1][-1].outputs)
+    leaving = [*pytree.tree_leaves(list(seen.chains.values())[-1][-1].outputs), seen.beside]
     for path in tied:
         own = _parameters(model, path)
         if in_head.isdisjoint(map(id, own)) and _depends(seen.logits, own, leaving):
@@ -1000,7 +1010,7 @@ def _rotary(call: _Call) -> tuple[Tensor, Tensor] | None:
 def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int) -> bool:
     """Whether positions are looked up in a table, which no sequence may outgrow."""
     tables = [m for path in embedding for m in model.get_submodule(path).modules() if isinstance(m, nn.Embedding)]
-    ids = model.get_input_embeddings()
+    ids = table_of_tokens(model)
     return any(table is not ids and positions <= table.num_embeddings <= positions + 8 for table in tables)
 
 

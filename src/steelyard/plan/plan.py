@@ -369,7 +369,7 @@ class Plan(PlanPart):
         chain = self.chain()
         _check_config(self, chain)
         chain.check_seq_len(self.seq_len)
-        _check_batch(self)
+        _check_batch(self, chain)
         _check_ranks(self)
         _check_coverage(self, chain)
         _check_strategies(self, chain)
@@ -538,7 +538,14 @@ def _check_config(plan: Plan, chain: ModelChain) -> None:
         )
 
 
-def _check_batch(plan: Plan) -> None:
+def _check_batch(plan: Plan, chain: ModelChain) -> None:
+    if plan.num_microbatches > 1 and chain.why_one_microbatch:
+        raise InvalidPlanError(
+            field="num_microbatches",
+            found=str(plan.num_microbatches),
+            expected=f"1: {chain.why_one_microbatch}",
+            hint="change num_microbatches to 1",
+        )
     if plan.global_batch % plan.num_microbatches:
         raise InvalidPlanError(
             field="num_microbatches",

@@ -1,6 +1,8 @@
 """The job that a user's arguments describe, with the profile it is priced by: traced, or given as measured."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,13 @@ def make_job(
             expected="a module that computes in the type of its parameters",
             hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
         )
+    options = {"seq_len": seq_len, "precision": precision, "degrees": divisors(machines.devices_per_node)}
+    traced = partial(cached_trace, chain, **options, batch=global_batch, own=own)
     file = None
     if isinstance(profile, str | Path):
         profile, file = read_profile(profile)
     if profile is None:
-        degrees = divisors(machines.devices_per_node)
-        profile = cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
+        profile = traced()
     else:
         _check_profile(profile, chain, machines, seq_len, precision)
     job = Job(
@@ -92,12 +95,16 @@ def make_job(
         profile_file=file,
     )
     job = with_margin(job, memory_margin, is_asked=memory is not None)
-    if not job.assumes_links:
-        return job
-    degrees = divisors(machines.devices_per_node)
-    return with_assumed_links(
-        job, lambda: cached_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
-    )
+    return with_assumed_links(job, traced) if job.assumes_links else job
+
+
+def with_batch(job: Job, global_batch: int) -> Job:
+    """The job with another global batch, traced for it where its loss compares all samples."""
+    if not job.chain.why_one_microbatch:
+        return replace(job, global_batch=global_batch)
+    degrees = divisors(job.cluster.devices_per_node)
+    options = {"seq_len": job.seq_len, "precision": job.precision, "degrees": degrees, "batch": global_batch}
+    return replace(job, global_batch=global_batch, profile=cached_trace(job.chain, **options))
 
 
 def _chain_of(config: str | Path | Mapping[str, Any] | ModelChain) -> ModelChain:

@@ -30,10 +30,9 @@ from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tabl
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.limits import MOST_MICROBATCHES
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Strategy, divisors
-from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.planning.problem import PlanOptions, microbatch_counts, pipeline_settings, stage_strategies
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
 from steelyard.search.pool_bounds import (
     PoolRuns,
@@ -186,8 +185,8 @@ class PooledSpace:
         options = self._options
         if options.num_stages not in (None, num_stages):
             return
-        for count in divisors(self._job.global_batch):
-            if count > MOST_MICROBATCHES or options.num_microbatches not in (None, count):
+        for count in microbatch_counts(self._job.chain, self._job.global_batch):
+            if options.num_microbatches not in (None, count):
                 continue
             for schedule in SCHEDULES.values():
                 if schedule.takes_chunks or schedule.name not in options.schedules:

@@ -9,13 +9,13 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster, with_network
-from steelyard.limits import MOST_MICROBATCHES
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Prediction, StagePlan, fold_runs
-from steelyard.plan.strategy import divisors, parse_strategy
+from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.job import make_job
 from steelyard.planning.margin import pressure
 from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.problem import microbatch_counts
 from steelyard.planning.profile_file import recorded_profile
 from steelyard.profiles.profile import Profile
 from steelyard.schedules import USUAL, PipelineConfig
@@ -144,8 +144,8 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
     layers = job.chain.num_layers
     stage = StagePlan(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
     best: Plan | None = None
-    for count in divisors(job.global_batch):
-        if count > MOST_MICROBATCHES or (job.global_batch // count) % strategy.sample_degree:
+    for count in microbatch_counts(job.chain, job.global_batch):
+        if (job.global_batch // count) % strategy.sample_degree:
             continue
         pipeline = PipelineConfig(num_stages=1, num_microbatches=count, schedule=USUAL)
         plan = with_price(assemble_plan(job, pipeline, (stage,)), job)

@@ -11,6 +11,7 @@ from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
+from steelyard.model.chain import ModelChain
 from steelyard.plan.kinds import KINDS, Value
 from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned
@@ -121,11 +122,12 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= layers]
-    counts = [m for m in divisors(job.global_batch) if m <= MOST_MICROBATCHES]
+    counts = microbatch_counts(job.chain, job.global_batch)
     if options.num_stages is not None:
-        stages = _pinned("num_stages", options.num_stages, stages, f"the {devices} devices")
+        stages = _pinned("num_stages", options.num_stages, stages, f"a divisor of the {devices} devices")
     if options.num_microbatches is not None:
-        counts = _pinned("num_microbatches", options.num_microbatches, counts, f"the batch of {job.global_batch}")
+        of_batch = job.chain.why_one_microbatch or f"a divisor of the batch of {job.global_batch}"
+        counts = _pinned("num_microbatches", options.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in options.schedules]
     found = settings_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
     if options.partition == "exact":
@@ -135,6 +137,13 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
         for each in found
         if each.pipeline.schedule.is_tried(each.pipeline) and all(pin.takes(each.pipeline) for pin in options.pins)
     ]
+
+
+def microbatch_counts(chain: ModelChain, global_batch: int) -> list[int]:
+    """Every number of microbatches that divides the batch; 1 where the loss is of the whole batch."""
+    if chain.why_one_microbatch:
+        return [1]
+    return [m for m in divisors(global_batch) if m <= MOST_MICROBATCHES]
 
 
 def settings_under(
@@ -187,12 +196,12 @@ def space_options(job: Job, options: PlanOptions) -> SpaceOptions:
     )
 
 
-def _pinned(field: str, value: int, allowed: list[int], of_what: str) -> list[int]:
+def _pinned(field: str, value: int, allowed: list[int], rule: str) -> list[int]:
     if value not in allowed:
         raise UserError(
             field=field,
             found=str(value),
-            expected=f"a divisor of {of_what}: " + ", ".join(map(str, allowed)),
+            expected=f"{rule}: {', '.join(map(str, allowed))}",
             hint="leave it out to have it searched",
         )
     return [value]

@@ -48,8 +48,9 @@ def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tu
 
     Raises `RuntimeError` if the ranks of a stage report different strategies.
     """
+    lengths = {name: model.chain.hidden_shape(int(name), model.plan.seq_len)[0] for name in model.layers}
     mine = {
-        int(name): str(observed_strategy(layer, shapes[int(name)], seq_len=model.plan.seq_len))
+        int(name): str(observed_strategy(layer, shapes[int(name)], seq_len=lengths[name]))
         for name, layer in model.layers.items()
     }
     reports: list[dict[int, str]] = [{} for _ in range(dist.get_world_size())]

@@ -207,7 +207,8 @@ class ParallelModel:
 
     def _count_targets(self, labels_BS: Tensor | None) -> None:  # noqa: N803
         """Tells the parts how many targets the global batch has, where that is not the same for all batches."""
-        if self.chain.family.task in (Task.CAUSAL_LM, Task.IMAGE_CLASSIFICATION, Task.OWN):
+        task = self.chain.family.task
+        if task is Task.CAUSAL_LM or not task.has_target_tokens:
             return
         count = torch.zeros((), device=self.device)
         if labels_BS is not None:

@@ -36,6 +36,7 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
+from steelyard.modules.pairs import Batch
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
@@ -95,6 +96,8 @@ class LayerSetting:
     """Of one level at most, over the ranks of ``mesh``."""
     model: PreTrainedModel
     """The whole model on the meta device, made ready by `steelyard.modules.build.prepare_model`; it is not changed."""
+    batch: int = 0
+    """Samples of the global batch with which a layer compares its own, where it compares any."""
     exchanged: float | None = None
     """Where experts are divided over ranks, how many times the pairs of its tokens and their experts the rank computes;
     None where they are whole."""
@@ -125,6 +128,7 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
     layer = copy.deepcopy(build_layer(setting.model, setting.chain, setting.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, setting.dtype)
+        layer.batch = Batch(num_samples=setting.batch)
         division = Division(model=setting.model, chain=setting.chain, strategy=setting.strategy, mesh=setting.mesh)
         for kind in setting.strategy.kinds:
             TWINS[kind.name].divide(layer, division)

@@ -25,6 +25,7 @@ _TIME_COLOURS = {
     "waiting": "idle",
     "fixed": "grey",
     "imbalance": "pink hatched",
+    "pairs": "brown hatched",
 }
 MEMORY_COLOURS = {
     "parameters": "indigo",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from steelyard.errors import InvalidDataError
 from steelyard.model.split import SplitFeatures
-from steelyard.modules.batch import IGNORED, without_image
+from steelyard.modules.batch import IGNORED, fitting_tokens
 from steelyard.runtime.data.order import SampleOrder, mixed
 from steelyard.runtime.data.samples import Samples
 
@@ -44,7 +44,7 @@ class SyntheticFeatures:
         """Features [len, ...] and token ids [len, S]."""
         shape = self._features.shape
         noise = [np.random.default_rng((self._seed, each)).standard_normal(shape, np.float32) for each in samples]
-        labels = without_image(self._tokens.read(samples)[:, :-1], self._features)
+        labels = fitting_tokens(self._tokens.read(samples)[:, :-1], self._features)
         return Samples(inputs=torch.from_numpy(np.stack(noise)), labels=labels)
 
 
