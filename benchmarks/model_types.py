@@ -51,6 +51,11 @@ LIMIT_S = 120
 LIMIT_BYTES = 24 * 2**30
 DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")
 """The styles of matrices that ranks divide."""
+GLM_TEXT = {
+    "head_dim": 128,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]},
+}
+QWEN_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 QWEN4_INDEXER = {
     "indexer_n_heads": 8,
     "indexer_kv_heads": 1,
@@ -85,6 +90,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 1},
     **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5", "encoder-decoder")},
     **{name: {"decoder_start_token_id": 0, "expert_capacity": 4096} for name in ("switch_transformers", "nllb-moe")},
+    **{
+        f"{name}ForConditionalGeneration": {"text_config": GLM_TEXT}
+        for name in ("Glm4v", "Glm46V", "Glm4vMoe", "GlmOcr")
+    },
+    **{
+        f"{name}ForConditionalGeneration": {"text_config": {"rope_parameters": QWEN_ROTARY}}
+        for name in ("Qwen2VL", "Qwen2_5_VL")
+    },
     "musicflamingo": {"max_position_embeddings": 1200},
     "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "qwen4_exp_text": QWEN4_INDEXER,
@@ -118,7 +131,7 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
 
 def traced(chain: ModelChain) -> dict[str, Any]:
     """That a chain is traced, in bf16 or, where its own code knows no such numbers, in fp32."""
-    length = max(128, chain.split.multiple)
+    length = max(128 + (chain.features.places if chain.features else 0), chain.split.multiple)
     try:
         trace(chain, seq_len=length, precision="bf16", degrees=(1,))
     except RuntimeError as error:
@@ -147,7 +160,22 @@ def shallow_config(model_type: str, architecture: str, num_blocks: int) -> dict[
     given = {"model_type": model_type, "architectures": [architecture]}
     given |= CONFIGS.get(model_type, {}) | CONFIGS.get(architecture, {})
     config = json.loads(read_hub_config(model_type, given).to_json_string(use_diff=False))
-    return _shallow(config, num_blocks)
+    return _shallow(_with_images(config), num_blocks)
+
+
+def _with_images(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with images of 16 × 16 patches, and a tower that ends as wide as the text, where its patches merge."""
+    vision, text = config.get("vision_config"), config.get("text_config")
+    if (
+        not isinstance(vision, dict)
+        or not isinstance(text, dict)
+        or not isinstance(vision.get("spatial_merge_size"), int)
+    ):
+        return config
+    width = next((key for key in ("out_hidden_size", "embed_dim") if key in vision), "")
+    ends = {"": {}, "embed_dim": {"hidden_size": text["hidden_size"]}}.get(width, {width: text["hidden_size"]})
+    size = {"image_size": 16 * vision["patch_size"]} if isinstance(vision.get("patch_size"), int) else {}
+    return {**config, "vision_config": {**vision, **ends, **size}}
 
 
 def _shallow(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def make_case(model_type: str, architecture: str, strategy: str) -> Case:
     half = (len(split.layers) + 1) // 2
     stages = (", ".join([strategy] * count) for count in (half, len(split.layers) - half))
     options = {"num_microbatches": 2, "global_batch": 8, "num_devices": NUM_PROCESSES, "split": split}
-    options["seq_len"] = split.max_seq_len if split.image else max(16, split.multiple)
+    places = split.features.places if split.features else 0
+    options["seq_len"] = split.max_seq_len if split.image else max(places + 16, split.multiple)
     return Case(make=partial(make_plan, config, *stages, **options), num_steps=NUM_STEPS)
 
 

@@ -10,9 +10,10 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import decoder_inputs, random_samples
-from steelyard.modules.build import build_model, hub_config
+from steelyard.modules.build import build_model, hub_config, read_hub_config
 from steelyard.modules.holes import BlockInputs
 from steelyard.modules.split_proof import split_model
+from steelyard.modules.splitting import find_split
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
 
@@ -96,6 +97,18 @@ def test_the_last_block_of_a_tower_of_which_the_state_before_is_read_rests_with_
 def test_a_sequence_that_the_image_fills_is_refused() -> None:
     with pytest.raises(InvalidModelError, match="more than 4, the tokens of an image"):
         _chain("llava").check_seq_len(4)
+
+
+def test_an_image_of_two_sides_in_the_config_is_read() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = {
+        "vision_config": {**sizes, "image_size": [24, 24], "patch_size": [4, 4]},
+        "text_config": {"model_type": "qwen2", **sizes, "num_key_value_heads": 2, "vocab_size": 128},
+        **{"image_token_id": 127, "architectures": ["InternVLForConditionalGeneration"]},
+    }
+    features = find_split(read_hub_config("internvl", config)).split.features
+    assert features is not None
+    assert (features.shape, features.places, features.grid) == ((3, 24, 24), 9, None)
 
 
 @pytest.mark.parametrize(("size", "found"), [(None, "none"), (27, "27 × 27"), ([16, 20], "16 × 20"), ([16], "16")])

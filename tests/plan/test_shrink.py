@@ -205,7 +205,10 @@ def test_of_a_tower_and_the_text_behind_it_two_equal_blocks_are_kept_and_what_no
 
 def test_blocks_of_a_tower_that_attend_in_windows_are_kept_as_such() -> None:
     config = split_config("qwen2_5_vl")
-    config["vision_config"] = {**config["vision_config"], "depth": 6, "fullatt_block_indexes": [3, 5]}
+    config["vision_config"] = {
+        **{**config["vision_config"], "depth": 6, "fullatt_block_indexes": [3, 5], "out_hidden_size": 128}
+    }
+    config["text_config"] = {**config["text_config"], "hidden_size": 128, "num_attention_heads": 8}
     layers = ["fsdp2"] * 7 + ["dp2"] + ["tp2"] * 2 + ["dp2"]
     small = shrunk_plan(make_plan(config, ", ".join(layers), num_devices=2, seq_len=32))
     chain = small.chain()

@@ -12,7 +12,7 @@ WIDTH_KEYS = (
     *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
     *("attention_hidden_size", "emb_dim"),
 )
-_TOWER_KEYS = ("audio_hidden_size", "pooler_output_size", "projection_size")
+_TOWER_KEYS = ("audio_hidden_size", "pooler_output_size", "projection_size", "out_hidden_size")
 """Widths that a config repeats: of a tower in another part, of what is pooled."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
 """Widths of embeddings that are projected to the hidden state where they differ from it."""

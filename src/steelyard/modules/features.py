@@ -34,6 +34,7 @@ def _sound(_config: Any) -> SplitFeatures:
     return SplitFeatures(name="input_values", shape=(_SOUND,))
 
 
+_CHANNELS = ("in_channels", "num_channels", "in_chans")
 _FEATURES: Mapping[str, Callable[[Any], SplitFeatures]] = {
     "moonshine": _sound,
     "speech_to_text": _frames_first,
@@ -75,10 +76,10 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
     vision = getattr(config, "vision_config", None)
     if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
         return _patches(config, vision)
-    size, token = getattr(vision, "image_size", None), getattr(config, "image_token_id", None)
-    if not isinstance(size, int) or not isinstance(token, int):
+    sides, token = _sides(getattr(vision, "image_size", None)), getattr(config, "image_token_id", None)
+    if len(sides) != 2 or not isinstance(token, int):
         raise _unknown(config, "images (its config gives no vision_config.image_size, or no image_token_id)")
-    shape = (getattr(vision, "num_channels", 3), size, size)
+    shape = (getattr(vision, "num_channels", 3), *sides)
     try:
         with torch.no_grad():
             made = model.get_image_features(pixel_values=torch.zeros((1, *shape), device="meta"))
@@ -90,11 +91,18 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
     return SplitFeatures(name="pixel_values", shape=shape, token=token, places=places)
 
 
+def _sides(size: Any) -> tuple[int, ...]:
+    """Height and width of an image, as a config says it; empty where it does not."""
+    return (size, size) if isinstance(size, int) else tuple(size or ())
+
+
 def _patches(config: Any, vision: Any) -> SplitFeatures:
     """The patches of one image, each a row of all its entries, of which the model merges squares to places of text."""
-    patch, merge, frames = vision.patch_size, getattr(vision, "spatial_merge_size", 1), vision.temporal_patch_size
-    size = getattr(vision, "image_size", None)
-    sides = (size, size) if isinstance(size, int) else tuple(size or ())
+    patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", 1)
+    channels = next((getattr(vision, key) for key in _CHANNELS if hasattr(vision, key)), 3)
+    sides = _sides(getattr(vision, "image_size", None))
+    if not isinstance(patch, int) or not isinstance(merge, int):
+        raise _unknown(config, f"images (its patches are of {patch}, of which {merge} merge)")
     if len(sides) != 2 or any(side <= 0 or side % (patch * merge) for side in sides):
         raise InvalidModelError(
             field="image_size",
@@ -105,7 +113,7 @@ def _patches(config: Any, vision: Any) -> SplitFeatures:
     rows, columns = (side // patch for side in sides)
     return SplitFeatures(
         name="pixel_values",
-        shape=(rows * columns, vision.in_channels * frames * patch * patch),
+        shape=(rows * columns, channels * getattr(vision, "temporal_patch_size", 1) * patch * patch),
         token=config.image_token_id,
         places=rows * columns // merge**2,
         grid=(1, rows, columns),
