@@ -6,12 +6,11 @@ The numbers stand in ``efficiency.yaml`` beside this file, with what they were f
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.errors import InvalidProfileError
+from steelyard.files import read_packaged_yaml
 from steelyard.plan.cost_source import CatalogueRates
 from steelyard.profiles.profile import Work
 from steelyard.profiles.shapes import AttentionCall
@@ -40,7 +39,7 @@ class AttentionShape(BaseModel):
     `QUERIES_OF_A_BLOCK` queries of a head, and backward `backward` times that.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     head_dim: float = Field(ge=0)
     """The softmax of a score costs what so many products of it do."""
@@ -110,7 +109,7 @@ STAND_IN = "other"
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class _Row(_Part):
@@ -203,8 +202,7 @@ def _generation(device_name: str) -> str:
 
 @cache
 def _file() -> _EfficiencyFile:
-    text = resources.files("steelyard.cost").joinpath("efficiency.yaml").read_text(encoding="utf-8")
-    file = _EfficiencyFile.model_validate(yaml.safe_load(text))
+    file = _EfficiencyFile.model_validate(read_packaged_yaml("steelyard.cost", "efficiency.yaml"))
     if STAND_IN not in file.generations or STAND_IN not in file.networks:
         raise InvalidProfileError(
             field="efficiency.yaml", found=f"no row named {STAND_IN}", expected="one in generations and one in networks"

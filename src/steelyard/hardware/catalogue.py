@@ -7,12 +7,10 @@ not there is an error that lists the nearest ones, never a default.
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import resources
-from typing import Any, TypeVar
-
-import yaml
+from typing import TypeVar
 
 from steelyard.errors import InvalidClusterError, nearest
+from steelyard.files import read_packaged_yaml
 from steelyard.hardware.files import DeviceCatalogue, DeviceRow, LinkCatalogue, LinkRow, checked
 from steelyard.hardware.values import Device, Link
 
@@ -117,12 +115,12 @@ def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:
 
 @cache
 def _device_catalogue() -> DeviceCatalogue:
-    return checked(_packaged("devices.yaml"), DeviceCatalogue, where="devices.yaml")
+    return checked(read_packaged_yaml("steelyard.hardware", "devices.yaml"), DeviceCatalogue, where="devices.yaml")
 
 
 @cache
 def _link_catalogue() -> LinkCatalogue:
-    return checked(_packaged("links.yaml"), LinkCatalogue, where="links.yaml")
+    return checked(read_packaged_yaml("steelyard.hardware", "links.yaml"), LinkCatalogue, where="links.yaml")
 
 
 @cache
@@ -133,9 +131,3 @@ def _device_rows() -> Mapping[str, DeviceRow]:
 @cache
 def _link_rows() -> Mapping[str, LinkRow]:
     return _rows_by_name(_link_catalogue().links, where="links.yaml")
-
-
-def _packaged(name: str) -> Any:
-    """What a file of ours holds, by the fast parser where PyYAML was built with it."""
-    text = resources.files("steelyard.hardware").joinpath(name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -49,7 +49,7 @@ def _way_of_writing(entry: Any) -> str:
 class FileModel(BaseModel):
     """Frozen, and an unknown key is an error that names the nearest known one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

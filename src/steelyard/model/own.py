@@ -28,7 +28,7 @@ NO_END_TP = "what stands before and after the blocks of a module of one's own is
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class OwnInput(_Part):

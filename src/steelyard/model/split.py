@@ -22,7 +22,7 @@ Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class SplitKind(_Part):

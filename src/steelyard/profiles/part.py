@@ -13,7 +13,7 @@ Size = Annotated[float, Field(gt=0, le=MOST_QUANTITY, allow_inf_nan=False)]
 class ProfilePart(BaseModel):
     """Common to all parts of a profile: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class Affine(ProfilePart):

@@ -10,7 +10,7 @@ from steelyard.limits import Bytes, Count, DeviceCount, Factor, PositiveSeconds,
 class RecordPart(BaseModel):
     """Common to all parts of a record: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class StepRecord(RecordPart):

@@ -62,7 +62,7 @@ LayerPlace = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
 
 class KindCosts(_Part):
