@@ -29,3 +29,22 @@ def test_layers_as_they_work_give_faster_plans_that_fit_and_a_smaller_gap(monkey
     assert best.outcome.score_s < without.ranked[0].outcome.score_s * 0.99
     assert found.search.gap < without.search.gap
     assert without.search.lower_bound_s <= found.search.lower_bound_s <= best.outcome.score_s
+
+
+def test_the_fastest_plan_of_one_stage_is_told_from_all_others_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(
+        "llama3-8b",
+        "1x8xa100-80gb",
+        global_batch=64,
+        seq_len=4096,
+        precision="bf16",
+        memory="30GiB",
+        profile=None,
+    )
+    tables = make_tables(job, PlanOptions(num_stages=1))
+    found = accept(job, tables).search
+    assert found.status == "optimal"
+    monkeypatch.setattr(acceptance, "_of_all_states", lambda _: None)
+    without = accept(job, tables).search
+    assert without.status == "feasible"
+    assert without.lower_bound_s < found.best.score_s <= without.best.score_s

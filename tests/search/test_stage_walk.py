@@ -88,6 +88,35 @@ def test_no_plan_of_one_stage_that_fits_is_faster_than_the_bound(block: int) -> 
                 assert walks.bound_s(budget, target_s) <= expected * (1 + 1e-9) + 1e-9, seed
 
 
+@pytest.mark.parametrize("block", range(5))
+def test_the_fastest_plan_of_one_stage_is_that_of_every_choice_and_none_where_the_limit_is_below(block: int) -> None:
+    for seed in range(block * 30, block * 30 + 30):
+        tables, working, cuts = drawn(seed, 1)
+        known = plans(tables, working, cuts)
+        sizes = sorted(size for _, size in known)
+        for budget in (sizes[0], sizes[len(sizes) // 4], sizes[-1]):
+            expected = exhaustive.fastest(known, budget)
+            assert expected is not None
+            walks = StageWalks(tables, working)
+            for limit_s in (expected, 1.1 * expected + 1):
+                found, bound_s = walks.fastest(budget, limit_s, ANY)
+                assert found is not None, seed
+                assert found.step_s == pytest.approx(expected, rel=1e-9, abs=1e-9), seed
+                assert bound_s == pytest.approx(expected, rel=1e-9, abs=1e-9), seed
+                assert most_bytes(tables, working, cuts, list(found.strategies)) <= budget, seed
+            none, bound_s = walks.fastest(budget, 0.9 * expected - 1e-6, ANY)
+            assert none is None, seed
+            assert 0.9 * expected - 1e-6 <= bound_s <= expected * (1 + 1e-9), seed
+
+
+def test_with_room_for_too_few_states_the_fastest_plan_lies_between_a_bound_and_a_plan() -> None:
+    tables, working, cuts = drawn(3, 1)
+    known = plans(tables, working, cuts)
+    found, bound_s = StageWalks(tables, working).fastest(max(size for _, size in known), 1e9, 1)
+    assert found is not None
+    assert bound_s <= min(seconds for seconds, _ in known) <= found.step_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("width", [1, 3, ANY])
 def test_plans_of_several_stages_fit_whatever_the_number_of_states(width: int) -> None:
     num_found = 0

@@ -81,12 +81,15 @@ class LayerCosts:
     def _make(self, kinds: Sequence[int]) -> None:
         for k in kinds:
             passes: KnownPasses = {}
-            for s in np.flatnonzero(self.legal[k]).tolist() if not self._is_made[k] else ():
-                cost = layer_cost(self._setting.job.chain.kinds[k], self.strategies[s], self._setting, passes)
-                self._microbatch_s[k, s] = cost.microbatch_s
-                self._once_s[k, s] = sum(seconds for name, seconds in cost.once_s.items() if name != "tied")
-                held = sum(cost.static_bytes.values()), cost.activation_bytes, cost.transient_bytes
-                self._bytes[:, k, s] = [min(each, MOST_BYTES) for each in held]
+            columns = np.flatnonzero(self.legal[k]) if not self._is_made[k] else np.zeros(0, dtype=np.int64)
+            kind, setting = self._setting.job.chain.kinds[k], self._setting
+            costs = [layer_cost(kind, self.strategies[s], setting, passes) for s in columns.tolist()]
+            self._microbatch_s[k, columns] = [cost.microbatch_s for cost in costs]
+            self._once_s[k, columns] = [
+                sum(seconds for name, seconds in cost.once_s.items() if name != "tied") for cost in costs
+            ]
+            for place, held in enumerate(("static_sum", "activation_bytes", "transient_bytes")):
+                self._bytes[place, k, columns] = [min(getattr(cost, held), MOST_BYTES) for cost in costs]
             self._is_made[k] = True
 
 

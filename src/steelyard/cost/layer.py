@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
@@ -126,6 +126,11 @@ class LayerBytes:
     """Per microbatch in flight."""
     transient_bytes: int
 
+    @property
+    def static_sum(self) -> int:
+        """All static bytes."""
+        return sum(self.static_bytes.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost(LayerBytes):
@@ -191,7 +196,20 @@ def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerB
 
 
 def layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerMemory:
-    """The bytes of a layer of this kind under a legal strategy, each as the walk through a stage needs it."""
+    """The bytes of a layer of this kind under a legal strategy, each as the walk through a stage needs it.
+
+    The job remembers them: settings have layers in common.
+    """
+    shards, tokens, samples = strategy.state_shards, strategy.token_degree, rank_samples(strategy, setting)
+    place = kind.name, samples, setting.pipeline.num_microbatches > 1
+    key = (*place, strategy.tensor_degree, shards, tokens, strategy.variants, strategy.remat)
+    found = setting.job.known_memory.get(key)
+    if found is None:
+        found = setting.job.known_memory[key] = _layer_memory(kind, strategy, setting)
+    return cast(LayerMemory, found)
+
+
+def _layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerMemory:
     job, layer = setting.job, layer_profile(kind, strategy, setting)
     held = layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
     samples, needed = rank_samples(strategy, setting), working_bytes(layer, strategy, setting)

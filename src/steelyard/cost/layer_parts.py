@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Self
 
 import numpy as np
@@ -9,17 +10,14 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import context_bytes
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import LayerMemory, layer_memory, rank_samples
+from steelyard.cost.layer import LayerMemory, layer_memory
 from steelyard.cost.setting import Setting
-from steelyard.cost.stage_memory import backward_sending, hidden_bytes, made_bytes
 from steelyard.cost.tables import CostTables
-from steelyard.plan.strategy import Strategy
+from steelyard.plan.strategy import Remat, Strategy
+from steelyard.schedules import PipelineConfig
 from steelyard.schedules.passes import Phase
 
 IntTable = NDArray[np.int64]
-
-KnownLayers = dict[tuple[object, ...], LayerMemory]
-"""The memory of layers of a job by all that it depends on, shared between settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,39 +50,46 @@ class LayerParts:
     """Of several stages, what that of the layer keeps of each microbatch beside, at least: positions, masks."""
 
     @classmethod
-    def of(cls, tables: CostTables, setting: Setting, known: KnownLayers) -> Self:
-        """Those of tables of a pipeline setting; ``known`` saves work between settings."""
-        names = cls.__slots__
-        found = np.zeros((len(names), *tables.legal.shape), dtype=np.int64)
-        last = len(tables.layers) - 1
+    def of(cls, tables: CostTables, setting: Setting) -> Self:
+        """Those of tables of a pipeline setting."""
+        found = {name: np.zeros(tables.legal.shape, dtype=np.int64) for name in cls.__slots__}
+        last, job = len(tables.layers) - 1, setting.job
+        samples, sequence = _divided(tables.strategies, setting)
+        copies = np.array([1 if each.remat is Remat.FULL else 2 for each in tables.strategies], dtype=np.int64)
         for row, place in {kind: place for place, kind in enumerate(tables.layers)}.items():
-            layer = setting.job.chain.num_layers - 1 if place == last else place
-            kind = setting.job.chain.kind_of(layer)
-            beside = side_bytes({kind}, setting) if setting.pipeline.num_stages > 1 else 0
-            for column in np.flatnonzero(tables.legal[row]).tolist():
-                strategy = tables.strategies[column]
-                memory = memory_of(setting.job.chain.layers[layer], strategy, setting, known)
-                sent = 0 if place == last else hidden_bytes(layer, strategy, setting)
-                made = 0 if place == last else made_bytes(layer, strategy, setting)
-                found[:, row, column] = (*_layer_parts(memory, strategy, sent, made), beside)
-                found[0, row, column] += sample_bytes(kind, strategy, setting)
-        return cls(**dict(zip(names, found, strict=True)))
+            layer = job.chain.num_layers - 1 if place == last else place
+            kind, columns = job.chain.kind_of(layer), np.flatnonzero(tables.legal[row])
+            strategies = [tables.strategies[column] for column in columns.tolist()]
+            memories = [layer_memory(kind, strategy, setting) for strategy in strategies]
+            parts = [job.once(each, "parts", partial(_layer_parts, each)) for each in memories]
+            own = np.array(parts, dtype=np.int64).reshape(len(columns), len(_OWN) + 2).T
+            for name, num_bytes in zip(_OWN, own, strict=False):
+                found[name][row, columns] = num_bytes
+            read = [sample_bytes(kind, strategy, setting) for strategy in strategies]
+            found["states"][row, columns] += np.array(read, dtype=np.int64)
+            backward, beside = own[len(_OWN) :]
+            found["autograd"][row, columns] = backward + beside
+            if place != last:
+                share = samples[columns] * job.compute_bytes
+                flowing, made = (each(layer, job.seq_len) for each in (job.chain.num_flowing, job.chain.num_made))
+                found["sent"][row, columns] = share * flowing // sequence[columns]
+                backward = np.maximum(0, backward - copies[columns] * (share * made // sequence[columns]))
+            found["autograd_sending"][row, columns] = backward + beside
+            found["beside"][row, columns] = side_bytes({kind}, setting) if setting.pipeline.num_stages > 1 else 0
+        return cls(**found)
 
 
-def memory_of(kind_index: int, strategy: Strategy, setting: Setting, known: KnownLayers) -> LayerMemory:
-    """The memory of a layer of a kind of the model, looked up in what is ``known`` or put there."""
-    shards, tokens, samples = strategy.state_shards, strategy.token_degree, rank_samples(strategy, setting)
-    key = (kind_index, strategy.tensor_degree, shards, tokens, strategy.variants, strategy.remat, samples)
-    if key not in known:
-        known[key] = layer_memory(setting.job.chain.kinds[kind_index], strategy, setting)
-    return known[key]
+_OWN = (
+    *("states", "gradients", "replicated_copy", "gathered_copy", "saved", "reduced", "ahead"),
+    *("reduction", "reduction_first"),
+)
+"""Fields of `LayerParts` that a layer has whatever flows out of it."""
 
 
-def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) -> tuple[int, ...]:
-    """The fields of `LayerParts` in their order but for the last, samples left out."""
+def _layer_parts(memory: LayerMemory) -> tuple[int, ...]:
+    """The fields `_OWN`, samples left out, and what autograd works with and the layer has beside it."""
     copy = memory.copy if memory.keeps_copy else 0
     freed = memory.freed + (memory.copy if memory.drops_copy else 0)
-    beside = memory.made_gradients + (0 if memory.keeps_copy else memory.copy)
     return (
         3 * memory.shard + memory.buffers,
         memory.kept_gradients,
@@ -93,12 +98,17 @@ def _layer_parts(memory: LayerMemory, strategy: Strategy, sent: int, made: int) 
         memory.saved,
         memory.reduced if memory.shards > 1 else 0,
         memory.copy if memory.shards > 1 and not memory.keeps_copy else 0,
-        memory.backward + beside,
-        backward_sending(memory, strategy, made) + beside,
         memory.reduction_bytes(is_first=False) - freed,
         memory.reduction_bytes(is_first=True) - freed,
-        sent,
+        memory.backward,
+        memory.made_gradients + (0 if memory.keeps_copy else memory.copy),
     )
+
+
+def _divided(strategies: Sequence[Strategy], setting: Setting) -> tuple[IntTable, IntTable]:
+    """[S] twice: samples of a microbatch on a rank, and ranks over which what flows of each is divided."""
+    samples = [setting.microbatch_samples // each.sample_degree for each in strategies]
+    return np.array(samples, dtype=np.int64), np.array([each.sequence_degree for each in strategies], dtype=np.int64)
 
 
 def shared_overhead(setting: Setting) -> int:
@@ -219,23 +229,24 @@ def model_ends(tables: CostTables, moments: list[StageMoment]) -> tuple[tuple[in
 
 def fullest_moments(setting: Setting) -> list[StageMoment]:
     """[P] of the stages of several chunks, the moments at which they hold most microbatches."""
-    return [_fullest(stage, setting) for stage in range(setting.pipeline.num_stages)]
+    return [_fullest(stage, setting.pipeline) for stage in range(setting.pipeline.num_stages)]
 
 
-def _fullest(stage: int, setting: Setting) -> StageMoment:
+@lru_cache(maxsize=4096)
+def _fullest(stage: int, pipeline: PipelineConfig) -> StageMoment:
     """Of the backward passes that a stage begins with most passes in flight the one with most gradients, or the last.
 
     On the last stage rather one of the last chunk, which has the head.
     """
-    chunks, count = setting.pipeline.num_chunks, setting.pipeline.num_microbatches
-    order = setting.pipeline.passes(stage)
+    chunks, count = pipeline.num_chunks, pipeline.num_microbatches
+    order = pipeline.passes(stage)
     is_backward = order.phase == Phase.BACKWARD
     mine = order.chunk == np.arange(chunks)[:, None]
     before = [np.cumsum(mine & each, axis=1) - (mine & each) for each in (~is_backward, is_backward)]
     forwards, backwards = before
     in_flight = (forwards - backwards).sum(axis=0)
     kept = ((backwards > 0).astype(int) + ((forwards > 0) & (backwards < count))).sum(axis=0)
-    has_head = (order.chunk == chunks - 1) & (stage == setting.pipeline.num_stages - 1)
+    has_head = (order.chunk == chunks - 1) & (stage == pipeline.num_stages - 1)
     fullest = is_backward & (in_flight == in_flight[is_backward].max())
     place = max(np.flatnonzero(fullest).tolist(), key=lambda each: (has_head[each], kept[each], each))
     last = [np.flatnonzero(own[:place]) for own in mine]

@@ -27,12 +27,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard.cost.layer import layer_memory
 from steelyard.cost.layer_parts import (
-    KnownLayers,
     LayerParts,
     fullest_moments,
     least_hidden_bytes,
-    memory_of,
     saved_in_chunks,
     shared_overhead,
     stage_exchange,
@@ -53,41 +52,38 @@ _LEAST_LAYERS = 4
 class Floors:
     """The floors of cost tables of a job, made when first asked for; the budget of the job changes none of them."""
 
-    def __init__(self, job: Job, known: KnownLayers | None = None) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._made: dict[CostTables, tuple[CostTables, ...]] = {}
-        self._known: KnownLayers = {} if known is None else known
 
     def of(self, tables: CostTables) -> tuple[CostTables, ...]:
         """As `floor_tables` makes them."""
         if tables not in self._made:
-            self._made[tables] = floor_tables(tables, self._job, self._known)
+            self._made[tables] = floor_tables(tables, self._job)
         return self._made[tables]
 
     def working(self, tables: CostTables) -> WorkingBytes | None:
         """As `working_bytes` makes them."""
-        return working_bytes(tables, self._job, self._known)
+        return working_bytes(tables, self._job)
 
     def of_others(self) -> "Floors":
-        """Those of tables of the job that are soon done with; what is known of layers serves them too."""
-        return Floors(self._job, self._known)
+        """Those of tables of the job that are soon done with."""
+        return Floors(self._job)
 
 
-def floor_tables(tables: CostTables, job: Job, known: KnownLayers | None = None) -> tuple[CostTables, ...]:
+def floor_tables(tables: CostTables, job: Job) -> tuple[CostTables, ...]:
     """The same times with bytes that no walk is below; of several, each is a bound of its own.
 
-    ``tables`` are of a pipeline setting of the job; ``known`` saves work between settings. For a framework with states
-    of its own the tables are a bound already.
+    ``tables`` are of a pipeline setting of the job. For a framework with states of its own they are a bound already.
     """
     size = tables.strategies[0].num_devices if tables.strategies else None
     setting = Setting(job=job, pipeline=tables.pipeline, stage_size=size)
     if setting.job.execution.keeps_own_buffers:
         return (tables,)
-    known = {} if known is None else known
     if tables.pipeline.num_chunks > 1:
-        return (_interleaved(tables, setting, LayerParts.of(tables, setting, known)),)
+        return (_interleaved(tables, setting, LayerParts.of(tables, setting)),)
     tables = _with_places(tables)
-    parts = LayerParts.of(tables, setting, known)
+    parts = LayerParts.of(tables, setting)
     flights = [tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)]
     short = [count for count in flights if setting.pipeline.num_microbatches <= count]
     floors = [_at_the_fullest(tables, setting, parts, has_gradients=not short)]
@@ -104,16 +100,14 @@ def floor_likeness(pipeline: PipelineConfig) -> tuple[int, ...]:
     return count, min(pipeline.num_stages, 2), min((each for each in flights if count <= each), default=0), flights[-1]
 
 
-def held_floors(
-    strategies: tuple[Strategy, ...], legal: NDArray[np.bool_], setting: Setting, known: KnownLayers
-) -> IntTable:
+def held_floors(strategies: tuple[Strategy, ...], legal: NDArray[np.bool_], setting: Setting) -> IntTable:
     """[3, K, S] bytes that a layer has on its stage at least: always, of each microbatch in flight, and of gradients.
 
     These it has when most microbatches are in flight, if they are not all.
     """
     found = np.zeros((3, *legal.shape), dtype=np.int64)
     for row, column in np.argwhere(legal).tolist():
-        memory = memory_of(row, strategies[column], setting, known)
+        memory = layer_memory(setting.job.chain.kinds[row], strategies[column], setting)
         found[:, row, column] = 3 * memory.shard + memory.buffers, memory.saved, memory.kept_gradients
     return found
 

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import KnownCosts, border_s, build_tables, usable_bytes
 from steelyard.cost.execution import Execution
-from steelyard.cost.layer_parts import KnownLayers
 from steelyard.cost.memory_floor import floor_likeness, floor_tables
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import border_table
@@ -211,7 +210,6 @@ class PooledFloors:
         self._job = job
         self._made: dict[CostTables, tuple[CostTables, ...]] = {}
         self._parts: dict[tuple[int, ...], tuple[CostTables, ...]] = {}
-        self._known: list[KnownLayers] = [{} for _ in job.pools]
 
     def of(self, tables: CostTables) -> tuple[CostTables, ...]:
         """As `floor_tables` makes them of each pool."""
@@ -227,8 +225,7 @@ class PooledFloors:
         pools = tables.pools
         assert pools is not None, "tables of a job of several pools are joined"
         found = [
-            working_bytes(part, self._job.pools[place], self._known[place])
-            for place, part in zip(pools.order, pools.parts, strict=True)
+            working_bytes(part, self._job.pools[place]) for place, part in zip(pools.order, pools.parts, strict=True)
         ]
         parts = [each for each in found if each is not None]
         if len(parts) < len(found):
@@ -243,11 +240,11 @@ class PooledFloors:
         """As `floor_tables` makes them of one pool, for one of all pipelines in which they are the same."""
         pipeline, job = tables.pipeline, self._job.pools[place]
         if pipeline.num_chunks > 1 or not tables.strategies:
-            return floor_tables(tables, job, self._known[place])
+            return floor_tables(tables, job)
         apart = pipeline.num_stages if job.chain.tied_embeddings else 0
         key = (place, tables.strategies[0].num_devices, apart, *floor_likeness(pipeline))
         if key not in self._parts:
-            self._parts[key] = floor_tables(tables, job, self._known[place])
+            self._parts[key] = floor_tables(tables, job)
         return self._parts[key]
 
 

@@ -1,7 +1,7 @@
 """What a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline setting."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -103,9 +103,21 @@ class Job:
         return known(tensor_bytes)
 
     @cached_property
+    def known_memory(self) -> dict[Hashable, object]:
+        """The memory of layers, by what it depends on beside the job."""
+        return {}
+
+    @cached_property
     def known_stages(self) -> dict[Hashable, dict[str, int]]:
         """Bytes by term of stages that were walked, by what they depend on beside the job."""
         return {}
+
+    def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
+        """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
+        found = replace(self, budget_bytes=budget_bytes, margin_bytes=margin_bytes)
+        for name in ("_layers", "_made", "_collectives", "known_memory", "known_stages"):
+            found.__dict__[name] = getattr(self, name)
+        return found
 
     def cost_source(self) -> CostSource:
         """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""

@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.layer_parts import (
-    KnownLayers,
     LayerParts,
     fullest_moments,
     least_hidden_bytes,
@@ -75,13 +74,13 @@ def joined_bytes(parts: Sequence[WorkingBytes], overhead_bytes: Sequence[int]) -
     return WorkingBytes(**tables, overhead_bytes=tuple(overhead_bytes), reduces_again=again)
 
 
-def working_bytes(tables: CostTables, job: Job, known: KnownLayers | None = None) -> WorkingBytes | None:
+def working_bytes(tables: CostTables, job: Job) -> WorkingBytes | None:
     """Those of cost tables of a pipeline setting of the job; None for a framework with states of its own."""
     size = tables.strategies[0].num_devices if tables.strategies else None
     setting = Setting(job=job, pipeline=tables.pipeline, stage_size=size)
     if setting.job.execution.keeps_own_buffers:
         return None
-    parts = LayerParts.of(tables, setting, {} if known is None else known)
+    parts = LayerParts.of(tables, setting)
     return _in_chunks(tables, setting, parts) if tables.pipeline.num_chunks > 1 else _in_one(tables, setting, parts)
 
 

@@ -5,9 +5,10 @@ walk is below (`steelyard.cost.memory_floor`) stands for each pipeline setting b
 much above the walk. The fastest plan within a floor is a bound of all plans that the walk accepts, and where the walk
 accepts that very plan it is the answer: so it is wherever memory does not bind. Else its cuts get the strategies that
 are best by what a stage holds as each layer works (`steelyard.search.stage_walk`), which also bounds plans of one stage
-better. Then the floor is searched within less and less, by as much as the walk of the plan found last exceeds its
-floor, until a plan is accepted, and the room between the last two is halved; what the setting's own tables allow and
-its plain plans compete with it, as far as the walk accepts them.
+better; what the setting's own tables allow and its plain plans compete with them. Where the gap of a setting of one
+stage is still open, the fastest of all its plans is sought by the same. Then the floor is searched within less and
+less, by as much as the walk of the plan found last exceeds its floor, until a plan is accepted, and the room between
+the last two is halved.
 Only settings whose bound is below the best accepted plan take part.
 """
 
@@ -58,6 +59,8 @@ HALVINGS = 4
 """How often the room between the least budget that was too much and the largest accepted is halved."""
 WIDTH = 100
 """States of a layer that are kept where plans are sought by what a stage holds as each layer works."""
+MOST_STATES = 2500
+"""States of a layer that are told apart where the fastest plan of one stage is sought among all."""
 NUM_REFINED = 3
 """Settings whose best plans are refined."""
 REFINED_GAP = 0.001
@@ -209,6 +212,19 @@ def _without_means(contest: "_Contest") -> None:
             known = contest.accepted.get(indices[index])
             if known is None or outcome.score_s < known.outcome.score_s:
                 contest.accepted[indices[index]] = replace(each, outcome=outcome)
+
+
+def _of_all_states(contest: "_Contest") -> None:
+    """Finds the fastest plans of settings of one stage by what it holds as each layer works, or bounds them better."""
+    for index in contest.open():
+        walks = contest.stage_walks(index) if contest.given[index].pipeline.num_stages == 1 else None
+        if walks is None or contest.left_s == 0 or contest.bounds_s[index] >= contest.enough_s:
+            continue
+        solution, bound_s = walks.fastest(contest.room_bytes, contest.cutoff_s, MOST_STATES)
+        contest.bounds_s[index] = max(contest.bounds_s[index], bound_s)
+        if solution is not None:
+            result = SettingResult(status="feasible", solution=solution, lower_bound_s=contest.bounds_s[index])
+            contest.excess_bytes(_outcome(index, walks.tables, result))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -363,13 +379,15 @@ def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, n
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])
     _plain(contest, contest.open())
+    within = {index: _within_floors(contest, index, found.settings[index]) for index in contest.open()}
     if contest.refines:
         _refine(contest)
+        _of_all_states(contest)
     for index in contest.open():
         if contest.left_s == 0 and not contest.given[index].is_made:
             continue
         if contest.bounds_s[index] < contest.enough_s:
-            _between(contest, index, found.settings[index])
+            _between(contest, index, within.get(index))
         if contest.to_the_end and contest.bounds_s[index] < contest.enough_s:
             _beyond(contest, index)
 
@@ -423,17 +441,24 @@ def _plain(contest: _Contest, indices: Sequence[int]) -> None:
                 break
 
 
-def _between(contest: _Contest, index: int, known: SettingOutcome) -> None:
+def _within_floors(contest: _Contest, index: int, known: SettingOutcome) -> SettingOutcome | None:
+    """The fastest plan of a setting within the floor that bounds it best; ``known`` is that of the first."""
+    outcome = known if known.result.status == "optimal" else None
+    if contest.left_s == 0 and not contest.given[index].is_made:
+        return outcome
+    for floor in contest.floors(index)[outcome is not None :]:
+        if contest.bounds_s[index] >= contest.enough_s:
+            break
+        outcome = _within(contest, index, AnyBudget(floor), 0) or outcome
+    return outcome
+
+
+def _between(contest: _Contest, index: int, known: SettingOutcome | None) -> None:
     """Searches the floors of a setting within less and less until the walk accepts a plan, then within a little more.
 
-    Begins with the floor that bounds the setting best.
+    Begins with the fastest plan within the floor that bounds the setting best.
     """
-    outcome = known if known.result.status == "optimal" else None
-    floors = [AnyBudget(each) for each in contest.floors(index)]
-    for floor in floors[outcome is not None :]:
-        outcome = _within(contest, index, floor, 0) or outcome
-        if contest.bounds_s[index] >= contest.enough_s:
-            return
+    outcome, floors = known, [AnyBudget(each) for each in contest.floors(index)]
     refused, spared = 0, 0
     for _ in range(MAX_TRIES):
         excess = 0 if outcome is None else contest.excess_bytes(outcome)

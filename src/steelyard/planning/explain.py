@@ -81,8 +81,8 @@ def other_budgets(contest: Contest) -> tuple[Rival, ...]:
     budget = contest.job.budget_bytes
     change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
     jobs = {
-        f"{format_bytes(change)} more": replace(contest.job, budget_bytes=budget + change),
-        f"{format_bytes(change)} less": replace(contest.job, budget_bytes=budget - change),
+        f"{format_bytes(change)} more": contest.job.within(budget + change),
+        f"{format_bytes(change)} less": contest.job.within(budget - change),
     }
     if contest.job.margin_bytes:
         jobs[f"no margin ({format_bytes(contest.job.margin_bytes)} more)"] = without_margin(contest.job)
@@ -91,7 +91,7 @@ def other_budgets(contest: Contest) -> tuple[Rival, ...]:
 
 def what_binds(contest: Contest, best: Rival) -> str:
     """What a plan faster than ``best`` would need, in a sentence."""
-    roomy = replace(contest.job, budget_bytes=MOST_BYTES)
+    roomy = contest.job.within(MOST_BYTES)
     free = replace(contest, job=roomy).rival("unlimited memory", contest.tables)
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory binds: the search finds no plan that fits."

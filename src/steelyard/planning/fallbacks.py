@@ -87,13 +87,13 @@ def _fastest_within(
 
     One that saves a run from ending, not the plan to train with: the search does not go to the end.
     """
-    tight = replace(job, budget_bytes=budget_bytes, margin_bytes=0)
+    tight = job.within(budget_bytes)
     search = partial(plan_job, options=options, top=1, tables=tables, floors=floors, to_the_end=False)
     result = search(tight)
     if result.plan is not None or result.miss is None:
         return result.plan
     least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return search(replace(tight, budget_bytes=least_bytes)).plan
+    return search(job.within(least_bytes)).plan
 
 
 def _as_fallback(plan: Plan) -> Fallback:

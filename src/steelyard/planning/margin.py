@@ -8,7 +8,6 @@ are searched within `MARGIN` less than a GPU has, and within all of it where non
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
@@ -35,12 +34,12 @@ def with_margin(job: Job, share: float | None, *, is_asked: bool) -> Job:
             hint=f"give for example --memory-margin {MARGIN:g}, or leave it out",
         )
     margin = int(job.budget_bytes * share)
-    return replace(job, budget_bytes=job.budget_bytes - margin, margin_bytes=margin)
+    return job.within(job.budget_bytes - margin, margin_bytes=margin)
 
 
 def without_margin(job: Job) -> Job:
     """The job within all the memory that there is."""
-    return replace(job, budget_bytes=job.budget_bytes + job.margin_bytes, margin_bytes=0)
+    return job.within(job.budget_bytes + job.margin_bytes)
 
 
 def pressure(job: Job, stages: Sequence[StagePrediction], *, missed_bytes: int = 0) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from steelyard.cost.build import (
     transfer_s,
     usable_bytes,
 )
-from steelyard.cost.layer_parts import IntTable, KnownLayers
+from steelyard.cost.layer_parts import IntTable
 from steelyard.cost.memory_floor import floor_likeness, held_floors
 from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
 from steelyard.cost.setting import Setting
@@ -74,7 +74,6 @@ class PooledSpace:
         self._known_runs: dict[tuple[int, ...], PoolRuns] = {}
         self.floors = PooledFloors(job)
         """Of the tables of all settings."""
-        self._known_layers: list[KnownLayers] = [{} for _ in job.pools]
         self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
         self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
@@ -241,9 +240,7 @@ class PooledSpace:
             least_s, _ = self._compute(pool, size, pipeline)
             time_s = np.repeat(np.array(least_s)[:, None], costs.legal.shape[1], axis=1)
             time_s[made] = costs.time_s(made, setting)
-            self._stage_layers[key] = _StageLayers(
-                setting=setting, costs=costs, time_s=time_s, known=self._known_layers[pool], counts=self._counts
-            )
+            self._stage_layers[key] = _StageLayers(setting=setting, costs=costs, time_s=time_s, counts=self._counts)
         return self._stage_layers[key]
 
     def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
@@ -269,10 +266,9 @@ class _StageLayers:
         setting: Setting,
         costs: LayerCosts,
         time_s: NDArray[np.float64],
-        known: KnownLayers,
         counts: Sequence[int],
     ) -> None:
-        self._setting, self._costs, self._time_s, self._known_layers = setting, costs, time_s, known
+        self._setting, self._costs, self._time_s = setting, costs, time_s
         self._held: IntTable | None = None
         self._within: dict[tuple[int, bool], PricedLayers] = {}
         self.transfer_s = transfer_s(setting)
@@ -286,7 +282,7 @@ class _StageLayers:
         if key not in self._within:
             costs = self._costs
             if self._held is None:
-                self._held = held_floors(costs.strategies, costs.legal, self._setting, self._known_layers)
+                self._held = held_floors(costs.strategies, costs.legal, self._setting)
             static, saved, gradients = self._held
             num_bytes = static + in_flight * saved + has_gradients * gradients
             self._within[key] = priced_layers(costs.legal, self._time_s, num_bytes, counts)

@@ -118,7 +118,7 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
 
 
 def _within(contest: Contest, budget_bytes: int) -> _Found:
-    within = replace(contest.job, budget_bytes=device_bytes(contest.job, budget_bytes))
+    within = contest.job.within(device_bytes(contest.job, budget_bytes))
     limit_s = contest.time_limit_s
     found = accept(within, contest.tables, num_alternatives=0, time_limit_s=limit_s, floors=contest.floors)
     if not found.ranked:

@@ -480,8 +480,113 @@ def priced_rests(
 
 
 @compiled(
-    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], b1, f8[:,::1], i8, f8, f8[::1], i8, f8[::1], i8, i8, "
-    "i8[:,::1], f8[:,::1])"
+    "void(f8[:,:,:,::1], i8[:,:,:,::1], i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], b1, i8[::1], f8[:,:,::1], f8[::1], "
+    "i8[::1], i8[:,:,::1], i8[:,::1])"
+)
+def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
+    rest: FloatArray,
+    chosen: IntArray,
+    kinds: IntArray,
+    count: IntArray,
+    rows: IntArray,
+    seconds: FloatArray,
+    again: bool,
+    table: IntArray,
+    switch: FloatArray,
+    prices: FloatArray,
+    rooms: IntArray,
+    links: IntArray,
+    levels: IntArray,
+) -> None:
+    """Fills in the least priced cost in seconds of the layers from each position of a run to its end.
+
+    ``rest`` [n + 1, A, R, C + 1] is by the level of what is gathered ahead, the highest level that the next reduction
+    may take and the class before; ``chosen`` alike has the options of least cost. In the last position ``rest`` is
+    zero. ``prices`` [n] as `raise_prices` finds them; ``rooms`` [n] is what a layer may hold and work with besides the
+    least that all others hold then. ``links`` [K, 2, O] are levels of what options gather ahead and reduce, and
+    ``levels`` [2, A] their bytes, rising from 0.
+    """
+    total, highest = prices.sum(), levels.shape[1] - 1
+    for position in range(len(kinds) - 1, -1, -1):
+        kind, own, picks = kinds[position], rest[position], chosen[position]
+        done = prices[:position].sum()
+        before = prices[position - 1] if position > 0 else (prices[-1] if again else 0.0)
+        after = prices[position + 1] if position + 1 < len(kinds) else 0.0
+        own[:] = np.inf
+        for option in range(count[kind]):
+            reduced, strategy, left_group = rows[kind, 7, option], rows[kind, 0, option], rows[kind, 1, option]
+            room = rooms[position] - rows[kind, 2, option]
+            paid = seconds[kind, option] + total * rows[kind, 2, option] - done * rows[kind, 3, option]
+            paid += prices[position] * rows[kind, 8, option] + after * rows[kind, 6, option] + before * max(0, reduced)
+            for ahead in range(highest + 1):
+                gathered = levels[0, ahead] if reduced >= 0 else 0
+                left = room - rows[kind, 4, option] - gathered
+                if left < 0 or (reduced >= 0 and room < rows[kind, 5, option] + gathered):
+                    break
+                most = highest
+                while levels[1, most] > left:
+                    most -= 1
+                first = links[kind, 1, option] if reduced >= 0 else 0
+                for level in range(first, first + 1 if reduced >= 0 else highest + 1):
+                    if reduced >= 0:
+                        tail = rest[position + 1, links[kind, 0, option], most, left_group]
+                    else:
+                        tail = rest[position + 1, ahead, min(most, level), left_group]
+                    for entry in range(switch.shape[1]):
+                        whole = switch[table[kind], entry, strategy] + paid + tail
+                        if whole < own[ahead, level, entry]:
+                            own[ahead, level, entry], picks[ahead, level, entry] = whole, option
+        for ahead in range(highest + 1):
+            for level in range(1, highest + 1):
+                for entry in range(switch.shape[1]):
+                    if own[ahead, level - 1, entry] < own[ahead, level, entry]:
+                        own[ahead, level, entry] = own[ahead, level - 1, entry]
+                        picks[ahead, level, entry] = picks[ahead, level - 1, entry]
+
+
+@compiled("void(i8[:,:,:,::1], i8[::1], i8[:,:,::1], b1, i8[::1], i8[:,:,::1], i8[:,::1], i8, i8, i8[::1], f8[::1])")
+def linked_excess(
+    chosen: IntArray,
+    kinds: IntArray,
+    rows: IntArray,
+    again: bool,
+    rooms: IntArray,
+    links: IntArray,
+    levels: IntArray,
+    entry: int,
+    budget: int,
+    options: IntArray,
+    excess: FloatArray,
+) -> None:
+    """Fills in by how much a run of the options that `linked_rests` chose is above the budget as each layer works."""
+    ahead, most, held, freed = 0, levels.shape[1] - 1, 0, 0
+    for position in range(len(kinds)):
+        kind = kinds[position]
+        option = chosen[position, ahead, most, entry]
+        options[position], is_sharded = option, rows[kind, 7, option] >= 0
+        left = rooms[position] - rows[kind, 2, option] - rows[kind, 4, option]
+        left -= levels[0, ahead] if is_sharded else 0
+        may = levels.shape[1] - 1
+        while levels[1, may] > left:
+            may -= 1
+        most = may if is_sharded else min(most, may)
+        ahead = links[kind, 0, option] if is_sharded else ahead
+        entry = rows[kind, 1, option]
+        held += rows[kind, 2, option]
+    for layer in range(len(kinds) - 1, -1, -1):
+        taken = held - freed + rows[kinds[layer], 8, options[layer]]
+        if layer > 0:
+            taken += rows[kinds[layer - 1], 6, options[layer - 1]]
+        if layer + 1 < len(kinds) or again:
+            behind = layer + 1 if layer + 1 < len(kinds) else 0
+            taken += max(0, rows[kinds[behind], 7, options[behind]])
+        freed += rows[kinds[layer], 3, options[layer]]
+        excess[layer] = float(taken - budget)
+
+
+@compiled(
+    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], b1, f8[:,::1], i8, f8, f8[::1], i8, f8[:,:,:,::1], i8[::1], "
+    "i8[:,::1], i8, i8, i8, i8[:,::1], f8[:,::1])"
 )
 def working_candidates(
     states: IntArray,
@@ -496,6 +601,9 @@ def working_candidates(
     prices: FloatArray,
     position: int,
     rest: FloatArray,
+    beyond: IntArray,
+    levels: IntArray,
+    least_held: int,
     rest_kept: int,
     rest_held: int,
     places: IntArray,
@@ -506,7 +614,8 @@ def working_candidates(
     ``states`` [8, N] hold class, bytes held, bytes at the fullest moment so far and at that which waits for the next
     reduction, bytes gathered ahead, index of the state before, strategy, and bytes of the first reduction (-1 for
     none); ``options`` [9, O] as in `stage_walk`, ``again`` as in `raise_prices`.
-    ``rest`` [C + 1] is `priced_rests` behind; behind the layer at least ``rest_held`` bytes more are held, of which
+    ``rest`` [E, A, R, C + 1] is `priced_rests` or `linked_rests` behind, by how much more, ``beyond`` [E], the layers
+    so far hold than ``least_held``, the least; behind the layer at least ``rest_held`` bytes more are held, of which
     ``rest_kept`` are not freed. Fills ``places`` like states, ``values`` [2, room] with seconds and a lower bound.
     """
     found, total, before = 0, prices.sum(), prices[:position].sum()
@@ -535,7 +644,20 @@ def working_candidates(
             if held + rest_held > budget or most + rest_kept > budget:
                 continue
             spent = seconds[state] + (switch[states[0, state], options[0, option]] + own_seconds[option])
-            bound = spent + rest[own_group] + (total - before - here) * held + before * most + here * waiting
+            more, link, level = len(beyond) - 1, levels.shape[1] - 1, levels.shape[1] - 1
+            while beyond[more] > held - least_held:
+                more -= 1
+            while levels[0, link] > ahead:
+                link -= 1
+            while levels[1, level] > budget - waiting - rest_kept:
+                level -= 1
+            bound = (
+                spent
+                + rest[more, link, level, own_group]
+                + (total - before - here) * held
+                + before * most
+                + here * waiting
+            )
             bound += after * ahead + repeated * max(0, first) - total * budget
             if bound > limit_s or spent > limit_s:
                 continue
@@ -557,7 +679,7 @@ def working_candidates(
 def sweep_working(order: IntArray, places: IntArray, seconds: FloatArray, detour: FloatArray, width: int) -> int:
     """Moves the first ``width`` unbeaten of the `working_candidates` to the front of ``order``; returns how many.
 
-    ``order`` lists them by their bounds, which none that beats another has larger; ``detour`` as in `sweep`.
+    ``order`` lists them by their bounds, which hardly any that beats another has larger; ``detour`` as in `sweep`.
     """
     num_kept = 0
     for index in order:
