@@ -88,7 +88,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 38},
     "gemma3n_text": {"num_kv_shared_layers": 1},
-    **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5", "encoder-decoder")},
+    **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5")},
+    "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
     **{name: {"decoder_start_token_id": 0, "expert_capacity": 4096} for name in ("switch_transformers", "nllb-moe")},
     **{
         f"{name}ForConditionalGeneration": {"text_config": GLM_TEXT}
@@ -98,7 +99,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         f"{name}ForConditionalGeneration": {"text_config": {"rope_parameters": QWEN_ROTARY}}
         for name in ("Qwen2VL", "Qwen2_5_VL")
     },
-    "musicflamingo": {"max_position_embeddings": 1200},
     "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "qwen4_exp_text": QWEN4_INDEXER,
 }

@@ -121,5 +121,6 @@ def test_every_family_can_be_compared_and_a_model_without_one() -> None:
         "convnext",
         "gemma4_text",
         "roberta",
+        "switch_transformers",
         "zamba2",
     }

@@ -42,6 +42,12 @@ def test_a_value_of_the_wrong_sort_is_named(key: str, value: object, expected: s
         chain_from_config(config(**{key: value}), name="wrong")
 
 
+def test_positions_that_are_a_whole_number_are_one() -> None:
+    check_values(config(max_position_embeddings=1200.0))
+    with pytest.raises(InvalidModelError, match=r"max_position_embeddings: found 1200\.5"):
+        check_values(config(max_position_embeddings=1200.5))
+
+
 @pytest.mark.parametrize(("name", "experts"), [("qwen3-30b-a3b", 128), ("mixtral-8x22b", 8), ("deepseek-v3", 256)])
 @pytest.mark.parametrize("change", [1, 10**6])
 def test_more_experts_of_a_token_than_there_are_is_named(name: str, experts: int, change: int) -> None:

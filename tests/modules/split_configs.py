@@ -85,6 +85,15 @@ ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Of an encoder and a decoder."""
+EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
+    "switch_transformers": {
+        **{"d_model": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 96},
+        **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 8, "expert_capacity": 64},
+        **{"dropout_rate": 0.0, "router_jitter_noise": 0.0, "vocab_size": 128, "decoder_start_token_id": 0},
+        "architectures": ["SwitchTransformersForConditionalGeneration"],
+    },
+}
+"""Whose experts are modules of their own, of which a rank's tokens may choose none."""
 
 PADDED_CONFIGS: dict[str, dict[str, Any]] = {
     "longformer": {
@@ -201,6 +210,7 @@ _ALL = (
     | BESIDE_CONFIGS
     | IMAGE_CONFIGS
     | ENCODER_CONFIGS
+    | EXPERT_CONFIGS
     | PADDED_CONFIGS
     | LENGTH_CONFIGS
     | OTHERWISE_CONFIGS

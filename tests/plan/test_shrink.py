@@ -165,6 +165,11 @@ def test_dropout_of_a_model_that_splits_by_its_structure_is_off_where_its_config
     assert dict(shrunk_plan(plan).chain().config)["dropout_rate"] == 0.0
 
 
+def test_the_noise_of_routers_is_off() -> None:
+    plan = make_plan(FAMILY_CONFIGS["mixtral"] | {"router_jitter_noise": 0.1}, "dp8, dp8, dp8, dp8")
+    assert dict(shrunk_plan(plan).chain().config)["router_jitter_noise"] == 0.0
+
+
 def test_dropout_is_off() -> None:
     config = {key: value for key, value in CASES["gpt2, one stage"].plan.chain().config.items() if "pdrop" not in key}
     plan = make_plan(config, "single, single, single, single", num_devices=1, seq_len=16)

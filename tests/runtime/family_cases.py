@@ -16,7 +16,7 @@ NUM_DEVICES = 4
 
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("bart", "cohere2", "convnext", "gemma4_text", "roberta", "zamba2")
+    for name in ("bart", "cohere2", "convnext", "gemma4_text", "roberta", "switch_transformers", "zamba2")
 }
 """Of types without a family file: what `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
@@ -98,6 +98,9 @@ CASES: dict[str, Case] = {
     ),
     "bart without a family, cut inside the decoder": _case(
         "bart", "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"
+    ),
+    "switch_transformers without a family, experts that no token of a rank chooses": _case(
+        "switch_transformers", "fsdp2, fsdp2, fsdp2 remat=full", "dp2, fsdp2, fsdp2, fsdp2"
     ),
     "gpt2, bf16": _case("gpt2", "dp2, tp2+sp", "fsdp2, tp2", precision="bf16"),
     "gemma2, bf16": _case("gemma2", "fsdp2, tp2", "dp2, tp2+sp", precision="bf16"),

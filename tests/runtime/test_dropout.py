@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import SwitchTransformersConfig
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
 from steelyard.modules.dropout import has_dropout, seed_dropout
 from steelyard.plan.plan import Plan
@@ -126,7 +128,13 @@ def test_the_seed_depends_on_the_order_of_its_parts() -> None:
 
 @pytest.mark.parametrize(
     ("module", "expected"),
-    [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False), (torch.nn.Linear(2, 2), False)],
+    [
+        (torch.nn.Dropout(0.1), True),
+        (torch.nn.Dropout(0.0), False),
+        (torch.nn.Linear(2, 2), False),
+        (SwitchTransformersTop1Router(SwitchTransformersConfig(router_jitter_noise=0.01)), True),
+        (SwitchTransformersTop1Router(SwitchTransformersConfig(router_jitter_noise=0.0)), False),
+    ],
 )
-def test_dropout_is_found_in_a_module(module: torch.nn.Module, expected: bool) -> None:
+def test_dropout_and_the_noise_of_routers_are_found_in_a_module(module: torch.nn.Module, expected: bool) -> None:
     assert has_dropout(torch.nn.Sequential(module)) is expected

@@ -47,6 +47,8 @@ _SIZES = (
     *("n_embd", "n_head", "n_inner", "n_layer", "n_positions"),
     *("vocab_size", "max_position_embeddings", *_EXPERTS),
 )
+_POSITIONS = ("max_position_embeddings", "n_positions")
+"""Sizes that some configs give as a fraction: Music Flamingo's are the base of its rotary embedding, 1200.0."""
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 ROUTER_LOSS = "output_router_logits"
 """Where it is true, models of transformers add the auxiliary loss of their routers to what they are trained on."""
@@ -60,6 +62,8 @@ def check_values(config: Mapping[str, Any]) -> None:
                 raise _wrong(key, config[key], expected)
     for key in _SIZES:
         value = config.get(key)
+        if key in _POSITIONS and isinstance(value, float) and value.is_integer():
+            value = int(value)
         is_known = value is None or isinstance(value, list) or (value == 0 and key in _EXPERTS)
         if not (is_known or is_size(value, key)):
             raise wrong_size(key, value)

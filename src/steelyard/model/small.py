@@ -43,7 +43,7 @@ _FFN_KEYS = (
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
 _TOKEN_KEYS = (
-    *("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"),
+    *("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size"),
     *("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
 )
 _WINDOW_KEYS = ("sliding_window",)
@@ -65,6 +65,8 @@ _NUMBERS = {
     **{"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
 }
 _FEW_MERGED = 3
+_JITTER_IS_A_THRESHOLD = ("phimoe",)
+"""Types whose routers compare with what others scale their noise by."""
 _FIRST_AND_LAST = ("bos_token_id", "eos_token_id")
 TOKENS = 256
 """Tokens of the vocabulary, and positions."""
@@ -172,6 +174,13 @@ def patches_of(config: Mapping[str, Any]) -> int:
     """The patches of a square image; 1 where a config does not say them."""
     image, patch = (config.get(key) for key in _OF_WINDOWS[:2])
     return (image // patch) ** 2 if isinstance(image, int) and isinstance(patch, int) else 1
+
+
+def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with nothing drawn at random, in its parts too: nothing dropped, and no noise in front of routers."""
+    words = ("drop",) if config.get("model_type") in _JITTER_IS_A_THRESHOLD else ("drop", "jitter")
+    found = {key: without_dropout(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    return found | {k: 0.0 for k, each in config.items() if isinstance(each, float) and any(w in k for w in words)}
 
 
 def structure_of(small: Mapping[str, Any]) -> dict[str, Any]:

@@ -370,6 +370,14 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
 
 
 def _tied_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Pairs of parameters that transformers ties: the one that is replaced, and the one that takes its place."""
-    keys = getattr(model, "_tied_weights_keys", None)
-    yield from ((target, source.removesuffix("$")) for target, source in keys.items()) if isinstance(keys, dict) else ()
+    """Pairs of parameters that transformers ties: the one that is replaced, and the one that takes its place.
+
+    Of models that it makes of others (an encoder and a decoder), those of each.
+    """
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for path, part in model.named_modules():
+        keys = getattr(part, "_tied_weights_keys", None)
+        for pair in keys.items() if isinstance(keys, dict) else ():
+            target, source = (f"{path}.{name}".removeprefix(".").removesuffix("$") for name in pair)
+            if {target, source} <= known:
+                yield target, source

@@ -6,9 +6,11 @@ scaled sum, hence the plain one.
 """
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds.ep import divided_parameters, shard_placement
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.replicated import Replica
@@ -38,6 +40,8 @@ def shard_over(
     )
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    if any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in routed_experts(layer)):
+        module.set_reduce_scatter_unused_params(True)  # ranks choose others, by their tokens
     return module
 
 

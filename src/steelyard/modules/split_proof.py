@@ -22,7 +22,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config, config_hash
-from steelyard.model.small import small_config, structure_of, widths_of, with_entries
+from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
 from steelyard.model.split import ModelSplit, SplitEncoder
 from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, fitting_tokens, random_samples
@@ -180,12 +180,6 @@ def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
             return proof, options
         wrong = wrong or found_wrong
     raise _not_exact(found.split, f"its pieces are not the whole: {wrong}")
-
-
-def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with nothing dropped, in its parts too."""
-    found = {key: without_dropout(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-    return found | {key: 0.0 for key, value in config.items() if "drop" in str(key) and isinstance(value, float)}
 
 
 def _parts(split: ModelSplit) -> tuple[object, ...]:

@@ -483,7 +483,7 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
 
 def _config_of_part(block: str, model: PreTrainedModel) -> PreTrainedConfig:
     """The config that says the heads of the block of this path: the model's, or that of the part which holds it."""
-    if isinstance(getattr(model.config, "num_attention_heads", None), int):
+    if model.config.is_heterogeneous or isinstance(getattr(model.config, "num_attention_heads", None), int):
         return model.config
     names = block.split(".")
     parts = (model.get_submodule(".".join(names[:count])) for count in range(len(names)))

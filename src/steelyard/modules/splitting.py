@@ -268,7 +268,7 @@ def _between_calls(
 def _most_positions(config: PreTrainedConfig) -> int:
     """The longest sequence that a config says, or the part of it that is of text."""
     found = (getattr(part, key, None) for part in (config, config.get_text_config(decoder=True)) for key in _POSITIONS)
-    return next((each for each in found if isinstance(each, int) and each > 0), 2**31)
+    return next((int(each) for each in found if isinstance(each, int | float) and each > 0), 2**31)
 
 
 def _all_streams(

@@ -1,11 +1,11 @@
 """A plan at small width: the same stages, schedule and strategies, for a model that any machine trains in a moment.
 
 Of every run of equal layers with one strategy at most two are kept; widths, heads, experts, vocabulary and sequence are
-as small as the plan's degrees allow, and so is a microbatch. Dropout is off, since
-which entries fall out differs between plans. What is kept: the type, what its blocks attend to, tied embeddings,
-stages and their ranks, strategies with their order, schedule, precision. Models with routed experts compute in fp32:
-rounded to bf16, a token may take another expert, which no comparison can tell from a fault. So do models of images with
-text: what of a gradient comes back to the tower through all of the text is no larger than bf16 rounds.
+as small as the plan's degrees allow, and so is a microbatch. Dropout and the noise of routers are off, since which
+entries fall out differs between plans. What is kept: the type, what its blocks attend to, tied embeddings, stages and
+their ranks, strategies with their order, schedule, precision. Models with routed experts compute in fp32: rounded to
+bf16, a token may take another expert, which no comparison can tell from a fault. So do models of images with text: what
+of a gradient comes back to the tower through all of the text is no larger than bf16 rounds.
 """
 
 import math
@@ -19,7 +19,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
-from steelyard.model.small import small_config, with_entries
+from steelyard.model.small import small_config, with_entries, without_dropout
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 
 _FILLS = "steelyard.modules.build"
@@ -29,7 +29,8 @@ _KEPT_OF_A_RUN = 2
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers"), ("dropout_rate",)),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), ("dropout_rate",)),
+    "switch_transformers": ("dropout_rate", "router_jitter_noise"),
     "swin": ("drop_path_rate",),
 }
 """Keys that are not zero where a config does not give them."""
@@ -88,8 +89,7 @@ def _small_chain(
     given = ({} if heads is None or "num_attention_heads" not in chain.config else {"num_key_value_heads": heads}) | {
         **chain.config
     }
-    config = with_entries(small_config(given, degree=degree, expert_degree=expert_degree), blocks)
-    config |= {key: 0.0 for key, value in config.items() if "drop" in key and isinstance(value, float)}
+    config = without_dropout(with_entries(small_config(given, degree=degree, expert_degree=expert_degree), blocks))
     config |= dict.fromkeys(_DROPOUT.get(chain.family.model_type, ()), 0.0)
     if chain.features is not None:  # whose shape follows from the config alone
         return chain_from_config(config, name=chain.name)

@@ -5,6 +5,7 @@ from typing import Any
 
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
+from steelyard.modules.build import hub_config
 from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
 
@@ -73,7 +74,9 @@ def check_same_model(config: Any, chain: ModelChain) -> None:
     model_type = own_type if parts else chain.family.model_type
     of_layers = getattr(config, "per_layer_attributes", None) or ()  # which a whole config refuses to be asked for
     written = config.to_dict() if of_layers else {}
-    for key, expected in {"model_type": model_type, **chain.sizes}.items():
+    made = hub_config(chain)  # of some types what a config gives is not what it is taken for
+    sizes = {key: size if key in of_layers else getattr(made, key, size) for key, size in chain.sizes.items()}
+    for key, expected in {"model_type": model_type, **sizes}.items():
         found = written.get(key) if key in of_layers else getattr(config, key, None)
         if found != expected:
             raise InvalidPlanError(
