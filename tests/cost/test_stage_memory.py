@@ -34,7 +34,8 @@ def layer(**changes: int | bool) -> LayerMemory:
         "forward": 30,
         "backward": 60,
     }
-    return LayerMemory(**(of | changes))  # type: ignore[arg-type]
+    of |= changes
+    return LayerMemory(**{"trained_shard": of["shard"], **of})  # type: ignore[arg-type]
 
 
 def stage(*layers: LayerMemory, **changes: int | bool) -> PartLayers:

@@ -55,7 +55,8 @@ def reference_file(plan: Plan) -> str:
     """Where the single process writes what it found for the model and batch of a plan."""
     chain = plan.chain()
     microbatches = f"-in-{plan.num_microbatches}" if chain.trains_routers else ""
-    return f"{chain.config_hash}-{plan.global_batch}{microbatches}-{plan.seq_len}.pt"
+    frozen = "".join(f"-without-{each}" for each in chain.freeze.patterns) if chain.freeze else ""
+    return f"{chain.config_hash}{frozen}-{plan.global_batch}{microbatches}-{plan.seq_len}.pt"
 
 
 def run_case(case: Case, reference: Reference) -> dict[str, Any]:

@@ -11,7 +11,16 @@ from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, 
 from steelyard.cli.progress import progress
 from steelyard.cost.execution import OURS
 from steelyard.errors import InvalidClusterError, UserError
-from steelyard.export import TARGETS, Export, Request, Target, describe_uniform, export_plan, target_of
+from steelyard.export import (
+    TARGETS,
+    Export,
+    Request,
+    Target,
+    check_model,
+    describe_uniform,
+    export_plan,
+    target_of,
+)
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.output import make_folder, write_files
 from steelyard.plan.capabilities import Capabilities, unsupported
@@ -60,6 +69,7 @@ def export(
     if path is None:
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan = read_plan(path)
+    check_model(target, plan)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
         fitted = _fitted(plan, path.parent, target, cluster=cluster, network=network, memory=memory, profile=profile)
     headline = _headline(fitted, target)

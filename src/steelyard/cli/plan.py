@@ -57,6 +57,7 @@ from steelyard.planning import (
     plan_fewest_devices,
     plan_job,
     plan_pools,
+    planned_chain,
     problem_of,
     samples_not_measured,
     time_factors,
@@ -157,6 +158,14 @@ def plan(
         list[str] | None,
         typer.Option("--pin", help="Decide beforehand, as in 'layers 0-3: tp=4, remat=full'; may be repeated."),
     ] = None,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--freeze",
+            help="What is not trained: a module or parameter by its path in the model, as in model.vision_tower, "
+            "with * as in a shell; may be repeated.",
+        ),
+    ] = None,
     partition: Annotated[
         str,
         typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even."),
@@ -233,7 +242,7 @@ def plan(
         },
     )
     with progress("counting the model's layers", silent=as_json) as show:
-        chain = _chain(model, own, image)
+        chain = planned_chain(_chain(model, own, image), freeze=freeze or (), own=own)
         job_of_length = _job_maker(
             chain,
             machines,

@@ -71,7 +71,7 @@ class LayerCosts:
         self._make(kinds)
         rows = list(kinds)
         tied = np.zeros((len(rows), len(self.strategies)))
-        if setting.job.chain.tied_embeddings:
+        if setting.job.chain.sums_tied:
             for place, kind in enumerate(rows):
                 for s in np.flatnonzero(self.legal[kind]).tolist():
                     seconds = tied_s(setting.job.chain.kinds[kind], self.strategies[s], setting, alike=alike)
@@ -153,7 +153,7 @@ def _tied_inputs(setting: Setting, strategies: tuple[Strategy, ...], legal: NDAr
     less than it takes.
     """
     job, chain = setting.job, setting.job.chain
-    if not chain.tied_embeddings or job.execution.keeps_own_buffers:
+    if not chain.sums_tied or job.execution.keeps_own_buffers:
         return ()
     source, *readers = (layer for layer, _ in chain.shared[0].copies)
     gathering_s = np.zeros(len(strategies))

@@ -88,7 +88,7 @@ def step_overhead_s(job: Job) -> float:
 def _accumulation_s(layer: LayerProfile, job: Job) -> float:
     if not job.execution.accumulates_apart:
         return 0.0
-    return _moving_s(layer.num_params * ACCUMULATION_BYTES, job)
+    return _moving_s(layer.trained.num_params * ACCUMULATION_BYTES, job)
 
 
 def _moving_s(num_bytes: float, job: Job) -> float:

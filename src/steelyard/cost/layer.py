@@ -67,10 +67,12 @@ class LayerMemory:
     """Bytes of one layer on one rank, for one microbatch where they depend on samples."""
 
     params: int
-    """Entries that a rank computes with, once they are gathered."""
+    """Entries that are trained, of those that a rank computes with once they are gathered."""
     shards: int
     shard: int
     """The rank's parameters in fp32."""
+    trained_shard: int
+    """Those of them that are trained."""
     copy: int
     """All parameters as the layer computes on them; 0 where those are the ones that are trained."""
     keeps_copy: bool
@@ -92,6 +94,12 @@ class LayerMemory:
     """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
     forward: int
     backward: int
+    has_backward: bool = True
+
+    @property
+    def states(self) -> int:
+        """Parameters and optimizer states, and what is kept beside them."""
+        return self.shard + 2 * self.trained_shard + self.buffers
 
     @property
     def drops_copy(self) -> bool:
@@ -110,10 +118,14 @@ class LayerMemory:
 
     def reduction_bytes(self, *, is_first: bool) -> int:
         """What the layer itself takes as its gradients are reduced, in the first backward pass of a step or later."""
+        if not self.params:
+            return 0
         total = self.input + self.reducing
         if self.shards > 1:
             made, scratch = self.made_gradients, self.scratch
-            return total + self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.shard
+            return (
+                total + self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.trained_shard
+            )
         return total + self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
 
 
@@ -161,7 +173,7 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting, known: "Kn
         forward["pairs"], backward["pairs"] = pairs_s(layer, strategy, setting)
     sent = passes.sent
     once = _once_time(layer, sent, setting, forward, backward)
-    if setting.job.chain.tied_embeddings and kind.role is not LayerRole.BLOCK:
+    if setting.job.chain.sums_tied and kind.role is not LayerRole.BLOCK:
         once["tied"] = tied_s(kind, strategy, setting)
     factor = setting.job.time_factor
     held = layer_bytes(kind, strategy, setting)
@@ -213,20 +225,22 @@ def _layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> Laye
     job, layer = setting.job, layer_profile(kind, strategy, setting)
     held = layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
     samples, needed = rank_samples(strategy, setting), working_bytes(layer, strategy, setting)
-    params, shards = held_params(layer, strategy), strategy.state_shards
-    computed, shard = job.compute_bytes * params, MASTER_BYTES * sharded_params(layer, strategy)
+    params, shards = held_params(layer.trained, strategy), strategy.state_shards
+    computed, made = job.compute_bytes * held_params(layer, strategy), job.compute_bytes * params
+    trained_shard = MASTER_BYTES * sharded_params(layer.trained, strategy)
     keeps_whole = setting.pipeline.num_microbatches > 1 and job.execution.keeps_whole_gradients(strategy)
     made_whole = strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1  # DTensor makes a tp embedding's so
     entered = int(layer.input_bytes.at(samples))
     return LayerMemory(
         params=params,
         shards=shards,
-        shard=shard,
+        shard=MASTER_BYTES * sharded_params(layer, strategy),
+        trained_shard=trained_shard,
         copy=0 if shards == 1 and job.compute_bytes == MASTER_BYTES else computed,
-        keeps_copy=strategy.keeps_gathered,
-        kept_gradients=shard + (computed if keeps_whole else 0),
-        made_gradients=computed * made_whole,
-        cut_gradients=computed if made_whole > 1 else 0,
+        keeps_copy=strategy.keeps_gathered and (shards == 1 or layer.has_backward),
+        kept_gradients=trained_shard + (made if keeps_whole else 0),
+        made_gradients=made * made_whole,
+        cut_gradients=made if made_whole > 1 else 0,
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
@@ -235,6 +249,7 @@ def _layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> Laye
         reducing=_RECOMPUTED_INPUTS * entered if strategy.remat is Remat.FULL else 0,
         forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
         backward=int(held.backward_transient_bytes.at(samples) + needed.backward),
+        has_backward=layer.has_backward,
     )
 
 
@@ -344,8 +359,8 @@ def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
 def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Load:
     """What the collectives of a layer carry."""
     job, samples = setting.job, rank_samples(strategy, setting)
-    whole, held = setting.microbatch_samples // strategy.sample_degree, held_params(layer, strategy)
-    experts = 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
+    whole = setting.microbatch_samples // strategy.sample_degree
+    (held, experts), (trained, trained_experts) = (_held_apart(each, strategy) for each in (layer, layer.trained))
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
     traced, exchanged = job.once(
         layer, (strategy.remat, samples), lambda: _calls(layer, strategy.remat, samples, job.imbalance)
@@ -353,15 +368,21 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     return Load(
         strategy=strategy,
         parameter_bytes=(held - experts) * job.compute_bytes,
-        gradient_bytes=(held - experts) * reduced,
+        gradient_bytes=(trained - trained_experts) * reduced,
         expert_parameter_bytes=experts * job.compute_bytes,
-        expert_gradient_bytes=experts * reduced,
+        expert_gradient_bytes=trained_experts * reduced,
         traced=traced,
         exchanged=exchanged,
         exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
     )
+
+
+def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
+    """Parameters that a rank computes with, and how many of them are of experts that ranks divide."""
+    held = held_params(layer, strategy)
+    return held, 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
 
 
 def _calls(layer: LayerProfile, remat: Remat, samples: float, imbalance: float) -> tuple[Calls, Calls]:
@@ -389,9 +410,9 @@ def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
     load = layer_load(layer, strategy, setting)
     found = [kind.working(load) for kind in kinds]
     return Working(
-        saved=sum(each.saved for each in found),
+        saved=sum(each.saved for each in found if layer.has_backward),
         forward=sum(each.forward for each in found),
-        backward=sum(each.backward for each in found),
+        backward=sum(each.backward for each in found if layer.has_backward),
     )
 
 
@@ -492,6 +513,8 @@ class _Sent:
             for each in kind.traffic(load):
                 if beyond is not None and each.phase != "recomputation":
                     continue
+                if each.phase == "backward" and not layer.has_backward:
+                    continue
                 if not each.beside_compute:
                     self._waits.add(kind)
                 if each.phase == "step":
@@ -586,7 +609,7 @@ def _once_time(
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
     job, execution, strategy = setting.job, setting.job.execution, sent.strategy
-    terms = {"optimizer": optimizer_s(_stepped(layer, strategy, execution), job)}
+    terms = {"optimizer": optimizer_s(_stepped(layer.trained, strategy, execution), job)}
     for kind in strategy.kinds:
         reduce_s = gather_s = 0.0
         for each in sent.once(kind):
@@ -614,14 +637,14 @@ def _once_time(
 def _stepped(layer: LayerProfile, strategy: Strategy, execution: Execution) -> float:
     """Parameters that the optimizer of a rank steps."""
     if strategy.expert_degree == 1:
-        return _trained(layer, strategy) / execution.optimizer_shards(strategy.replicas)
+        return _sharded(layer, strategy) / execution.optimizer_shards(strategy.replicas)
     experts = layer.expert_params / (strategy.expert_degree * strategy.expert_state_shards)
-    dense = _trained(layer, strategy) - experts
+    dense = _sharded(layer, strategy) - experts
     replicas, of_experts = strategy.replicas, strategy.expert_replicas
     return dense / execution.optimizer_shards(replicas) + experts / execution.optimizer_shards(of_experts)
 
 
-def _trained(layer: LayerProfile, strategy: Strategy) -> float:
+def _sharded(layer: LayerProfile, strategy: Strategy) -> float:
     """Parameters of a rank's shard on average."""
     if strategy.expert_degree == 1:
         return layer.num_params / strategy.state_shards
@@ -635,7 +658,7 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     its part and gathers nothing.
     """
     job = setting.job
-    if not job.chain.tied_embeddings or kind.role is LayerRole.BLOCK:
+    if not job.chain.sums_tied or kind.role is LayerRole.BLOCK:
         return 0.0
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
     distance = (setting.pipeline.num_stages - 1) * setting.devices_per_stage
@@ -667,7 +690,7 @@ def _static_bytes(kind: LayerKind, memory: LayerMemory, strategy: Strategy, sett
     return {
         "parameters": memory.shard,
         "gradients": memory.kept_gradients,
-        "optimizer": 2 * memory.shard + memory.buffers,
+        "optimizer": 2 * memory.trained_shard + memory.buffers,
         **({"working set": working} if working else {}),
         **({"gathered parameters": memory.copy} if memory.keeps_copy and memory.copy else {}),
     }
@@ -687,6 +710,8 @@ def _transient_bytes(
     several, is_sharded = setting.pipeline.num_microbatches > 1, memory.shards > 1
     copy = 0 if memory.keeps_copy else memory.copy
     buffer = memory.copy if is_sharded else 0
+    if not memory.has_backward:
+        return copy + buffer + memory.forward
     gradients = _new_gradient_bytes(kind, layer, memory, strategy, setting)
     forward = copy + buffer + memory.forward
     backward = copy + buffer + memory.backward + gradients + _reducing_bytes(kind, layer, strategy, setting)
@@ -737,7 +762,7 @@ def _new_gradient_bytes(
     if memory.shards == 1:
         return 0 if is_single and setting.job.compute_bytes == MASTER_BYTES else memory.made_gradients
     times = strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
-    return memory.made_gradients + (0 if is_single else times * int(MASTER_BYTES * _trained(layer, strategy)))
+    return memory.made_gradients + (0 if is_single else times * int(MASTER_BYTES * _sharded(layer.trained, strategy)))
 
 
 def pipeline_buffer_bytes(setting: Setting) -> int:

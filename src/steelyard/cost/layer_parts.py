@@ -91,7 +91,7 @@ def _layer_parts(memory: LayerMemory) -> tuple[int, ...]:
     copy = memory.copy if memory.keeps_copy else 0
     freed = memory.freed + (memory.copy if memory.drops_copy else 0)
     return (
-        3 * memory.shard + memory.buffers,
+        memory.states,
         memory.kept_gradients,
         copy if memory.shards == 1 else 0,
         copy if memory.shards > 1 else 0,
@@ -101,7 +101,7 @@ def _layer_parts(memory: LayerMemory) -> tuple[int, ...]:
         memory.reduction_bytes(is_first=False) - freed,
         memory.reduction_bytes(is_first=True) - freed,
         memory.backward,
-        memory.made_gradients + (0 if memory.keeps_copy else memory.copy),
+        memory.made_gradients + (0 if memory.keeps_copy or not memory.has_backward else memory.copy),
     )
 
 

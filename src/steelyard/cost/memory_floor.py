@@ -108,7 +108,7 @@ def held_floors(strategies: tuple[Strategy, ...], legal: NDArray[np.bool_], sett
     found = np.zeros((3, *legal.shape), dtype=np.int64)
     for row, column in np.argwhere(legal).tolist():
         memory = layer_memory(setting.job.chain.kinds[row], strategies[column], setting)
-        found[:, row, column] = 3 * memory.shard + memory.buffers, memory.saved, memory.kept_gradients
+        found[:, row, column] = memory.states, memory.saved, memory.kept_gradients
     return found
 
 

@@ -241,7 +241,7 @@ class PooledFloors:
         pipeline, job = tables.pipeline, self._job.pools[place]
         if pipeline.num_chunks > 1 or not tables.strategies:
             return floor_tables(tables, job)
-        apart = pipeline.num_stages if job.chain.tied_embeddings else 0
+        apart = pipeline.num_stages if job.chain.sums_tied else 0
         key = (place, tables.strategies[0].num_devices, apart, *floor_likeness(pipeline))
         if key not in self._parts:
             self._parts[key] = floor_tables(tables, job)

@@ -156,17 +156,23 @@ def _mean_utilisation(settings: Sequence[Setting], tokens_per_s_per_device: floa
 def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | None:
     """Model FLOP over peak FLOP, recomputation not counted; None where the device's peak is not known.
 
-    Model FLOP of a token are three forward passes, of attention the pairs of tokens that the model relates, whatever
-    its kernels compute: half of the square where it is causal, a band in a window (`ModelChain.attended_share`).
-    Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square and are higher. With a profile
-    from before the square was counted, attention is what its kernels compute.
+    Model FLOP of a token are three forward passes, fewer where a part is frozen, of attention the pairs of tokens that
+    the model relates, whatever its kernels compute: half of the square where it is causal, a band in a window
+    (`ModelChain.attended_share`). Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square
+    and are higher. With a profile from before the square was counted, attention is what its kernels compute.
     """
-    flop = _flop_per_sample(job, lambda kind, layer: 3 * _model_flop(kind, layer, job))
+    flop = _flop_per_sample(job, lambda kind, layer: _num_passes(kind, layer) * _model_flop(kind, layer, job))
     return None if flop is None else flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
 
 
 def _flop(work: Work) -> float:
     return work.matmul_flop.per_sample + work.attention_flop.per_sample
+
+
+def _num_passes(kind: LayerKind, layer: LayerProfile) -> float:
+    """The forward passes that forward and backward of a layer count as: fewer than three where a part is frozen."""
+    forward = _flop(layer.forward)
+    return 1 + _flop(layer.backward) / forward if kind.likeness and forward else 3
 
 
 def _model_flop(kind: LayerKind, layer: LayerProfile, job: Job) -> float:
@@ -317,7 +323,7 @@ def _memory_terms(
     """
     mine = parts[stage :: setting.pipeline.num_stages]
     held = tuple((part[0], tuple(strategies[max(0, part[0] - 1) : part[-1] + 1])) for part in mine)
-    tied = tuple(strategies[layer] for shared in setting.job.chain.shared for layer, _ in shared.copies)
+    tied = tuple(strategies[layer] for shared in setting.job.chain.summed for layer, _ in shared.copies)
     key = stage, setting.pipeline, setting.devices_per_stage, held, tied
     if key not in setting.job.known_stages:
         setting.job.known_stages[key] = _stage_terms(parts, strategies, stage, setting)

@@ -128,7 +128,7 @@ def stage_terms(parts: Sequence[PartLayers], index: int, setting: Setting, *, ti
                 best, room = _Held(*map(operator.add, held, beside)), sum(held)
     always = {
         "parameters": sum(layer.shard for layer in layers),
-        "optimizer": sum(2 * layer.shard + layer.buffers for layer in layers),
+        "optimizer": sum(layer.states - layer.shard for layer in layers),
         "working set": best.working + sum(part.token_bytes for part in parts),
         "pipeline buffers": best.buffers + _buffer_bytes(parts, index, setting),
     }
@@ -201,7 +201,7 @@ def _layer_sums(part: PartLayers, setting: Setting) -> _LayerSums:
     kept, reduced, gathered, prefetched = [0], [0], [0], [0]
     for layer in reversed(layers):
         kept.append(kept[-1] + layer.kept_gradients)
-        reduced.append(layer.reduced if layer.shards > 1 else reduced[-1])
+        reduced.append(layer.reduced if layer.shards > 1 and layer.params else reduced[-1])
     for layer in layers:
         gathered.append(layer.copy if layer.shards > 1 else gathered[-1])
         again = 0 if layer.keeps_copy else layer.copy
@@ -350,6 +350,8 @@ def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: in
             working += _reducing_bytes(sums, len(layers), moment)
             yield _Held(gradients, copies, activations, working, buffers)
             continue
+        if not layer.has_backward:
+            continue
         if moment.is_first:
             gradients = sums.kept_gradients[place + 1]
         prefetched = _prefetched_bytes(sums, place, moment, ahead)
@@ -357,7 +359,7 @@ def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: in
         yield _Held(gradients, copies, activations, _backward_bytes(layer) + prefetched + reducing, buffers)
         rest = copies - (layer.copy if layer.drops_copy else 0)
         working = layer.reduction_bytes(is_first=moment.is_first) + prefetched
-        working += reducing if layer.shards == 1 else 0
+        working += reducing if layer.shards == 1 or not layer.params else 0
         yield _Held(gradients, rest, activations - layer.freed, working, buffers)
 
 
@@ -365,10 +367,12 @@ def _stays(layer: LayerMemory, moment: _Moment) -> bool:
     """Whether the copy that computes lives throughout the pass, and not only once the layer has worked, or until then.
 
     That of a sharded layer lives from its forward pass to the next backward pass, that of a replicated layer from the
-    first forward pass of a step to the last backward pass.
+    first forward pass of a step to the last backward pass; one that is frozen keeps it until the step ends.
     """
     if layer.shards > 1:
         return not moment.is_backward and moment.in_flight > 0 and moment.follows_forward
+    if not layer.params:
+        return True
     if moment.is_backward:
         return not moment.is_last_backward
     return moment.in_flight > 0 or not moment.is_first
@@ -427,7 +431,7 @@ def tied_bytes(parts: Sequence[range], strategies: Sequence[Strategy], stage: in
     chain = setting.job.chain
     mine = {layer for part in parts[stage :: setting.pipeline.num_stages] for layer in part}
     most = 0
-    for shared in chain.shared:
+    for shared in chain.summed:
         count = num_slices(shared, strategies, chain)
         copies = [layer for layer, _ in shared.copies if layer in mine]
         if copies and count is not None and chain.kind_of(copies[0]).role is not LayerRole.BLOCK:

@@ -17,7 +17,7 @@ work.
 
 from steelyard.errors import UserError, nearest
 from steelyard.export import deepspeed, hugging_face, launch, megatron, pytorch, torchtitan
-from steelyard.export.target import Export, Request, Target, export_plan
+from steelyard.export.target import Export, Request, Target, check_model, export_plan
 from steelyard.export.uniform import describe_uniform
 
 TARGETS: dict[str, Target] = {
@@ -49,4 +49,4 @@ def target_of(name: str) -> Target:
     return TARGETS[name]
 
 
-__all__ = ["TARGETS", "Export", "Request", "Target", "describe_uniform", "export_plan", "target_of"]
+__all__ = ["TARGETS", "Export", "Request", "Target", "check_model", "describe_uniform", "export_plan", "target_of"]

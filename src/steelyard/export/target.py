@@ -90,15 +90,8 @@ class Target:
 
 
 def export_plan(target: Target, request: Request) -> Export:
-    """The files of a target for a plan within its means; raises `UserError` where the target lacks something else."""
-    own = request.plan.chain().own
-    if own is not None:
-        raise UserError(
-            field="--to",
-            found=f"{target.name} for {own.module}, a module of your own",
-            expected="a model of transformers, which other frameworks know by its config",
-            hint="train it with steelyard.parallelize (docs/your-own-model.md)",
-        )
+    """The files of a target for a plan within its means; raises as `check_model`."""
+    check_model(target, request.plan)
     draft = target.write(request)
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
@@ -114,6 +107,25 @@ def export_plan(target: Target, request: Request) -> Export:
         left_out=left_out,
         is_one=draft.script is not None,
     )
+
+
+def check_model(target: Target, plan: Plan) -> None:
+    """Raises `UserError` where a target cannot train the model of a plan as the plan does."""
+    own, frozen = plan.model.own, plan.model.frozen
+    if own is not None:
+        raise UserError(
+            field="--to",
+            found=f"{target.name} for {own.module}, a module of your own",
+            expected="a model of transformers, which other frameworks know by its config",
+            hint="train it with steelyard.parallelize (docs/your-own-model.md)",
+        )
+    if frozen is not None and not target.starts_steelyard:
+        raise UserError(
+            field="--to",
+            found=f"{target.name} for a plan that freezes {frozen.of}",
+            expected="a plan that trains all of the model: what is frozen is not written for other frameworks",
+            hint="train it with steelyard train, or plan without --freeze",
+        )
 
 
 def _allocator(request: Request) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import BIDIRECTIONAL, Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.freeze import Freeze
 from steelyard.model.split import ModelSplit, SplitFeatures
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class ModelChain:
     """How the model splits by its structure; None of a user's own module."""
     own: "OwnSplit | None" = None
     """What is known of a user's own module, which has no config."""
+    freeze: Freeze | None = None
+    """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -71,6 +74,16 @@ class ModelChain:
     def shared(self) -> tuple[SharedWeight, ...]:
         """The parameters that several layers hold, tied embeddings among them."""
         return self.layout.shared
+
+    @property
+    def summed(self) -> tuple[SharedWeight, ...]:
+        """Those that are trained, so that their gradients are summed."""
+        return tuple(each for each in self.shared if not self.freeze or not self.freeze.holds(*each.copies[0]))
+
+    @property
+    def sums_tied(self) -> bool:
+        """Whether the gradients of a matrix of embedding and head are summed."""
+        return self.tied_embeddings and self.shared[0] in self.summed
 
     @property
     def trains_routers(self) -> bool:
@@ -113,8 +126,8 @@ class ModelChain:
         """The shapes of the hidden states that flow out of a layer, for one sample of ``seq_len`` tokens."""
         if self.own is not None:
             return self.own.kind(layer).shapes
-        if self.split is not None and self.split.kinds[self.layers[layer]].shape:
-            return (self.split.kinds[self.layers[layer]].shape,)
+        if self.split is not None and self.split.kind(layer).shape:
+            return (self.split.kind(layer).shape,)
         encoded = (self._encoded_shape(seq_len),) * (self.kind_of(layer).num_streams - 1)
         return (self.hidden_shape(layer, seq_len), *encoded)
 
@@ -132,6 +145,45 @@ class ModelChain:
         """The shapes of what a layer behind the first reads of all that flows into it."""
         read = self.split.read_by(layer) if self.split else ()
         return (*self.state_shapes(layer - 1, seq_len), *self._streams(read, seq_len))
+
+    def flow_needs_gradient(self, layer: int) -> tuple[bool, ...]:
+        """For each tensor of `flow_shapes` whether it depends on what is trained."""
+        return self._needs_gradient(layer, self.split.past(layer) if self.split else ())
+
+    def read_needs_gradient(self, layer: int) -> tuple[bool, ...]:
+        """The same of `read_shapes`."""
+        return self._needs_gradient(layer - 1, self.split.read_by(layer) if self.split else ())
+
+    def has_backward(self, layer: int) -> bool:
+        """Whether a layer has a backward pass: not where neither it nor what it reads is trained."""
+        if self.freeze is None or not self.freeze.is_whole(layer):
+            return True
+        return layer > 0 and any(self.read_needs_gradient(layer))
+
+    def _needs_gradient(self, layer: int, streams: Iterable[int]) -> tuple[bool, ...]:
+        """Of the states that flow out of a layer, and of these streams."""
+        states = [self._is_trained_up_to(layer)] * (len(self.own.kind(layer).shapes) if self.own else 1)
+        if self.kind_of(layer).num_streams > 1:
+            states.append(self._is_encoder_trained())
+        makers = (self.split.streams[number].maker for number in streams) if self.split else ()
+        return (*states, *map(self._is_trained_up_to, makers))
+
+    def _is_trained_up_to(self, layer: int) -> bool:
+        """Whether anything is trained of a layer and those before it."""
+        return self.freeze is None or not all(map(self.freeze.is_whole, range(layer + 1)))
+
+    def _is_encoder_trained(self) -> bool:
+        """Whether an encoder's output depends on what is trained; yes where it is not known what makes it."""
+        split, freeze = self.split, self.freeze
+        assert split is not None, "a chain with an encoder is split by its structure"
+        assert split.encoder is not None, "as well"
+        between, calls = split.between, split.encoder.between_calls
+        if freeze is None or self._is_trained_up_to(between - 1):
+            return True
+        if calls is None:
+            return not freeze.is_whole(between)
+        held = [path for path in calls[1] if any(path == each for each in split.encoder.between)]
+        return not all(freeze.holds(between, split.local_path(between, path)) for path in held)
 
     def num_made(self, layer: int, seq_len: int) -> int:
         """Entries of what a layer makes, for one sample of ``seq_len`` tokens."""
@@ -290,8 +342,8 @@ class ModelChain:
         """A name for messages: ``embedding``, ``block 3`` (counted from 0, anew after each embedding) or ``head``."""
         kind = self.kind_of(layer)
         if kind.role is not LayerRole.BLOCK:
-            return kind.name
+            return kind.plain_name
         first = layer
         while self.kind_of(first - 1).role is LayerRole.BLOCK:
             first -= 1
-        return f"{kind.name} {layer - first}"
+        return f"{kind.plain_name} {layer - first}"

@@ -123,6 +123,15 @@ class LayerKind:
     """Hidden states that flow out: two where an encoder's output goes along with the decoder's state."""
     attention: str = "full_attention"
     """Key of the mask and of the rotary embedding that a block reads: as in ``layer_types`` of a config."""
+    likeness: str = ""
+    """The name of the kind that it is but for what is frozen, of it or before it; empty where that is nothing."""
+    needs_gradient: tuple[bool, ...] = ()
+    """For each tensor that flows in whether it depends on what is trained; empty where all of them do."""
+
+    @property
+    def plain_name(self) -> str:
+        """The name of the kind where nothing is frozen."""
+        return self.likeness or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,4 +208,4 @@ class Family:
 
     def of_kind(self, table: Mapping[str, _Entry], kind: LayerKind) -> _Entry | None:
         """The entry of a kind in `run` or `tp`: under its name, else under its role."""
-        return table.get(kind.name, table.get(kind.role.value))
+        return table.get(kind.plain_name, table.get(kind.role.value))

@@ -277,6 +277,10 @@ class ModelSplit(_Part):
         """The layer of the decoder's embedding; 0 where there is no encoder."""
         return next((place for place, kind in enumerate(self.layers) if self._is_embedding(kind) and place), 0)
 
+    def kind(self, layer: int) -> SplitKind:
+        """The kind of a layer."""
+        return self.kinds[self.layers[layer]]
+
     def _is_embedding(self, kind: int) -> bool:
         return self.kinds[kind].role is LayerRole.EMBEDDING
 

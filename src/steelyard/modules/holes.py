@@ -36,6 +36,7 @@ from steelyard.model.family import Context, Layer, LayerRole, Run, Task
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit, SplitFeatures, local_name
 from steelyard.modules.build import build_from_config, fill_buffers, outside_buffers
 from steelyard.modules.called import called_at
+from steelyard.modules.freezing import BY_PLAN
 from steelyard.modules.known_values import (
     KnownValues,
     has_values,
@@ -540,7 +541,8 @@ class Shell:
 def _is_constant(module: nn.Module) -> bool:
     """Whether the parameters of a module are not trained and of a class of a model's own, which knows their values."""
     own = list(module.parameters(recurse=False))
-    return bool(own) and _is_leaf_of_a_model(module) and not any(each.requires_grad for each in own)
+    is_trained = module.__dict__.get(BY_PLAN) or any(each.requires_grad for each in own)
+    return bool(own) and _is_leaf_of_a_model(module) and not is_trained
 
 
 def _is_leaf_of_a_model(module: nn.Module) -> bool:

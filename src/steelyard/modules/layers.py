@@ -26,6 +26,7 @@ from steelyard.model.split import BlockArguments, local_name
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.dropout import has_dropout
+from steelyard.modules.freezing import freeze_layer
 from steelyard.modules.holes import BlockInputs, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.pairs import Batch
@@ -212,6 +213,7 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
     has_own_loss = kind.role is LayerRole.HEAD and chain.family.task in (Task.OWN, Task.CONTRASTIVE)
     layer_type = LossLayer if has_own_loss else _LAYERS[kind.role]
     found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
+    freeze_layer(found, chain, layer)
     if chain.split and chain.split.streams and layer:
         found.entering, found.past = chain.split.places(layer, layer - 1)
     if chain.trains_routers and kind.role is LayerRole.BLOCK:

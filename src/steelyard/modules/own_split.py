@@ -48,6 +48,18 @@ def find_own_split(
         blocks = (blocks,)
     num_samples = check_sample(sample, has_loss=loss is not None)
     _check_module(module)
+    try:
+        return _find(module, sample, num_samples, loss, blocks)
+    except InvalidModelError as error:
+        if all(each.requires_grad for each in module.parameters()):
+            raise
+        hint = "what flows is known by its gradients: give the module with all of them, and name in freeze= what rests"
+        raise InvalidModelError(**error.parts() | {"hint": hint}) from error
+
+
+def _find(
+    module: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str] | None
+) -> FoundSplit:
     model = meta_copy(module)
     paths = _blocks_of(model, record(model, sample, num_samples, loss, ()), blocks)
     seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))

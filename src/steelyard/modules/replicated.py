@@ -83,6 +83,7 @@ class Replica:
         """Waits for the sums and adds them to the gradients that the optimizer sees."""
         for each in self._sums:
             each.finish()
+        self._free_own()
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer sees."""
@@ -193,13 +194,14 @@ class Replicas:
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = tuple(replica for replica in reversed(replicas) if replica.has_trained)
+        self._all = tuple(reversed(replicas))
+        self._replicas = tuple(replica for replica in self._all if replica.has_trained)
         self._num_reduced = 0
         for replica in self._replicas:
             replica.on_ready = self._reduce_ready
 
     def __iter__(self) -> Iterator[Replica]:
-        return iter(self._replicas)
+        return iter(self._all)
 
     def begin_step(self, num_backwards: int) -> None:
         """Prepares for a step of so many backward passes."""
@@ -211,7 +213,7 @@ class Replicas:
         """Gives all parameters their gradients, when the backward passes have ended."""
         for replica in self._replicas[self._num_reduced :]:
             replica.reduce()
-        for replica in self._replicas:
+        for replica in self._all:
             replica.finish()
 
     def _reduce_ready(self) -> None:

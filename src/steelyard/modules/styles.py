@@ -89,8 +89,9 @@ def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placeme
     for path, placement in placements.items():
         owner_path, _, name = path.rpartition(".")
         owner = module.get_submodule(owner_path)
-        stored = nn.Parameter(distribute_tensor(owner.get_parameter(name), mesh, [placement], src_data_rank=None))
-        owner.register_parameter(name, stored)
+        whole = owner.get_parameter(name)
+        stored = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        owner.register_parameter(name, nn.Parameter(stored, requires_grad=whole.requires_grad))
 
 
 def _enter(inputs: Tensor) -> Tensor:

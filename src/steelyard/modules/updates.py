@@ -42,4 +42,5 @@ def add_square_norms(square: Tensor, gradients: Sequence[Tensor], copies: Sequen
 
 def clip_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales gradients, of which and of others ``norm`` is the norm, so that it is at most ``max_norm``."""
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -34,6 +34,8 @@ from steelyard.limits import (
     Tokens,
 )
 from steelyard.model.chain import ModelChain
+from steelyard.model.freeze import Freeze
+from steelyard.model.freezing import frozen_chain
 from steelyard.model.own import OwnSplit, chain_of_own
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.model.split import ModelSplit
@@ -68,6 +70,8 @@ class PlanModel(PlanPart):
     """How the model splits by its structure; where it is not said it is found."""
     own: OwnSplit | None = None
     """What is known of a user's own module, which has no config."""
+    frozen: Freeze | None = None
+    """What is not trained; absent where all is."""
 
 
 class LayerRun(PlanPart):
@@ -381,11 +385,14 @@ class Plan(PlanPart):
 
     def chain(self) -> ModelChain:
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
-        if self.model.own is not None:
-            return chain_of_own(self.model.own, name=self.model.name)
-        if self.model.config is None:
-            return load_model(self.model.name)
-        return chain_from_config(self.model.config, name=self.model.name, split=self.model.split)
+        model = self.model
+        if model.own is not None:
+            chain = chain_of_own(model.own, name=model.name)
+        elif model.config is None:
+            chain = load_model(model.name)
+        else:
+            chain = chain_from_config(model.config, name=model.name, split=model.split)
+        return frozen_chain(chain, model.frozen)
 
     def machines(self) -> Cluster:
         """The cluster of the plan; raises `InvalidClusterError` where the file has only a name that is not known.
@@ -673,7 +680,7 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                 if reason is not None:
                     raise InvalidPlanError(
                         field=f"{where}.parallel",
-                        found=f"{strategy} for the {chain.kinds[kind].name} layers",
+                        found=f"{strategy} for the {chain.kinds[kind].plain_name} layers",
                         expected=f"a strategy that the layer allows: {reason}",
                         hint="change the degree, num_microbatches or global_batch",
                     )

@@ -18,6 +18,7 @@ from typing import Any
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
+from steelyard.model.freeze import Freeze
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config, with_entries, without_dropout
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
@@ -68,7 +69,7 @@ def shrunk_plan(plan: Plan) -> Plan:
     degree = _common([degree, small.split.multiple if small.split else 1])
     least = _LEAST_SEQUENCE + (small.features.places if small.features else 0)
     return Plan(
-        model=PlanModel(name=chain.name, config=config, split=small.split),
+        model=PlanModel(name=chain.name, config=config, split=small.split, frozen=_frozen(chain, kept)),
         cluster=plan.cluster,
         hardware=plan.hardware,
         seq_len=_multiple(least, degree) if chain.family.task.reads_text else small.max_seq_len,
@@ -78,6 +79,10 @@ def shrunk_plan(plan: Plan) -> Plan:
         schedule=plan.schedule,
         stages=tuple(stages),
     )
+
+
+def _frozen(chain: ModelChain, kept: list[list[int]]) -> Freeze | None:
+    return chain.freeze and chain.freeze.of_layers([layer for part in kept for layer in part])
 
 
 def _small_chain(

@@ -41,7 +41,7 @@ from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.job import make_job
+from steelyard.planning.job import make_job, planned_chain
 from steelyard.planning.length import longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.offers import find_offers
@@ -97,6 +97,7 @@ __all__ = [
     "plan_for_framework",
     "plan_job",
     "plan_pools",
+    "planned_chain",
     "pooled_job_of",
     "price_pools",
     "problem_of",

@@ -20,7 +20,7 @@ from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.demands import asked_in
-from steelyard.planning.job import make_job
+from steelyard.planning.job import make_job, planned_chain
 from steelyard.planning.margin import pressure, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.price import prediction_of
@@ -73,6 +73,7 @@ def find_plan(
     sample: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
     blocks: str | Sequence[str] | None = None,
+    freeze: str | Sequence[str] = (),
 ) -> Plan:
     """The fastest plan to train a model on a cluster within the memory of its devices.
 
@@ -87,6 +88,9 @@ def find_plan(
     name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and targets. Without
     it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not found.
 
+    ``freeze`` names what is not trained: modules or parameters by their path as ``named_parameters`` spells it, ``*``
+    and the like as in a shell. What a module of your own has without gradients is not trained either.
+
     Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
     """
     own = None
@@ -96,6 +100,7 @@ def find_plan(
         own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
         config = chain_of_own(own.own, name=own.name)
         seq_len = config.max_seq_len if seq_len is None else seq_len
+    config = planned_chain(config, freeze=(freeze,) if isinstance(freeze, str) else freeze, own=own)
     if seq_len is None:
         raise UserError(field="seq_len", found="nothing", expected="the tokens of a sample", hint="give seq_len=4096")
     machines = parse_pools(cluster) if isinstance(cluster, str) else cluster

@@ -1,16 +1,20 @@
 """The job that a user's arguments describe, with the profile it is priced by: traced, or given as measured."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, is_same_device, known_device, parse_cluster
+from steelyard.installed import require_training
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
+from steelyard.model.freeze import Freeze
+from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
@@ -43,7 +47,7 @@ def make_job(
     ``memory_margin`` is the part of the memory to leave free, see `steelyard.planning.margin`. ``own`` is a user's own
     module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
     """
-    chain = _chain_of(config)
+    chain = planned_chain(config, own=own)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     given = parse_bytes(memory) if isinstance(memory, str) else memory
     budgeted = machines if given is None else machines.with_memory(given)
@@ -107,10 +111,26 @@ def with_batch(job: Job, global_batch: int) -> Job:
     return replace(job, global_batch=global_batch, profile=cached_trace(job.chain, **options))
 
 
-def _chain_of(config: str | Path | Mapping[str, Any] | ModelChain) -> ModelChain:
+def planned_chain(
+    config: str | Path | Mapping[str, Any] | ModelChain, *, freeze: Sequence[str] = (), own: Any = None
+) -> ModelChain:
+    """The chain that these arguments describe, with what ``freeze`` names frozen; see `find_plan`.
+
+    So is what a user's own module (``own``) has without gradients.
+    """
     if isinstance(config, ModelChain):
-        return config
-    return chain_from_config(config, name="model") if isinstance(config, Mapping) else load_model(config)
+        chain = config
+    else:
+        chain = chain_from_config(config, name="model") if isinstance(config, Mapping) else load_model(config)
+    if chain.freeze is not None or (own is None and not freeze):
+        return chain
+    require_training("to find what is frozen the model is built")
+    found: Freeze | None = import_module(_FREEZING).find_freeze(chain, freeze, own)
+    return frozen_chain(chain, found)
+
+
+_FREEZING = "steelyard.modules.freezing"
+"""Which takes torch."""
 
 
 def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:
@@ -127,6 +147,14 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
     is_named = known_device(cluster.device.name) is not None
     if identity.is_measured and is_named and not is_same_device(identity.device, cluster.device):
         wanted.append(("device", identity.device, cluster.device.name))
+    missing = [kind.name for kind in chain.kinds if kind.likeness and profile.layer(kind.name, {}) is None]
+    if missing:
+        raise InvalidProfileError(
+            field="layers",
+            found=f"none of the {missing[0]}: the profile was measured with everything trained",
+            expected=f"a job that trains all of {chain.name}",
+            hint="freeze nothing, or leave the profile out",
+        )
     for field, found, expected in wanted:
         if found != expected:
             raise InvalidProfileError(

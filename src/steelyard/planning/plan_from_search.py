@@ -49,6 +49,7 @@ def assemble_plan(
             config_hash=chain.config_hash,
             split=chain.split,
             own=chain.own,
+            frozen=chain.freeze,
         ),
         cluster=cluster.name,
         hardware=hardware_file(cluster),

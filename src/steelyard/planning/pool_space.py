@@ -150,7 +150,7 @@ class PooledSpace:
 
     def _runs(self, pool: int, size: int, pipeline: PipelineConfig) -> PoolRuns:
         job = self._job.pools[pool]
-        apart = pipeline.num_stages if job.chain.tied_embeddings else 0
+        apart = pipeline.num_stages if job.chain.sums_tied else 0
         key = (pool, size, apart, *floor_likeness(pipeline))
         if key not in self._known_runs:
             setting = Setting(job=job, pipeline=pipeline, stage_size=size)
@@ -230,7 +230,7 @@ class PooledSpace:
         return self._computed[key]
 
     def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool) -> "_StageLayers":
-        stages = pipeline.num_stages if self._job.chain.tied_embeddings else min(pipeline.num_stages, 2)
+        stages = pipeline.num_stages if self._job.chain.sums_tied else min(pipeline.num_stages, 2)
         key = pool, size, pipeline.num_microbatches, stages, are_made
         if key not in self._stage_layers:
             setting = Setting(job=self._job.pools[pool], pipeline=pipeline, stage_size=size)

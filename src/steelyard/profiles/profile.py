@@ -117,6 +117,7 @@ class LayerProfile(ProfilePart):
     """One layer kind under the degrees that change its shapes; none of them where they are 1.
 
     ``num_params`` on one rank of this shape, before any data sharding, ``expert_params`` of them in routed experts;
+    ``frozen_params`` and ``frozen_expert_params`` are those that a plan does not train;
     ``saved_bytes`` kept for backward without remat (its input included); ``input_bytes`` of the activation that enters;
     ``forward_transient_bytes`` and ``backward_transient_bytes`` are the peaks of short-lived memory beyond saved
     activations, parameters and their gradients; ``recomputations`` has one entry per remat choice that the layer may
@@ -128,6 +129,8 @@ class LayerProfile(ProfilePart):
     degrees: dict[str, Annotated[int, Field(ge=2, le=MOST_DEVICES)]] = Field(default_factory=dict)
     num_params: Bytes
     expert_params: Bytes = 0
+    frozen_params: Bytes = Field(default=0, exclude_if=lambda count: count == 0)
+    frozen_expert_params: Bytes = Field(default=0, exclude_if=lambda count: count == 0)
     forward: Work
     backward: Work
     forward_collectives: tuple[CollectiveCount, ...] = ()
@@ -152,6 +155,19 @@ class LayerProfile(ProfilePart):
     """Entries of features of all samples that a rank gathers in a forward pass, where its loss compares them."""
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is a backward pass: not where nothing is trained of the layer and before it."""
+        return self.frozen_params < self.num_params or self.backward.num_kernels > 0
+
+    @property
+    def trained(self) -> "LayerProfile":
+        """The same with the parameters alone that are trained."""
+        if not self.frozen_params:
+            return self
+        left = {"num_params": self.num_params - self.frozen_params, "frozen_params": 0, "frozen_expert_params": 0}
+        return self.model_copy(update=left | {"expert_params": self.expert_params - self.frozen_expert_params})
 
     @property
     def shape_text(self) -> str:

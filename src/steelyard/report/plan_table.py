@@ -57,7 +57,9 @@ def headline(plan: Plan) -> str:
     prediction, split = plan.prediction, plan.model.split
     if split is not None and split.features is not None:
         resting = f"all but {' and '.join(split.resting)}, which rest" if split.resting else "everything"
-        text += f"\n{split.features.words(plan.seq_len)}\ntrained: {resting}"
+        text += f"\n{split.features.words(plan.seq_len)}" + ("" if plan.model.frozen else f"\ntrained: {resting}")
+    if plan.model.frozen is not None:
+        text += f"\nfrozen: {plan.model.frozen}"
     if prediction is None:
         return text
     compared = baseline_line(prediction)

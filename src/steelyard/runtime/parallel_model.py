@@ -279,7 +279,7 @@ class ParallelModel:
         if not is_input and index == len(self.plan.parts) - 1:
             return torch.empty((), device="meta", requires_grad=True)
         streams = (
-            torch.empty((after if is_input else before).local_shape(shape), **kind, device="meta", requires_grad=True)
+            torch.empty((after if is_input else before).local_shape(shape), **kind, device="meta")
             for before, after, shape, kind in self._crossing(index if is_input else index + 1)
         )
         return as_flow(tuple(streams))
@@ -287,11 +287,13 @@ class ParallelModel:
     def _crossing(self, index: int) -> Iterator[tuple[ActivationLayout, ActivationLayout, tuple[int, ...], Any]]:
         """For each tensor that part ``index`` is handed: how it lies before and behind the border, shape and type."""
         before, after = border(self.plan, index)
-        for shape in flow_shapes(self.plan, self.chain, self.plan.parts[index].first_layer - 1):
-            yield before, after, shape, {"dtype": self.chunks[0].dtype}
+        last = self.plan.parts[index].first_layer - 1
+        needed = self.chain.flow_needs_gradient(last)
+        for shape, needs in zip(flow_shapes(self.plan, self.chain, last), needed, strict=True):
+            yield before, after, shape, {"dtype": self.chunks[0].dtype, "requires_grad": needs}
         routers = self.chunks[0].routers
         if routers is not None:
-            yield before.of_copies, after.of_copies, routers.loss.shape, {"dtype": torch.float32}
+            yield before.of_copies, after.of_copies, routers.loss.shape, {"dtype": torch.float32, "requires_grad": True}
 
     def _exchange(self, index: int) -> Exchange:
         """What part ``index`` of the pipeline exchanges with the ranks of the parts beside it."""
@@ -299,11 +301,13 @@ class ParallelModel:
         if index > 0:
             crossing = list(self._crossing(index))
             found["arriving"] = [received_pieces(rank, before, own, shape) for before, own, shape, _ in crossing]
-            found["returning"] = [sent_pieces(rank, own, before, shape) for before, own, shape, _ in crossing]
+            trained = [each for each in crossing if each[-1]["requires_grad"]]
+            found["returning"] = [sent_pieces(rank, own, before, shape) for before, own, shape, _ in trained]
         if index < len(self.plan.parts) - 1:
             crossing = list(self._crossing(index + 1))
             found["leaving"] = [sent_pieces(rank, own, after, shape) for own, after, shape, _ in crossing]
-            found["coming_back"] = [received_pieces(rank, after, own, shape) for own, after, shape, _ in crossing]
+            trained = [each for each in crossing if each[-1]["requires_grad"]]
+            found["coming_back"] = [received_pieces(rank, after, own, shape) for own, after, shape, _ in trained]
         return Exchange(**found)
 
     def _own_generators(self) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_model
+from steelyard.modules.freezing import freeze_model
 from steelyard.modules.holes import beside_features, forward_options, given_samples
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
@@ -112,6 +113,7 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     """
     chain = plan.chain()
     model = build_model(chain, seed=seed)
+    freeze_model(model, chain)
     optimizer = make_optimizer(model.parameters())
     parameters = list(model.named_parameters(remove_duplicate=False))  # layers may know a tied one by another name
     found = Reference()

@@ -9,7 +9,7 @@ gradient is there, a gradient until the next is sent. So what is held does not g
 Nor does torch know but one peer before and one behind. Here each tensor is exchanged in the pieces of an `Exchange`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,10 @@ Pieces = Sequence[Sequence[Piece]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """The pieces in which a part hands over a microbatch; nothing at the ends of the pipeline."""
+    """The pieces in which a part hands over a microbatch; nothing at the ends of the pipeline.
+
+    Of gradients those of the tensors alone that have one.
+    """
 
     arriving: Pieces = ()
     """Of the activation from the part before."""
@@ -83,6 +86,9 @@ class PipelinePart(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of an activation that the schedule has to begin."""
         operations = self._sends(super().get_fwd_send_ops(fwd_chunk_id), self._exchange.leaving)
+        outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        if not _any_needs_gradient(outputs):
+            self.fwd_cache[fwd_chunk_id] = (), inputs
         if not self._sends_itself:
             return operations
         self._sent_activations[fwd_chunk_id] = _begin(operations)
@@ -110,13 +116,22 @@ class PipelinePart(PipelineStage):
         self._put_together(self.args_recv_info[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
         self._let_go(self.args_recv_info[fwd_chunk_id])
+        outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        if not _any_needs_gradient(inputs):
+            self.fwd_cache[fwd_chunk_id] = outputs, ()
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
         """The backward pass of a microbatch, whose activation has arrived: its gradient has come back."""
         _wait(self._sent_activations.pop(bwd_chunk_id, []))
         self._put_together(self.grad_recv_info[bwd_chunk_id])
-        super().backward_one_chunk(bwd_chunk_id, *arguments, **keywords)
+        outputs, inputs = self.fwd_cache[bwd_chunk_id]
+        if outputs:
+            super().backward_one_chunk(bwd_chunk_id, *arguments, **keywords)
+        else:
+            del self.fwd_cache[bwd_chunk_id]
+        if not inputs:
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
         self._let_go(self.grad_recv_info[bwd_chunk_id])
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -146,7 +161,8 @@ class PipelinePart(PipelineStage):
 
     def _receive(self, recv_infos: tuple[Any, ...], pieces: Pieces) -> list[dist.P2POp]:
         operations, apart = [], []
-        for info, of_tensor in zip(recv_infos if pieces else (), pieces, strict=True):
+        wanted_infos = [info for info in recv_infos if info.buffer is not None]  # there is none of no gradient
+        for info, of_tensor in zip(wanted_infos if pieces else (), pieces, strict=True):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
             for piece in of_tensor:
                 wanted = _part(info.buffer, piece)
@@ -185,6 +201,10 @@ class PipelinePart(PipelineStage):
 
 
 _CONTIGUOUS = torch.contiguous_format
+
+
+def _any_needs_gradient(tensors: Iterable[Any]) -> bool:
+    return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
 
 
 def _part(tensor: Tensor, piece: Piece) -> Tensor:

@@ -22,9 +22,12 @@ def shard_layer(
     strategy: Strategy,
     mesh: PlanMesh,
     precision: Precision,
+    *,
+    has_backward: bool = True,
 ) -> FSDPModule | Replica:
     """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
 
+    Without a backward pass nothing is kept gathered for it.
     Raises `InvalidPlanError` for a kind that no twin carries out.
     """
     used = {kind.name: kind for kind in strategy.kinds}
@@ -47,7 +50,7 @@ def shard_layer(
             layer,
             _state_mesh(replicas, shards),
             precision,
-            reshard_after_forward=not strategy.keeps_gathered,
+            reshard_after_forward=not (strategy.keeps_gathered and has_backward),
             expert_mesh=_state_mesh(outer_replicas, outer_shards) if divides_experts else None,
         )
     return replicate_over(layer, replicas, precision, expert_mesh=outer_replicas if divides_experts else None)

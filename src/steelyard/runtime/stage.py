@@ -19,6 +19,7 @@ from steelyard.model.family import Task
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.dropout import seed_dropout
+from steelyard.modules.freezing import check_frozen
 from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.layers import (
     ChainLayer,
@@ -131,10 +132,12 @@ class StageModule(nn.Module):
         dtype: torch.dtype,
         num_tokens: int,
         routers: PartRouters | None,
+        has_backward: bool,
     ) -> None:
         super().__init__()
         self.loop = loop
         self.routers = routers
+        self._has_backward = has_backward
         self.side = side
         self.replicas = replicas
         self._seq_len = seq_len
@@ -164,6 +167,8 @@ class StageModule(nn.Module):
     def end_step(self) -> None:
         """Waits for the gradients of the step, when its passes have ended."""
         self.replicas.end_step()
+        if not self._has_backward and isinstance(self.loop, FSDPModule):
+            self.loop.reset_iter_state()  # FSDP forgets what it noted of forward passes in a backward pass alone
 
     def forward(
         self,
@@ -237,6 +242,7 @@ def build_chunks(
 ) -> tuple[StageModule, ...]:
     """This rank's parts of the pipeline: their layers made one by one, each sharded before the next takes memory."""
     prepare_model(model, chain)
+    check_frozen(model, chain)
     return tuple(
         _build_chunk(model, plan, index, chain, mesh, seed=seed, device=device)
         for index in range(mesh.stage_index, len(plan.parts), plan.num_stages)
@@ -260,7 +266,8 @@ def _build_chunk(
     for number, strategy in enumerate(strategies, start=part.first_layer):
         materialize_layer(model, chain, number, seed=seed, device=device)
         layer = build_layer(model, chain, number, strategy.remat)
-        sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision)
+        has_backward = chain.has_backward(number)
+        sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision, has_backward=has_backward)
         if isinstance(sharded, Replica):
             replicas.append(sharded)
         layers[str(number)] = layer
@@ -291,6 +298,7 @@ def _build_chunk(
         dtype=activation_dtype(plan.precision),
         num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.has_target_tokens else 1),
         routers=routers,
+        has_backward=any(map(chain.has_backward, part.layers)),
     )
 
 

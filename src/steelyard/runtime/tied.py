@@ -82,7 +82,7 @@ def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn
     strategies = plan.strategies
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     found = []
-    for shared in chain.shared:
+    for shared in chain.summed:
         stages = _stages_of(plan, shared)
         if len(stages) > 1 and stages not in groups:
             groups[stages] = _group_across(plan, stages)

@@ -52,11 +52,14 @@ def cached_trace(
             expected="one that planning has left here, or the module itself",
             hint="plan again with the module; a prediction in the plan stands without",
         )
-    packaged = packaged_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
+    packaged = None
+    if chain.freeze is None:
+        packaged = packaged_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
     if packaged is not None:
         return packaged
-    what = f"the trace of {chain.name} at {seq_len} tokens in {precision} for {max(degrees)} devices per node"
-    there = packaged_lengths(chain, precision)
+    part = f" with {chain.freeze.of} frozen" if chain.freeze else ""
+    what = f"the trace of {chain.name}{part} at {seq_len} tokens in {precision} for {max(degrees)} devices per node"
+    there = "" if chain.freeze else packaged_lengths(chain, precision)
     require_training(f"{what} is neither packaged nor kept from before" + (f" (packaged: {there})" if there else ""))
     from steelyard.tracer.trace import trace
 
@@ -77,6 +80,6 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         "attention": ATTENTION,
     }
     entries |= {"batch": batch} if batch else {}
-    for name, part in (("own", chain.own), ("split", chain.split)):
+    for name, part in (("own", chain.own), ("split", chain.split), ("frozen", chain.freeze)):
         entries |= {name: part.model_dump_json()} if part else {}
     return digest(entries)

@@ -53,6 +53,8 @@ class Observation:
 
     num_params: int
     expert_params: int
+    frozen_params: int
+    frozen_expert_params: int
     buffer_bytes: int
     forward: OpCounts
     backward: OpCounts
@@ -159,11 +161,18 @@ def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int, side: 
         layer.remat = Remat.SELECTIVE
         selective = run_layer(setting, layer, samples, side)
         layer.remat = Remat.NONE
-    return observation(layer, plain, selective)
+    return observation(layer, plain, selective, knows_frozen=setting.chain.freeze is not None)
 
 
-def observation(module: nn.Module, plain: "CountedLayer", selective: "CountedLayer | None") -> Observation:
-    """What is seen in a run without remat and one with selective remat, for the layers that may take it."""
+def observation(
+    module: nn.Module, plain: "CountedLayer", selective: "CountedLayer | None", *, knows_frozen: bool = False
+) -> Observation:
+    """What is seen in a run without remat and one with selective remat, for the layers that may take it.
+
+    Parameters without gradients count as trained but where ``knows_frozen``.
+    """
+    frozen = [each for each in module.parameters() if knows_frozen and not each.requires_grad]
+    experts = [parameter for each in routed_experts(module) for parameter in each.parameters()]
     recomputed = {Remat.FULL: _under_full(plain)}
     if selective is not None:
         recomputed[Remat.SELECTIVE] = Recomputed(
@@ -174,9 +183,11 @@ def observation(module: nn.Module, plain: "CountedLayer", selective: "CountedLay
         )
     return Observation(
         num_params=sum(_local_size(parameter) for parameter in module.parameters()),
-        expert_params=sum(_local_size(parameter) for each in routed_experts(module) for parameter in each.parameters()),
+        expert_params=sum(map(_local_size, experts)),
+        frozen_params=sum(map(_local_size, frozen)),
+        frozen_expert_params=sum(_local_size(each) for each in experts if any(each is other for other in frozen)),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers())
-        + STEP_COUNT_BYTES * sum(1 for _ in module.parameters()),
+        + STEP_COUNT_BYTES * (sum(1 for _ in module.parameters()) - len(frozen)),
         forward=plain.forward,
         backward=plain.backward,
         saved_bytes=plain.saved_bytes,
@@ -188,7 +199,7 @@ def observation(module: nn.Module, plain: "CountedLayer", selective: "CountedLay
 
 
 def _under_full(plain: "CountedLayer") -> Recomputed:
-    kept_bytes = plain.input_bytes + plain.label_bytes
+    kept_bytes = plain.input_bytes + plain.label_bytes if plain.has_backward else 0
     again_bytes = plain.needed_peak_bytes + plain.output_bytes
     return Recomputed(
         work=plain.needed,
@@ -216,6 +227,7 @@ class CountedLayer:
     forward_peak_bytes: int
     needed_peak_bytes: int
     backward_peak_bytes: int
+    has_backward: bool
 
 
 def side_inputs(setting: LayerSetting, layer: ChainLayer) -> SideInputs:
@@ -236,6 +248,7 @@ def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: Side
         inputs=tensors_of(flow),
         constants=[*side.tensors(), *_samples_of(setting, context), *beside],
         label_bytes=context.labels_BS.nbytes if reads_labels else 0,
+        all_inputs=not setting.chain.kind_of(setting.layer).needs_gradient,
         seen=setting.seen,
     )
 
@@ -247,9 +260,14 @@ def count_passes(
     inputs: tuple[Tensor, ...],
     constants: Iterable[Tensor] = (),
     label_bytes: int = 0,
+    all_inputs: bool = True,
     seen: Operations | None = None,
 ) -> CountedLayer:
-    """Counts one forward pass, which ``call`` runs, and its backward pass; ``constants`` are not counted as memory."""
+    """Counts one forward pass, which ``call`` runs, and its backward pass; ``constants`` are not counted as memory.
+
+    Inputs that need no gradient count as saved where ``all_inputs`` do, or autograd saves them; and none where there is
+    no backward pass.
+    """
     for parameter in module.parameters():
         parameter.grad = None
     counter = OpCounter(seen)
@@ -257,10 +275,12 @@ def count_passes(
     counter.watch(inputs)
     input_ids = counter.storage_ids(inputs)
     needed, num_needed = OpCounts(), 0
+    saved_ids: set[int] = set()
 
     def save(tensor: Tensor) -> Tensor:
         nonlocal needed, num_needed
         needed, num_needed = counter.counts.copy(), len(counter.log)
+        saved_ids.update(counter.storage_ids([tensor]))
         return tensor
 
     with counter:
@@ -270,10 +290,15 @@ def count_passes(
         num_forward = len(counter.log)
         output_ids = counter.storage_ids(outputs)
         output_bytes = sum(output.nbytes for output in outputs)
-        gradients_of_outputs = [torch.empty_like(output) for output in outputs]
-        torch.autograd.backward(outputs, gradients_of_outputs)
+        trained = [output for output in outputs if output.requires_grad]
+        has_backward = bool(trained)
+        gradients_of_outputs = [torch.empty_like(output) for output in trained]
+        if has_backward:
+            torch.autograd.backward(trained, gradients_of_outputs)
         gradients = counter.storage_ids(p.grad for p in module.parameters() if p.grad is not None)
-    del outputs, gradients_of_outputs
+    needed_ids = counter.storage_ids(each for each in inputs if all_inputs or each.requires_grad) | saved_ids
+    not_saved = (output_ids | input_ids) - (needed_ids & input_ids if has_backward else set())
+    del outputs, trained, gradients_of_outputs
     history = live_bytes(counter.log, without=gradients)
     return CountedLayer(
         forward=forward,
@@ -282,10 +307,11 @@ def count_passes(
         input_bytes=sum(each.nbytes for each in inputs),
         label_bytes=label_bytes,
         output_bytes=output_bytes,
-        saved_bytes=live_bytes(counter.log[:num_forward], without=output_ids - input_ids)[-1],
+        saved_bytes=live_bytes(counter.log[:num_forward], without=not_saved)[-1],
         forward_peak_bytes=max(history[: num_forward + 1]),
         needed_peak_bytes=max(history[: num_needed + 1]),
-        backward_peak_bytes=max(history[num_forward:]),
+        backward_peak_bytes=max(history[num_forward:]) if has_backward else 0,
+        has_backward=has_backward,
     )
 
 
@@ -311,7 +337,12 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
     shapes = (
         (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(setting.layer, seq_len)
     )
-    streams = (torch.empty((samples, *shape), dtype=setting.dtype, requires_grad=True) for shape in shapes)
+    shapes = tuple(shapes)
+    needed = chain.kind_of(setting.layer).needs_gradient or (True,) * len(shapes)
+    streams = (
+        torch.empty((samples, *shape), dtype=setting.dtype, requires_grad=each)
+        for shape, each in zip(shapes, needed, strict=True)
+    )
     return context, as_flow(tuple(streams))
 
 

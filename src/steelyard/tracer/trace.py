@@ -180,6 +180,8 @@ def layer_profile(
         degrees=dict(shape),
         num_params=observations[0].num_params,
         expert_params=observations[0].expert_params,
+        frozen_params=observations[0].frozen_params,
+        frozen_expert_params=observations[0].frozen_expert_params,
         buffer_bytes=observations[0].buffer_bytes,
         forward=work(lambda o: o.forward),
         backward=work(lambda o: o.backward),

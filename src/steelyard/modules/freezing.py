@@ -1,0 +1,178 @@
+"""Which parameters of a model are frozen: found by the names that the model gives them, and made so in its layers."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from steelyard.errors import InvalidModelError, nearest
+from steelyard.model.chain import ModelChain
+from steelyard.model.freeze import Freeze, FrozenLayers
+from steelyard.model.freezing import nothing_left
+from steelyard.modules.build import build_meta_model, named_layer_modules
+
+_MOST_NAMED = 24
+"""Modules that an error lists."""
+
+
+class _Named(NamedTuple):
+    """A parameter of a layer: its paths there and in the model."""
+
+    layer: int
+    local: str
+    path: str
+    parameter: nn.Parameter
+
+
+def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> Freeze | None:
+    """What these patterns freeze of a model, and what it has without gradients; None where that is nothing.
+
+    A pattern is the path of a module or parameter as ``named_parameters`` spells it, ``*`` and the like as in a
+    shell. ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`); one of transformers is built.
+    Raises `InvalidModelError` for a pattern that matches nothing, and where nothing is left to train.
+    """
+    if own is None and not patterns:
+        return None
+    named = list(_named_parameters(build_meta_model(chain) if own is None else own, chain))
+    for pattern in patterns:
+        if not any(_matches(each.path, pattern) for each in named):
+            raise _unmatched(pattern, [each.path for each in named])
+    frozen = {
+        (each.layer, each.local)
+        for each in named
+        if not each.parameter.requires_grad or any(_matches(each.path, pattern) for pattern in patterns)
+    }
+    for shared in chain.shared:
+        if frozen & {*shared.copies}:
+            frozen |= {*shared.copies}
+    if not frozen:
+        return None
+    resting = chain.split.resting if chain.split else ()
+    if all((each.layer, each.local) in frozen or any(_matches(each.path, path) for path in resting) for each in named):
+        raise nothing_left(chain.name)
+    again = {copy for shared in chain.shared for copy in shared.copies[1:]}
+    counted = {id(each.parameter): each for each in reversed(named) if (each.layer, each.local) not in again}.values()
+    return Freeze(
+        patterns=tuple(patterns),
+        num_params=sum(each.parameter.numel() for each in counted if (each.layer, each.local) in frozen),
+        of_params=sum(each.parameter.numel() for each in counted),
+        parts=tuple(_parts(named, frozen, chain.num_layers)),
+    )
+
+
+def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
+    """Freezes what is frozen of a layer of the chain, in place.
+
+    Of a user's own module, whose layers at the ends share it, parameters of the layer's own take their place.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for path, owner in layer.named_modules() if chain.freeze else ():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if not chain.freeze.holds(number, f"{path}.{name}"):
+                continue
+            if chain.own is None:
+                parameter.requires_grad_(False)
+                owner.__dict__[BY_PLAN] = True
+            else:
+                frozen = made.setdefault(id(parameter), nn.Parameter(parameter.detach(), requires_grad=False))
+                owner.register_parameter(name, frozen)
+
+
+def check_frozen(model: Any, chain: ModelChain) -> None:
+    """Raises `InvalidModelError` where a model, made ready, has no gradients of what a plan trains.
+
+    What a class of transformers itself does not train is no part of that, nor is it in plans that freeze nothing.
+    """
+    frozen = {
+        each.path: each.layer
+        for each in _named_parameters(model, chain)
+        if not each.parameter.requires_grad and not (chain.freeze and chain.freeze.holds(each.layer, each.local))
+    }
+    if chain.own:
+        ends = (0, chain.num_layers - 1)
+        frozen = {path: layer for path, layer in frozen.items() if chain.freeze or layer not in ends}
+    elif frozen:
+        fresh = build_meta_model(chain)
+        frozen = {path: layer for path, layer in frozen.items() if fresh.get_parameter(path).requires_grad}
+    if frozen:
+        raise InvalidModelError(
+            field="model",
+            found=f"{next(iter(frozen))} without a gradient",
+            expected="what the plan trains with gradients",
+            hint="plan again with what is frozen (--freeze, or freeze=), or set requires_grad_(True)",
+        )
+
+
+def freeze_model(model: nn.Module, chain: ModelChain) -> None:
+    """Freezes in place what a plan freezes of a whole model of transformers."""
+    for each in _named_parameters(model, chain) if chain.freeze else ():
+        if chain.freeze.holds(each.layer, each.local):
+            each.parameter.requires_grad_(False)
+
+
+BY_PLAN = "_frozen_by_plan"
+"""The attribute of a module whose parameters a plan has frozen, and not its own class."""
+
+
+def _named_parameters(model: Any, chain: ModelChain) -> Iterator[_Named]:
+    for layer in range(chain.num_layers):
+        paths = {} if chain.own else chain.family.modules(chain.layout, layer)
+        for local, module in named_layer_modules(model, chain, layer).items():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                inside = f"{local}.{name}"
+                path = chain.own.path(layer, inside) if chain.own else f"{paths[local]}.{name}"
+                yield _Named(layer, inside, path.removeprefix("."), parameter)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a parameter is what a pattern names, or lies in it."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _unmatched(pattern: str, paths: Sequence[str]) -> InvalidModelError:
+    modules: list[str] = []
+    for depth in range(1, 4):
+        found = list(dict.fromkeys(".".join(path.split(".")[:-1][:depth]) for path in paths))
+        if len(found) > _MOST_NAMED:
+            break
+        modules = list(dict.fromkeys([*modules, *filter(None, found)]))
+    every = list(
+        dict.fromkeys(".".join(path.split(".")[:end]) for path in paths for end in range(1, path.count(".") + 2))
+    )
+    return InvalidModelError(
+        field="freeze",
+        found=f"{pattern!r}, which names nothing of the model",
+        expected=f"the path of a module or parameter, as {', '.join(modules[:_MOST_NAMED])}",
+        hint=nearest(pattern, list(every)),
+    )
+
+
+def _parts(named: Sequence[_Named], frozen: Collection[tuple[int, str]], num_layers: int) -> Iterator[FrozenLayers]:
+    """What is frozen, layer by layer, that without parameters too; neighbours of which the same is, together."""
+    found: dict[int, tuple[str, ...] | None] = dict.fromkeys(range(num_layers), ())
+    for layer, of_layer in groupby(named, key=lambda each: each.layer):
+        found[layer] = _paths({each.local: (layer, each.local) in frozen for each in of_layer})
+    for paths, layers in groupby(found, key=found.__getitem__):
+        if paths is not None:
+            first, *rest = layers
+            yield FrozenLayers(layers=(first, rest[-1] if rest else first), paths=paths)
+
+
+def _paths(is_frozen: Mapping[str, bool]) -> tuple[str, ...] | None:
+    """The outermost modules and parameters of a layer that are frozen; empty for all, None for none."""
+    if not any(is_frozen.values()):
+        return None
+    found = set()
+    for path in (path for path, each in is_frozen.items() if each):
+        parts = path.split(".")
+        outer = (".".join(parts[:end]) for end in range(len(parts) + 1))
+        found.add(next(each for each in outer if _is_all_frozen(is_frozen, each)))
+    return () if "" in found else tuple(sorted(found))
+
+
+def _is_all_frozen(is_frozen: Mapping[str, bool], outer: str) -> bool:
+    inside = [each for path, each in is_frozen.items() if not outer or path == outer or path.startswith(f"{outer}.")]
+    return bool(inside) and all(inside)

@@ -1,0 +1,47 @@
+"""What is frozen stays as it is, and the rest trains as in one process that has the same frozen: four against one."""
+
+from typing import Any
+
+import pytest
+
+from steelyard.plan.parity import TOLERANCES
+from tests.runtime.frozen_cases import CASES
+from tests.runtime.processes import run_parity
+
+pytestmark = pytest.mark.processes
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
+EXACT = [name for name in CASES if not name.endswith("bf16")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_parity("tests.runtime.frozen_cases", tmp_path_factory.mktemp("frozen") / "result.json")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_gradients_and_weights_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
+    assert found["gradient_error"] < GRADIENT_TOLERANCE, found["gradient_tensor"]
+    assert found["weight_error"] < GRADIENT_TOLERANCE
+    assert found["same_loss_on_all_ranks"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_norm_is_of_what_is_trained(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["norms"] == pytest.approx(results[name]["expected_norms"], rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
+    """But for what is kept for a backward pass, where there is none."""
+    plan, chain = CASES[name].plan, CASES[name].plan.chain()
+    expected = [str(strategy) for strategy in plan.strategies]
+    kept = [text if chain.has_backward(layer) else text.replace(" zero2", "") for layer, text in enumerate(expected)]
+    assert results[name]["strategies"] == kept
+
+
+def test_losses_in_bf16_are_near_fp32(results: dict[str, dict[str, Any]]) -> None:
+    found = results["llama, bf16"]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=5e-3)
