@@ -27,17 +27,20 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """The global batch of which this rank has some samples: over the ranks of a mesh, or taken to be of so many."""
 
     mesh: DeviceMesh | None = None
     num_samples: int = 0
     """Where other ranks are not there, as in a trace; 0 for no more than this rank has."""
+    gathered_entries: int = 0
+    """Of features of all samples, since such a batch was made."""
 
     def gather(self, local_BD: Tensor) -> Tensor:  # noqa: N803
         """The features [N, D] of all samples."""
-        if self.num_samples > len(local_BD):
+        if self.num_samples:
+            self.gathered_entries += self.num_samples * local_BD.shape[-1]
             return functional.pad(local_BD, (0, 0, 0, self.num_samples - len(local_BD)))
         if self.mesh is None or self.mesh.size() == 1:
             return local_BD

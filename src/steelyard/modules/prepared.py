@@ -282,6 +282,12 @@ def _give_dims(model: nn.Module) -> None:
     for name, each in model.named_parameters(recurse=False):
         if not each.ndim:
             model.register_parameter(name, nn.Parameter(each.detach().view(1), requires_grad=each.requires_grad))
+            model._scalars = scalars_of(model) | {name}
+
+
+def scalars_of(model: nn.Module) -> frozenset[str]:
+    """The parameters of a model itself that are scalars in files."""
+    return getattr(model, "_scalars", frozenset())
 
 
 def stored_apart(model: nn.Module) -> dict[str, int]:

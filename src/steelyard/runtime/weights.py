@@ -7,7 +7,7 @@ one parameter at a time on its first rank, which writes files of about `FILE_BYT
 
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
 from steelyard.modules.data_parallel import activation_dtype
-from steelyard.modules.prepared import stored_apart
+from steelyard.modules.prepared import scalars_of, stored_apart
 from steelyard.modules.updates import local_part
 from steelyard.output import command
 from steelyard.plan.plan import Plan
@@ -107,13 +107,24 @@ def check_weights(path: Path, chain: ModelChain) -> None:
     """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
     found, expected = _config_at(path).to_dict(), hub_config(chain).to_dict()
     for key in ("model_type", *expected):
-        if key not in _NOT_COMPARED and "dropout" not in key and found.get(key) != expected.get(key):
+        if _is_compared(key) and _compared(found.get(key)) != _compared(expected.get(key)):
             raise _bad_init(
                 f"{key} = {found.get(key)!r} in {path / 'config.json'}",
                 f"{key} = {expected.get(key)!r}, as in the plan's model {chain.name}",
                 f"plan for these weights: {command('plan', path / 'config.json')} …",
             )
     _tensor_files(path)
+
+
+def _is_compared(key: str) -> bool:
+    return key not in _NOT_COMPARED and "dropout" not in key
+
+
+def _compared(value: Any) -> Any:
+    """An entry of a config without what is not compared in the configs of parts."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _compared(each) for key, each in value.items() if _is_compared(str(key))}
 
 
 def export_weights(
@@ -243,8 +254,8 @@ def _write_stage(
     first_rank = plan.parts[plan.stage_of(dist.get_rank())].ranks[0]
     is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
-    apart = stored_apart(build_meta_model(plan.chain()))
-    for tensors in _gathered(state, dtype, file_bytes, apart, keep=is_writer):
+    model = build_meta_model(plan.chain())
+    for tensors in _gathered(state, dtype, file_bytes, model, keep=is_writer):
         if is_writer:
             name = f"stage-{first_rank:05d}-{len(files):05d}"
             save_file(tensors, part / name, metadata={"format": "pt"})
@@ -253,9 +264,13 @@ def _write_stage(
 
 
 def _gathered(
-    state: RunState, dtype: torch.dtype, file_bytes: int, apart: Collection[str], *, keep: bool
+    state: RunState, dtype: torch.dtype, file_bytes: int, model: nn.Module, *, keep: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """The whole parameters of this rank's stage, some at a time; matrices of the modules ``apart`` are side by side."""
+    """The whole parameters of this rank's stage, some at a time, of the shapes that they have in ``transformers``.
+
+    The ``model``, on the meta device, says which are stored otherwise here.
+    """
+    apart, scalars = stored_apart(model), scalars_of(model)
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     for name, parameter in state.weights().items():
@@ -265,6 +280,7 @@ def _gathered(
         num_bytes += whole.numel() * kept_dtype.itemsize
         if name.rpartition(".")[0] in apart:
             whole = whole.flatten(-2)
+        whole = whole.view(()) if name in scalars else whole
         if keep:
             tensors[name] = whole.to(device="cpu", dtype=kept_dtype, copy=True).contiguous()
         if num_bytes >= file_bytes:

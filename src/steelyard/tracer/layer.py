@@ -62,6 +62,7 @@ class Observation:
     input_bytes: int
     forward_transient_bytes: int
     backward_transient_bytes: int
+    gathered_entries: int
     recomputed: dict[Remat, "Recomputed"]
 
 
@@ -155,17 +156,26 @@ def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> Observation:
+    before = layer.batch.gathered_entries
     plain = run_layer(setting, layer, samples, side)
+    gathered = layer.batch.gathered_entries - before
     selective = None
     if setting.role is LayerRole.BLOCK:
         layer.remat = Remat.SELECTIVE
         selective = run_layer(setting, layer, samples, side)
         layer.remat = Remat.NONE
-    return observation(layer, plain, selective, knows_frozen=setting.chain.freeze is not None)
+    return observation(
+        layer, plain, selective, knows_frozen=setting.chain.freeze is not None, gathered_entries=gathered
+    )
 
 
 def observation(
-    module: nn.Module, plain: "CountedLayer", selective: "CountedLayer | None", *, knows_frozen: bool = False
+    module: nn.Module,
+    plain: "CountedLayer",
+    selective: "CountedLayer | None",
+    *,
+    knows_frozen: bool = False,
+    gathered_entries: int = 0,
 ) -> Observation:
     """What is seen in a run without remat and one with selective remat, for the layers that may take it.
 
@@ -194,6 +204,7 @@ def observation(
         input_bytes=plain.input_bytes,
         forward_transient_bytes=plain.forward_peak_bytes - plain.saved_bytes,
         backward_transient_bytes=plain.backward_peak_bytes - plain.saved_bytes,
+        gathered_entries=gathered_entries,
         recomputed=recomputed,
     )
 

@@ -123,9 +123,7 @@ def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
         return layer_profile(kind.name, shape, observe(of, sizes), queries_of_a_key=served, sizes=sizes)
 
     if setting.batch:
-        found = seen(setting, (max(1, setting.batch // _MOST_RANKS), max(2, setting.batch // _FEW_RANKS)))
-        products = (each for each in found.forward.products if each.n == setting.batch and each.grows == "m")
-        return found.model_copy(update={"gathered_entries": sum(each.count * each.n * each.k for each in products)})
+        return seen(setting, (max(1, setting.batch // _MOST_RANKS), max(2, setting.batch // _FEW_RANKS)))
     layer = seen(setting)
     if not kind.num_experts:
         return layer
@@ -183,6 +181,7 @@ def layer_profile(
         frozen_params=observations[0].frozen_params,
         frozen_expert_params=observations[0].frozen_expert_params,
         buffer_bytes=observations[0].buffer_bytes,
+        gathered_entries=observations[0].gathered_entries,
         forward=work(lambda o: o.forward),
         backward=work(lambda o: o.backward),
         forward_collectives=_collectives(lambda o: o.forward, observations, line),
