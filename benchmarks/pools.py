@@ -35,8 +35,9 @@ from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.kinds import DP, TP
 from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Strategy
-from steelyard.planning.job import make_job
-from steelyard.planning.pools import make_pooled_job, plan_pools, pool_rivals
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job, make_pooled_job
+from steelyard.planning.pool_rivals import pool_rivals
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_seconds
 
@@ -139,7 +140,7 @@ def compare(case: Case) -> None:
         case.model, case.cluster, global_batch=case.batch, seq_len=case.seq_len, precision=case.precision
     )
     started = time.process_time()
-    found = plan_pools(job, PlanOptions())
+    found = plan_job(job, PlanOptions())
     spent_s = time.process_time() - started
     if found.plan is None:
         print(f"{case.name}\n  nothing fits: {found.miss_text}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from steelyard.planning import find_plan
 from steelyard.planning.elastic import fastest_on, replan
-from steelyard.planning.pools import any_job_of
+from steelyard.planning.price import any_job_of
 
 ROWS = (
     ("llama3-8b", "2x8xh100-80gb", 128, 8192, {"2x8xh100-80gb": (8, 7)}),

@@ -36,8 +36,9 @@ from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import divisors
 from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_pooled_job
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.pools import even_plan, make_pooled_job, plan_pools
+from steelyard.planning.pool_rivals import even_plan
 from steelyard.planning.problem import PlanOptions
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.profile import Profile
@@ -163,7 +164,7 @@ def planned(pools: tuple[Pool, ...], chain: ModelChain, profiles: dict[str, Prof
     job = make_pooled_job(
         chain, machines(pools), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="fp32", profile=profiles
     )
-    mixed, even = plan_pools(job, PlanOptions()), even_plan(job, PlanOptions())
+    mixed, even = plan_job(job, PlanOptions()), even_plan(job, PlanOptions())
     if mixed.plan is None or mixed.cost is None or even is None:
         sys.exit("no plan fits")
     found = {

@@ -27,7 +27,7 @@ from steelyard.planning.choose import NUM_RESCORED, PlanningResult, find_plan
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import fastest_plan, replan, with_spares
-from steelyard.planning.pools import pooled_job_of
+from steelyard.planning.price import pooled_job_of
 from steelyard.planning.problem import is_beaten, make_tables
 from steelyard.report.plan_table import missing_spare_lines, spare_lines
 from tests.runtime.models import make_plan

@@ -10,7 +10,7 @@ from steelyard.plan.margin import shortfall
 from steelyard.planning import PlanOptions, job_of, make_job, plan_job, why_not_plan
 from steelyard.planning.choose import PlanningResult
 from steelyard.planning.explain import other_budgets, pricing_notes
-from steelyard.planning.margin import MARGIN, pressure, without_margin
+from steelyard.planning.margin import MARGIN, warnings_of, without_margin
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.rivals import Contest, Floors
 from steelyard.report.plan_table import headline
@@ -106,8 +106,10 @@ def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable:
 
 
 def test_a_margin_that_no_plan_leaves_is_told_on_any_device(comfortable: PlanningResult) -> None:
+    assert comfortable.plan is not None
     assert comfortable.cost is not None
-    roomy = pressure(of(), comfortable.cost.stages, missed_bytes=30 * GIB)
+    missed = replace(of(), margin_bytes=30 * GIB)
+    roomy = warnings_of(of(), comfortable.plan, comfortable.cost.stages, missed=missed)
     assert roomy == ("no plan was found that leaves 30.0 GiB per device free",)
 
 
@@ -116,7 +118,8 @@ def test_a_full_device_is_told_what_leaves_more_free(comfortable: PlanningResult
     assert comfortable.cost is not None
     job = of()
     full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))
-    (warning,) = pressure(replace(job, cluster=replace(job.cluster, device=full)), comfortable.cost.stages)
+    pressed = replace(job, cluster=replace(job.cluster, device=full))
+    (warning,) = warnings_of(pressed, comfortable.plan, comfortable.cost.stages)
     assert warning.endswith("--memory-margin 0.05 leaves more free, where one fits")
 
 
@@ -149,12 +152,14 @@ def test_a_plan_of_ones_own_that_takes_of_the_margin_is_no_misfit(comfortable: P
 
 
 def test_a_cpu_is_under_no_pressure(comfortable: PlanningResult) -> None:
+    assert comfortable.plan is not None
     assert comfortable.cost is not None
     job = of()
-    full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))  # type: ignore[arg-type]
+    full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))
     cpu = make_job(CONFIG, "1x2xcpu", global_batch=4, seq_len=64, precision="fp32", memory="40GiB", profile=None)
-    assert pressure(replace(job, cluster=replace(job.cluster, device=full)), comfortable.cost.stages)
-    assert pressure(cpu, comfortable.cost.stages) == ()
+    pressed = replace(job, cluster=replace(job.cluster, device=full))
+    assert warnings_of(pressed, comfortable.plan, comfortable.cost.stages)
+    assert warnings_of(cpu, comfortable.plan, comfortable.cost.stages) == ()
 
 
 def test_a_plan_keeps_its_margin_and_explain_says_what_it_costs(comfortable: PlanningResult) -> None:

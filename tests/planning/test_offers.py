@@ -5,7 +5,7 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools
 from steelyard.plan.choices import DevicePoint
-from steelyard.planning import PlanOptions, find_offers, make_job, make_pooled_job
+from steelyard.planning import PlanOptions, find_offers, make_any_job
 from steelyard.planning.offers import parts_of
 from steelyard.units import GIB
 
@@ -16,9 +16,7 @@ PRICES = {"h100-80gb": 2.5, "a100-80gb": 1.1}
 
 def job_of(part: Cluster | MixedCluster, memory: int | None = None):
     asked = {"global_batch": 16, "seq_len": 1024, "precision": "bf16", "memory": memory}
-    if isinstance(part, MixedCluster):
-        return make_pooled_job("tinyllama-1.1b", part, **asked)
-    return make_job("tinyllama-1.1b", part, profile=None, **asked)
+    return make_any_job("tinyllama-1.1b", part, **asked)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +92,7 @@ def test_too_many_parts_are_an_error():
 def test_a_part_whose_devices_the_batch_cannot_be_divided_among_says_so():
     def of_one_sample(part):
         asked = {"global_batch": 1, "seq_len": 1024, "precision": "bf16", "memory": None}
-        if isinstance(part, MixedCluster):
-            return make_pooled_job("tinyllama-1.1b", part, **asked)
-        return make_job("tinyllama-1.1b", part, profile=None, **asked)
+        return make_any_job("tinyllama-1.1b", part, **asked)
 
     without_tp = PlanOptions(max_degrees={"tp": 1}, variants={"zero": (3,)})
     found = find_offers(of_one_sample, parse_pools("4x8xh100-80gb+4x8xa100-80gb"), without_tp, prices=PRICES)

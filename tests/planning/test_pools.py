@@ -18,19 +18,12 @@ from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning import pool_search
 from steelyard.planning.acceptance import accept, walked_bytes
 from steelyard.planning.choose import find_plan, plan_job
-from steelyard.planning.job import make_job
+from steelyard.planning.job import make_job, make_pooled_job
 from steelyard.planning.plan_from_search import bare_plan
+from steelyard.planning.pool_rivals import even_plan, explain_pools, with_pool_baselines
 from steelyard.planning.pool_search import search_pools
 from steelyard.planning.pool_space import LEVELS, PooledSetting, PooledSpace
-from steelyard.planning.pools import (
-    even_plan,
-    explain_pools,
-    make_pooled_job,
-    plan_pools,
-    pooled_job_of,
-    price_pools,
-    with_pool_baselines,
-)
+from steelyard.planning.price import pooled_job_of, with_price
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.profile_file import read_profile
 from steelyard.search import search
@@ -81,8 +74,8 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
     space = PooledSpace(job, options)
     every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
     found = search_pools(job, PooledSpace(job, options))
-    assert found.accepted[0].outcome.score_s <= every.ranked[0].outcome.score_s * (1 + 1e-6)
-    assert max(found.lower_bound_s, every.search.lower_bound_s) <= found.accepted[0].outcome.score_s * (1 + 1e-6)
+    assert found.ranked[0].outcome.score_s <= every.ranked[0].outcome.score_s * (1 + 1e-6)
+    assert max(found.search.lower_bound_s, every.search.lower_bound_s) <= found.ranked[0].outcome.score_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("memory", ["4GiB", "8GiB", None])
@@ -128,11 +121,9 @@ def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
     job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
     found = search_pools(job, PooledSpace(job, OPTIONS), time_limit_s=0.0)
     best = search_pools(job, PooledSpace(job, OPTIONS))
-    assert found.accepted
-    assert found.was_cut
-    assert not found.is_optimal
-    assert not best.was_cut
-    assert found.lower_bound_s <= best.accepted[0].outcome.score_s <= found.accepted[0].outcome.score_s
+    assert found.ranked
+    assert found.search.status == "feasible"
+    assert found.search.lower_bound_s <= best.ranked[0].outcome.score_s <= found.ranked[0].outcome.score_s
 
 
 def _simulated(factor, plan, job):
@@ -147,8 +138,8 @@ def test_a_plan_that_takes_longer_in_simulation_meets_more_rivals(monkeypatch):
         monkeypatch.setattr(pool_search, "predict", partial(_simulated, factor))
         found.append(search_pools(job, PooledSpace(job, OPTIONS)))
     few, more = found
-    assert few.accepted[0].plan == more.accepted[0].plan
-    assert len(few.accepted) < len(more.accepted) <= pool_search.RIVALS
+    assert few.ranked[0].plan == more.ranked[0].plan
+    assert len(few.ranked) < len(more.ranked) <= pool_search.RIVALS
 
 
 def test_the_walk_lies_between_the_floors_and_the_tables():
@@ -187,7 +178,7 @@ def test_pools_of_equal_devices_are_no_worse_than_one_cluster_cut_between_them(b
     )
     options = replace(OPTIONS, num_stages=2, schedules=("1f1b", "gpipe"))
     one = plan_job(alone("2x4xa100-80gb", batch=batch), options).plan
-    two = plan_pools(pooled(halves, batch=batch), options).plan
+    two = plan_job(pooled(halves, batch=batch), options).plan
     assert one.prediction.certificate.is_optimal
     assert two.prediction.certificate.is_optimal
     assert two.prediction.lower_bound_s <= one.prediction.lower_bound_s * (1 + 1e-9)
@@ -195,7 +186,7 @@ def test_pools_of_equal_devices_are_no_worse_than_one_cluster_cut_between_them(b
 
 def test_a_pool_that_slows_the_rest_is_left_out_and_the_plan_says_so():
     job = pooled("1x4xh100-80gb+1x1xl4", batch=64)
-    plan = plan_pools(job, OPTIONS).plan
+    plan = plan_job(job, OPTIONS).plan
     assert plan.cluster == "1x4xh100-80gb"
     used, left = plan.prediction.pools
     assert (used.num_stages, left.name, left.num_stages) == (plan.num_stages, "1x1xl4", 0)
@@ -207,14 +198,14 @@ def test_unlike_budgets_are_kept_by_every_stage():
     job = pooled("1x2xh100-80gb+1x2xa100-40gb", memory=None, batch=64)
     small = replace(job.pools[0], budget_bytes=9 * GIB)
     job = replace(job, pools=(small, replace(job.pools[1], budget_bytes=14 * GIB)))
-    plan = plan_pools(job, OPTIONS).plan
+    plan = plan_job(job, OPTIONS).plan
     budgets = [setting.job.budget_bytes for setting in stage_settings(plan, job)]
     assert plan.prediction.stage_budgets() == tuple(budgets)
     assert all(stage.total_bytes <= budget for stage, budget in zip(plan.prediction.stages, budgets, strict=True))
 
 
 def test_where_nothing_fits_the_nearest_miss_is_said():
-    result = plan_pools(pooled("1x1xh100-80gb+1x1xa100-40gb", memory="3GiB"), OPTIONS)
+    result = plan_job(pooled("1x1xh100-80gb+1x1xa100-40gb", memory="3GiB"), OPTIONS)
     assert result.plan is None
     assert "more per device" in result.miss_text
 
@@ -224,10 +215,10 @@ def test_the_nearest_miss_is_that_of_the_setting_that_misses_least(memory):
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory=memory, batch=32)
     space = PooledSpace(job, OPTIONS)
     every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
-    missed = plan_pools(job, OPTIONS).miss
+    missed = plan_job(job, OPTIONS).miss
     assert missed.miss_bytes == every.search.nearest_miss.miss_bytes
     more = job.pools[0].budget_bytes + missed.miss_bytes * 11 // 10
-    assert plan_pools(pooled("1x2xh100-80gb+1x2xa100-80gb", memory=more, batch=32), OPTIONS).plan
+    assert plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb", memory=more, batch=32), OPTIONS).plan
 
 
 def test_a_slower_link_between_pools_never_makes_the_plan_faster():
@@ -235,13 +226,13 @@ def test_a_slower_link_between_pools_never_makes_the_plan_faster():
     options, steps = replace(OPTIONS, num_stages=2), []
     for name in ("infiniband-hdr", "ethernet-10"):
         links = tuple(find_network(name, devices_per_node=2) for _ in pools.pools)
-        steps.append(plan_pools(pooled(replace(pools, links=links)), options).plan.prediction.step_time_s)
+        steps.append(plan_job(pooled(replace(pools, links=links)), options).plan.prediction.step_time_s)
     assert steps[0] < steps[1]
 
 
 def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
-    plan = with_pool_baselines(plan_pools(job, OPTIONS).plan, job, OPTIONS)
+    plan = with_pool_baselines(plan_job(job, OPTIONS).plan, job, OPTIONS)
     names = [each.name for each in plan.prediction.baselines]
     assert names == ["1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"]
     assert all(each.step_time_s >= plan.prediction.step_time_s for each in plan.prediction.baselines)
@@ -260,23 +251,23 @@ def test_even_cuts_give_all_stages_as_many_devices_and_layers():
 
 def test_the_job_of_a_plan_keeps_the_budgets_that_it_was_made_for():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory="20GiB", batch=32)
-    plan = plan_pools(job, OPTIONS).plan
+    plan = plan_job(job, OPTIONS).plan
     assert predict(plan, pooled_job_of(plan)).step_time_s == pytest.approx(plan.prediction.step_time_s)
     assert {pool.budget_bytes for pool in pooled_job_of(plan).pools} == {20 * GIB}
 
 
 def test_a_plan_over_pools_that_is_priced_again_trains_its_tokens_at_the_new_speed():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
-    plan = plan_pools(job, OPTIONS).plan.with_training(10**12, price=2.0)
+    plan = plan_job(job, OPTIONS).plan.with_training(10**12, price=2.0)
     slowed = replace(job, pools=tuple(replace(pool, time_factor=2.0) for pool in job.pools))
-    again = price_pools(plan, slowed)
+    again = with_price(plan, slowed)
     assert again.prediction.step_time_s > 1.5 * plan.prediction.step_time_s
     factor = again.prediction.step_time_s / plan.prediction.step_time_s
     assert again.training.days == pytest.approx(plan.training.days * factor)
 
 
 def test_a_plan_whose_pools_are_not_there_is_named():
-    plan = plan_pools(pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32), replace(OPTIONS, num_stages=2)).plan
+    plan = plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32), replace(OPTIONS, num_stages=2)).plan
     with pytest.raises(UserError, match=r"^cluster: found the pool '1x2x(h|a)100-80gb'\n.*one of 1x2xl4, 1x4xa100"):
         pooled_job_of(plan, cluster="1x2xl4+1x4xa100-80gb")
     with pytest.raises(UserError, match=r"^--cluster: found 1x4xa100-80gb for a plan over"):
@@ -298,13 +289,13 @@ def test_python_takes_pools_as_the_command_line_does():
 
 def test_what_leaves_no_margin_in_any_pool_is_taken_with_a_warning_that_names_the_pool():
     job = pooled(parse_pools("1x2xh100-80gb+1x2xa100-80gb"), batch=8)
-    roomy = plan_pools(job, OPTIONS)
+    roomy = plan_job(job, OPTIONS)
     assert roomy.has_margin
     assert roomy.plan.prediction.warnings == ()
-    missed = plan_pools(with_memory(job, GIB, margin=0), OPTIONS)
+    missed = plan_job(with_memory(job, GIB, margin=0), OPTIONS)
     assert missed.plan is None
     least = int(missed.miss.needed_bytes * 1.09)
-    found = plan_pools(with_memory(job, least, margin=least // 20), OPTIONS)
+    found = plan_job(with_memory(job, least, margin=least // 20), OPTIONS)
     assert found.plan is not None
     assert not found.has_margin
     assert all(pool.margin_bytes == 0 for pool in found.plan.prediction.pools)
@@ -359,7 +350,7 @@ def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_f
     cluster, paths = profiled
     text = ",".join(f"{name}={path}" for name, path in paths.items())
     job = make_pooled_job(MODEL, cluster, profile=text, **ASKED)
-    plan = plan_pools(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
+    plan = plan_job(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
     layers = dict(
         zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.stages)), strict=True)
     )
@@ -410,13 +401,13 @@ def test_processes_of_a_pool_that_share_cores_are_faster_while_others_of_theirs_
 
 
 def test_a_number_of_stages_that_one_pool_alone_cannot_have_is_searched_over_both():
-    plan = plan_pools(pooled("1x2xh100-80gb+1x1xa100-80gb", batch=8), replace(OPTIONS, num_stages=2)).plan
+    plan = plan_job(pooled("1x2xh100-80gb+1x1xa100-80gb", batch=8), replace(OPTIONS, num_stages=2)).plan
     assert plan.num_stages == 2
 
 
 def test_a_plan_over_pools_that_are_described_in_full_is_read_back_from_its_file(profiled, tmp_path):
     cluster, paths = profiled
     job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
-    plan = plan_pools(job, replace(OPTIONS, num_stages=2)).plan
+    plan = plan_job(job, replace(OPTIONS, num_stages=2)).plan
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan

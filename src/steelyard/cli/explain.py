@@ -1,15 +1,15 @@
 """``steelyard explain``: why a plan and not another; fills in the predictions of a plan written by hand."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
-from steelyard.cost.pools import PooledJob
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, SlowNode, WhyNot
 from steelyard.plan.file import read_plan, write_plan
@@ -21,8 +21,6 @@ from steelyard.planning import (
     job_or_reason,
     not_with_pools,
     parse_pin,
-    pooled_job_of,
-    price_pools,
     slow_nodes,
     why_not,
     why_not_plan,
@@ -59,32 +57,14 @@ def explain(
     """Show why a plan and not another: what binds, what each rival costs, what memory is worth."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json) as show:
-        job = (
-            _pools_of(
-                plan,
-                {"--why-not": why, "--all": everything},
-                cluster=cluster,
-                network=network,
-                memory=memory,
-                profile=profile,
-                folder=path.parent,
-            )
-            if plan.is_mixed
-            else job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
-        )
-        if isinstance(job, PooledJob):
-            explanation = explain_pools(plan, job, PlanOptions())
-            if plan.prediction is None or cluster or network or memory or profile:
-                plan = price_pools(plan, job)
-        elif isinstance(job, str):
+        if plan.is_mixed:
+            _check_not_with_pools({"--why-not": why, "--all": everything})
+        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        if isinstance(job, str):
             explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {job}",))
         else:
-            if why is None:
-                explanation = explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
-            else:
-                explanation = Explanation(binds="", why_not=_insist(job, why))
-                plan = with_price(plan, job)
-            if plan.prediction is None or cluster or network or memory or profile:
+            explanation = _explained(plan, job, why, everything=everything, show=show)
+            if plan.prediction is None or why or cluster or network or memory or profile:
                 plan = with_price(plan, job)
         if record is not None and not isinstance(job, str):
             show("planning without the nodes that were slow")
@@ -103,12 +83,21 @@ def _with_slow_nodes(explanation: Explanation, found: tuple[SlowNode, ...], reco
     return explanation.model_copy(update={"slow_nodes": found, "notes": (*explanation.notes, *note)})
 
 
-def _pools_of(plan: Plan, asked: Mapping[str, object], **given: Any) -> PooledJob:
-    """The job of a plan over several pools; raises `UserError` for an option that does not go with them."""
+def _check_not_with_pools(asked: Mapping[str, object]) -> None:
+    """Raises `UserError` for an option that does not go with several pools."""
     for option, value in asked.items():
         if value:
             raise not_with_pools(option)
-    return pooled_job_of(plan, **given)
+
+
+def _explained(
+    plan: Plan, job: AnyJob, why: str | None, *, everything: bool, show: Callable[[str], None]
+) -> Explanation:
+    if isinstance(job, PooledJob):
+        return explain_pools(plan, job, PlanOptions())
+    if why is not None:
+        return Explanation(binds="", why_not=_insist(job, why))
+    return explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
 
 
 def _insist(job: Job, asked: str) -> WhyNot:

@@ -36,7 +36,7 @@ from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
 from steelyard.plan.choices import TradeOffs
-from steelyard.planning import PlanOptions, find_offers, find_trade_offs, make_job, make_pooled_job
+from steelyard.planning import PlanOptions, find_offers, find_trade_offs, make_any_job, make_job
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
 from steelyard.search import TIME_LIMIT_S
@@ -124,9 +124,7 @@ def _offers(
     """What parts of the machines take and cost."""
 
     def job_of(part: Cluster | MixedCluster) -> AnyJob:
-        if isinstance(part, MixedCluster):
-            return make_pooled_job(model, part, **asked)
-        return make_job(model, part, profile=None, **asked)
+        return make_any_job(model, part, **asked)
 
     if isinstance(prices, float):
         raise UserError(

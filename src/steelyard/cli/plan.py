@@ -49,14 +49,12 @@ from steelyard.planning import (
     calibrate,
     grow_batch,
     longest_sequence,
-    make_job,
-    make_pooled_job,
+    make_any_job,
     not_with_pools,
     parse_pin,
     pin_error,
     plan_fewest_devices,
     plan_job,
-    plan_pools,
     planned_chain,
     problem_of,
     samples_not_measured,
@@ -404,7 +402,7 @@ def _search(
     """The result under the objective, and lines that say what was tried on the way."""
     show(f"searching plans for {job.chain.name} on {job.cluster.name}")
     if isinstance(job, PooledJob):
-        return plan_pools(job, options, top=top), []
+        return plan_job(job, options, top=top), []
     if grows:
         growth = grow_batch(job, options, top=top, progress=show)
         return growth.result, trial_lines(growth, "global batch {}")
@@ -470,10 +468,8 @@ def _job_maker(
     asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance}
 
     def make(seq_len: int) -> AnyJob:
-        if isinstance(cluster, MixedCluster):
-            return make_pooled_job(chain, cluster, seq_len=seq_len, **asked)
-        job = make_job(chain, cluster, seq_len=seq_len, **asked)
-        return calibrate(job, *runs) if runs else job
+        job = make_any_job(chain, cluster, seq_len=seq_len, **asked)
+        return calibrate(job, *runs) if runs and isinstance(job, Job) else job
 
     return make
 

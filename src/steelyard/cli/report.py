@@ -1,6 +1,7 @@
 """``steelyard report``: a plan as one page for the browser, with what a run measured beside it."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,8 +9,9 @@ import typer
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
-from steelyard.cost.pools import AnyJob, PooledJob
-from steelyard.cost.predict import predict
+from steelyard.cost.pools import AnyJob
+from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SECONDS
 from steelyard.output import write_file
@@ -18,10 +20,8 @@ from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import (
     PlanOptions,
-    any_job_of,
     explain_pools,
     job_or_reason,
-    price_pools,
     search_for_report,
     with_cost,
 )
@@ -61,17 +61,8 @@ def report(
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
-        job: AnyJob | str = (
-            any_job_of(plan, profile=profile, cluster=cluster, network=network, memory=memory)
-            if plan.is_mixed
-            else job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
-        )
-        if isinstance(job, PooledJob):
-            show("searching each pool alone, and even cuts")
-            if plan.prediction is None or cluster or network or memory:
-                plan = price_pools(plan, job)
-            found = _of_pools(plan, path, job, record, has_rivals=time_limit != 0)
-        elif isinstance(job, str):
+        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        if isinstance(job, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
             note = f"The schedule, the frontier and the rivals are left out: {job}."
             found = ReportContents(
@@ -79,7 +70,7 @@ def report(
             )
         else:
             cost = predict(plan, job)
-            study = search_for_report(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
+            study = _studied(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
             if plan.prediction is None or cluster or network or memory or profile:
                 plan = with_cost(plan, job, cost)
@@ -99,17 +90,21 @@ def report(
         print(f"written to {output} ({format_bytes(len(text.encode()))})")
 
 
-def _of_pools(plan: Plan, path: Path, job: PooledJob, record: RunRecord | None, *, has_rivals: bool) -> ReportContents:
-    """The report of a plan over several pools: its schedule and its rivals; no frontier is searched over pools."""
-    explanation = explain_pools(plan, job, PlanOptions()) if has_rivals else Explanation(binds="")
-    return ReportContents(
-        plan=plan,
-        plan_file=shlex.quote(path.name),
-        job=job,
-        timeline=predict(plan, job).timeline,
-        study=PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation),
-        record=record,
-    )
+def _studied(
+    plan: Plan,
+    job: AnyJob,
+    cost: PlanCost,
+    *,
+    time_limit_s: float | None,
+    everywhere: bool,
+    progress: Callable[[str], None],
+) -> PlanStudy:
+    """What the report says beside the plan; no frontier is searched over several pools."""
+    if isinstance(job, Job):
+        return search_for_report(plan, job, cost, time_limit_s=time_limit_s, everywhere=everywhere, progress=progress)
+    progress("searching each pool alone, and even cuts")
+    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, job, PlanOptions())
+    return PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation)
 
 
 def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:

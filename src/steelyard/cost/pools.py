@@ -108,8 +108,7 @@ AnyJob = Job | PooledJob
 
 def stage_settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
     """The setting of each stage of a plan; stages that are alike share one."""
-    jobs = job.jobs(plan) if isinstance(job, PooledJob) else (job,) * plan.num_stages
-    sizes = plan.stage_sizes
+    jobs, sizes = job.jobs(plan), plan.stage_sizes
     made = {
         (id(own), size): Setting(job=own, pipeline=plan.pipeline, stage_size=size)
         for own, size in zip(jobs, sizes, strict=True)
@@ -119,7 +118,7 @@ def stage_settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
 
 def usable_of(job: AnyJob) -> int:
     """`usable_bytes`, of several pools those of the roomiest."""
-    return max(map(usable_bytes, job.pools)) if isinstance(job, PooledJob) else usable_bytes(job)
+    return max(map(usable_bytes, job.pools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from steelyard.hardware import Cluster, Link
 from steelyard.model.chain import ModelChain
 from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.kinds.kind import Batch
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import Plan, Precision
 from steelyard.profiles.profile import CollectiveKind, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
 
@@ -55,6 +55,15 @@ class Job:
     margin_bytes: int = 0
     outer_link: Link | None = None
     """What joins a device to those of other pools, where the cluster is one of several."""
+
+    @property
+    def pools(self) -> "tuple[Job, ...]":
+        """The job on each pool of alike devices: there is one."""
+        return (self,)
+
+    def jobs(self, plan: Plan) -> "tuple[Job, ...]":
+        """The job of each stage of a plan."""
+        return self.pools * plan.num_stages
 
     @cached_property
     def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:

@@ -7,7 +7,8 @@
 | `assumed_links`    | job with a profile of one device → the same for many, links as the cluster says  |
 | `problem`          | job and options → cost tables, one for every pipeline setting                    |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
-| `pools`            | job on pools of unlike devices → their order, stages and plan                    |
+| `pool_search`      | job on pools of unlike devices → the best plans over them, of `pool_space`       |
+| `pool_rivals`      | job on pools and plan → the best plans on each alone, and of even cuts           |
 | `plan_from_search` | outcome of a search → plan without prediction                                    |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
 | `impossible`       | job and a pin → what of it no strategy could have                                |
@@ -41,22 +42,14 @@ from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.job import make_job, planned_chain
+from steelyard.planning.job import make_any_job, make_job, planned_chain
 from steelyard.planning.length import longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.offers import find_offers
 from steelyard.planning.pins import parse_pin
+from steelyard.planning.pool_rivals import explain_pools, with_pool_baselines
 from steelyard.planning.pool_space import not_with_pools
-from steelyard.planning.pools import (
-    any_job_of,
-    explain_pools,
-    make_pooled_job,
-    plan_pools,
-    pooled_job_of,
-    price_pools,
-    with_pool_baselines,
-)
-from steelyard.planning.price import job_of, job_or_reason, uniform_plan, with_cost, with_price
+from steelyard.planning.price import any_job_of, job_of, job_or_reason, uniform_plan, with_cost, with_price
 from steelyard.planning.problem import PlanOptions, Space, make_tables, pipeline_settings, problem_of, stage_strategies
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.rivals import with_baselines
@@ -86,8 +79,8 @@ __all__ = [
     "job_of",
     "job_or_reason",
     "longest_sequence",
+    "make_any_job",
     "make_job",
-    "make_pooled_job",
     "make_tables",
     "not_with_pools",
     "parse_pin",
@@ -96,10 +89,7 @@ __all__ = [
     "plan_fewest_devices",
     "plan_for_framework",
     "plan_job",
-    "plan_pools",
     "planned_chain",
-    "pooled_job_of",
-    "price_pools",
     "problem_of",
     "samples_not_measured",
     "search_for_report",

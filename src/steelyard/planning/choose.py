@@ -3,29 +3,31 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.memory_floor import Floors
-from steelyard.cost.pools import AnyJob
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools
 from steelyard.model.own import chain_of_own
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.plan import Alternative, Plan, Precision, Prediction
-from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.plan.plan import Alternative, Plan, Precision
+from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.demands import asked_in
-from steelyard.planning.job import make_job, planned_chain
-from steelyard.planning.margin import pressure, without_margin
+from steelyard.planning.job import make_any_job, planned_chain
+from steelyard.planning.margin import warnings_of, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.pool_search import search_pools
+from steelyard.planning.pool_space import PooledSpace
 from steelyard.planning.price import prediction_of
 from steelyard.planning.problem import PlanOptions, make_tables
-from steelyard.planning.profile_file import GivenProfiles, pool_profiles
+from steelyard.planning.profile_file import GivenProfiles
 from steelyard.search import NearestMiss, OnDemand, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural
 
@@ -106,15 +108,8 @@ def find_plan(
     machines = parse_pools(cluster) if isinstance(cluster, str) else cluster
     asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "precision": precision}
     asked |= {"memory": memory, "memory_margin": memory_margin, "own": own}
-    if isinstance(machines, MixedCluster):
-        from steelyard.planning.pools import make_pooled_job, plan_pools  # which plans each pool alone
-
-        pooled = make_pooled_job(config, machines, profile=profile, **asked)
-        result = plan_pools(pooled, options or PlanOptions())
-    else:
-        if isinstance(profile, Mapping):
-            profile = pool_profiles(profile, [machines.name])[machines.name]
-        result = plan_job(make_job(config, machines, profile=profile, **asked), options or PlanOptions())
+    job = make_any_job(config, machines, profile=profile, **asked)
+    result = plan_job(job, options or PlanOptions())
     if result.plan is None:
         raise NothingFitsError(
             field="memory",
@@ -132,7 +127,7 @@ def is_module(value: object) -> bool:
 
 
 def plan_job(
-    job: Job,
+    job: AnyJob,
     options: PlanOptions,
     *,
     top: int = NUM_RESCORED,
@@ -144,7 +139,7 @@ def plan_job(
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
     making the cost tables again where `make_tables` was asked for those of this job and these options, ``floors``
-    making those of this job. ``to_the_end`` as in `accept`.
+    making those of this job. ``to_the_end`` as in `accept`; over several pools `PlanOptions.least_gain` says so alone.
 
     Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
@@ -156,36 +151,47 @@ def plan_job(
 
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
-    floors, tables = floors or Floors(job), tables or make_tables(job, options)
-    found = _plan_within(job, options, top, tables, floors, to_the_end)
-    if found.plan is not None or not job.margin_bytes:
+    if isinstance(job, Job):
+        floors, tables = floors or Floors(job), tables or make_tables(job, options)
+    found = _plan_within(job, options, top, tables or (), floors, to_the_end)
+    if found.plan is not None or not any(pool.margin_bytes for pool in job.pools):
         return found
     whole = without_margin(job)
-    found = _plan_within(whole, options, top, tables, floors, to_the_end)
+    found = _plan_within(whole, options, top, tables or (), floors, to_the_end)
     if found.plan is None or found.plan.prediction is None:
         return found
-    told = pressure(whole, found.plan.prediction.stages, missed_bytes=job.margin_bytes)
-    prediction = found.plan.prediction.model_copy(update={"warnings": (*job.chain.warnings(job.seq_len), *told)})
+    told = warnings_of(whole, found.plan, found.plan.prediction.stages, missed=job)
+    prediction = found.plan.prediction.model_copy(update={"warnings": told})
     return replace(found, plan=found.plan.model_copy(update={"prediction": prediction}), has_margin=False)
 
 
 def _plan_within(
-    job: Job, options: PlanOptions, top: int, tables: tuple[OnDemand, ...], floors: Floors, to_the_end: bool
+    job: AnyJob,
+    options: PlanOptions,
+    top: int,
+    tables: tuple[OnDemand, ...],
+    floors: Floors | None,
+    to_the_end: bool,
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
     started, limit_s = time.monotonic(), options.time_limit_s
-    num_rescored = len(tables) if job.profile.busy_speeds else max(top, NUM_RESCORED)
-    found = accept(
-        job,
-        tables,
-        num_exact=num_rescored if job.profile.busy_speeds else 1,
-        num_alternatives=num_rescored - 1,
-        partition=options.partition,
-        time_limit_s=limit_s,
-        floors=floors,
-        to_the_end=to_the_end,
-        least_gain=options.least_gain,
-    )
+    ranks_all = isinstance(job, Job) and bool(job.profile.busy_speeds)
+    num_rescored = len(tables) if ranks_all else max(top, NUM_RESCORED)
+    if isinstance(job, PooledJob):
+        space = PooledSpace(job, options)
+        found = search_pools(job, space, time_limit_s=limit_s, least_gain=options.least_gain)
+    else:
+        found = accept(
+            job,
+            tables,
+            num_exact=num_rescored if ranks_all else 1,
+            num_alternatives=num_rescored - 1,
+            partition=options.partition,
+            time_limit_s=limit_s,
+            floors=floors,
+            to_the_end=to_the_end,
+            least_gain=options.least_gain,
+        )
     searched_s = time.monotonic() - started
     result = PlanningResult(
         job=job,
@@ -199,15 +205,28 @@ def _plan_within(
     )
     if not found.ranked:
         return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(tables))
-    candidates = [each.plan for each in found.ranked[:num_rescored]]
-    costs = [predict(plan, job) for plan in candidates]
-    best = min(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    candidates = found.ranked[:num_rescored]
+    costs = [predict(each.plan, job) for each in candidates]
+    first, *others = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
+    plan, cost = candidates[first].plan, costs[first]
     was_cut = limit_s is not None and searched_s >= limit_s
-    prediction = _prediction(job, found, candidates, costs, best, limit_s if was_cut else None)
-    plan = candidates[best].model_copy(update={"prediction": prediction, "asked": asked_in(options)})
-    ranked = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    others = tuple((candidates[index], costs[index]) for index in ranked if index != best)
-    return replace(result, search=found.search, plan=plan, cost=costs[best], miss=None, others=others)
+    lost = [_alternative(job, candidates[index], costs[index], cost) for index in others]
+    prediction = prediction_of(
+        job,
+        plan,
+        cost,
+        _certificate(found.search, first, len(candidates), limit_s if was_cut else None),
+        lower_bound_s=found.search.lower_bound_s,
+        alternatives=(*lost, *(_not_simulated(job, found, first, len(candidates)) if isinstance(job, Job) else ())),
+        found=found.ranked,
+    )
+    return replace(
+        result,
+        plan=plan.model_copy(update={"prediction": prediction, "asked": asked_in(options)}),
+        cost=cost,
+        miss=None,
+        others=tuple((candidates[index].plan, costs[index]) for index in others),
+    )
 
 
 def _not_searched_text(tables: Sequence[OnDemand]) -> str:
@@ -216,48 +235,36 @@ def _not_searched_text(tables: Sequence[OnDemand]) -> str:
     return f"; {count} of {len(tables)} pipeline settings were not searched before the time was up" if count else ""
 
 
-def _prediction(
-    job: Job,
-    acceptance: Acceptance,
-    candidates: list[Plan],
-    costs: list[PlanCost],
-    best: int,
-    time_limit_s: float | None,
-) -> Prediction:
-    found = acceptance.search
-    is_bound = [not each.is_settled for each in acceptance.ranked]
-    steps_s = [each.step_time_s for each in costs]
-    alternatives = [
-        Alternative(
-            description=describe(found.ranked[index].pipeline),
-            step_time_s=steps_s[index],
-            memory_bytes=max(stage.total_bytes for stage in costs[index].stages),
-            is_bound=is_bound[index],
-            reason=("at most " if is_bound[index] else "")
-            + f"{steps_s[index] / steps_s[best] - 1:.1%} slower: {summarise(candidates[index])}",
-        )
-        for index in sorted(range(len(candidates)), key=lambda index: (steps_s[index], index))
-        if index != best
-    ]
-    chosen_s = found.ranked[best].score_s
+def _alternative(job: AnyJob, other: Accepted, cost: PlanCost, best: PlanCost) -> Alternative:
+    """A plan that was simulated and takes longer than the best one."""
+    slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(other.plan)}"
+    return Alternative(
+        description=describe(other.plan.pipeline, stages=_in_pools(other.plan) if isinstance(job, PooledJob) else None),
+        step_time_s=cost.step_time_s,
+        memory_bytes=max(stage.total_bytes for stage in cost.stages),
+        is_bound=not other.is_settled,
+        reason=slower if other.is_settled else f"at most {slower}",
+    )
+
+
+def _not_simulated(job: Job, found: Acceptance, best: int, num_simulated: int) -> list[Alternative]:
+    """The settings whose plans were not simulated, and those without a plan, with the reason of the search."""
+    chosen_s = found.ranked[best].outcome.score_s
     reasons = [
         (
             each.outcome,
             f"{each.outcome.score_s / chosen_s - 1:.1%} slower in the search, not simulated: {summarise(each.plan)}",
         )
-        for each in acceptance.ranked[len(candidates) :]
+        for each in found.ranked[num_simulated:]
     ]
-    reasons += [(each, _why_lost(job, each)) for each in found.settings if each.result.solution is None]
-    alternatives += [Alternative(description=describe(each.pipeline), reason=why) for each, why in reasons]
-    certificate = _certificate(found, best, len(candidates), time_limit_s)
-    return prediction_of(
-        job,
-        candidates[best],
-        costs[best],
-        certificate,
-        lower_bound_s=found.lower_bound_s,
-        alternatives=tuple(alternatives),
-    )
+    reasons += [(each, _why_lost(job, each)) for each in found.search.settings if each.result.solution is None]
+    return [Alternative(description=describe(each.pipeline), reason=why) for each, why in reasons]
+
+
+def _in_pools(plan: Plan) -> str:
+    """The pools of a plan with their stages: ``4x8xh100-80gb (4 stages), 8x8xa100-40gb (2 stages)``."""
+    names = [pool.name for pool in plan.stage_pools()]
+    return ", ".join(f"{name} ({format_plural(names.count(name), 'stage')})" for name in dict.fromkeys(names))
 
 
 def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_s: float | None) -> Certificate:
@@ -299,8 +306,10 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
     return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
 
 
-def _miss_text(job: Job, found: Acceptance) -> str:
+def _miss_text(job: AnyJob, found: Acceptance) -> str:
     miss, index = found.search.nearest_miss, found.search.nearest_index
+    if isinstance(job, PooledJob):
+        return _pooled_miss_text(job, miss)
     if miss is None or index is None:
         unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.settings}
         if all(unmeasured):
@@ -315,4 +324,13 @@ def _miss_text(job: Job, found: Acceptance) -> str:
         f"{format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
         f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "
         f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds{others}"
+    )
+
+
+def _pooled_miss_text(job: PooledJob, miss: NearestMiss | None) -> str:
+    if miss is None:
+        return "a strategy for every layer, but some layer has no legal one"
+    return (
+        f"{format_bytes(miss.miss_bytes)} more per device: {job.chain.layer_name(miss.layer)} on stage {miss.stage} "
+        "binds in the nearest plan found"
     )

@@ -24,11 +24,11 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.plan import Plan, Spare
 from steelyard.plan.replanned import Replanned
-from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult
+from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult, plan_job
 from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.pools import any_job_of, plan_pools
+from steelyard.planning.price import any_job_of
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_bytes, format_plural, format_seconds
 
@@ -175,7 +175,7 @@ def _plan_on(
     pools = tuple(replace(each, cluster=part) for each, part in zip(own.pools, parts.values(), strict=True))
     cluster = MixedCluster(pools=tuple(parts.values()), links=own.cluster.links)
     try:
-        return plan_pools(PooledJob(pools=pools, cluster=cluster), options)
+        return plan_job(PooledJob(pools=pools, cluster=cluster), options)
     except UserError as error:
         if error.field != "global_batch":  # that no pipeline over them can divide
             raise
@@ -355,7 +355,7 @@ def _likely_losses(there: Left) -> Iterator[dict[str, tuple[int, ...]]]:
 def left_without(job: AnyJob, name: str, lost: int) -> dict[str, tuple[int, ...]]:
     """What is left of each pool of a job when so many nodes of one are lost, as in `hosts_without`; empty where nothing
     is."""
-    clusters = [pool.cluster for pool in job.pools] if isinstance(job, PooledJob) else [job.cluster]
+    clusters = [pool.cluster for pool in job.pools]
     left = {each.name: hosts_without(each, lost if each.name == name else 0) for each in clusters}
     return left if any(left.values()) else {}
 

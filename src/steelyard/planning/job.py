@@ -7,9 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
-from steelyard.hardware import Cluster, is_same_device, known_device, parse_cluster
+from steelyard.hardware import Cluster, MixedCluster, is_same_device, known_device, parse_cluster
 from steelyard.installed import require_training
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
@@ -20,7 +21,7 @@ from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
 from steelyard.planning.assumed_links import with_assumed_links
 from steelyard.planning.margin import with_margin
-from steelyard.planning.profile_file import read_profile
+from steelyard.planning.profile_file import GivenProfiles, pool_profiles, read_profile
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import parse_bytes
@@ -100,6 +101,48 @@ def make_job(
     )
     job = with_margin(job, memory_margin, is_asked=memory is not None)
     return with_assumed_links(job, traced) if job.assumes_links else job
+
+
+def make_pooled_job(
+    config: Any,
+    cluster: MixedCluster,
+    *,
+    global_batch: int,
+    seq_len: int,
+    precision: Precision,
+    memory: str | int | None = None,
+    profile: GivenProfiles | None = None,
+    **more: Any,
+) -> PooledJob:
+    """The job that these arguments describe on several pools; as `make_job` for each.
+
+    ``profile`` has the measured profiles of pools by name, see `pool_profiles`; the others are traced.
+    """
+    pools, profiles = [], pool_profiles(profile, [pool.name for pool in cluster.pools])
+    for pool, link in zip(cluster.pools, cluster.links, strict=True):
+        job = make_job(
+            config,
+            pool,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            precision=precision,
+            memory=memory,
+            profile=profiles.get(pool.name),
+            **more,
+        )
+        pools.append(replace(job, outer_link=link))
+    return PooledJob(pools=tuple(pools), cluster=cluster)
+
+
+def make_any_job(
+    config: Any, cluster: Cluster | MixedCluster, *, profile: GivenProfiles | None = None, **asked: Any
+) -> AnyJob:
+    """The job that these arguments describe on one pool or several; as `make_job` and `make_pooled_job`."""
+    if isinstance(cluster, MixedCluster):
+        return make_pooled_job(config, cluster, profile=profile, **asked)
+    if isinstance(profile, Mapping):
+        profile = pool_profiles(profile, [cluster.name])[cluster.name]
+    return make_job(config, cluster, profile=profile, **asked)
 
 
 def with_batch(job: Job, global_batch: int) -> Job:

@@ -9,14 +9,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from steelyard.cost.pools import AnyJob, PooledJob
+from steelyard.cost.pools import AnyJob
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import DevicePoint
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import with_shape
 from steelyard.planning.frontier import filled, priced_point
-from steelyard.planning.pools import plan_pools
 from steelyard.planning.problem import PlanOptions
 from steelyard.units import format_plural
 
@@ -97,7 +96,7 @@ def _offer(
     price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
     bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
     try:
-        result = plan_pools(job, options) if isinstance(job, PooledJob) else plan_job(job, options)
+        result = plan_job(job, options)
     except UserError as error:
         if error.field != "global_batch":
             raise

@@ -3,13 +3,15 @@
 Each setting that waits has its bound made sharper step by step (`steelyard.planning.pool_space`), and only those that
 promise enough after the last are searched, some at a time, until no other can be faster than the best plan that was
 accepted. So what is optimal is so among all of them. A pool alone is searched as its own cluster would be.
+
+Not searched: a part of a pool, stages of unlike sizes within one, and chunks over several.
 """
 
 import heapq
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
@@ -24,19 +26,6 @@ ROUNDS = (1, 7, 24)
 """Settings that are searched together at first, then, and from then on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PooledSearch:
-    """What a search over several pools found: accepted plans, fastest first, and what is proven."""
-
-    accepted: tuple[Accepted, ...]
-    acceptance: Acceptance
-    settings: tuple[PooledSetting, ...]
-    lower_bound_s: float
-    is_optimal: bool
-    was_cut: bool = False
-    """Whether the time limit ended it."""
-
-
 def search_pools(
     job: PooledJob,
     space: PooledSpace,
@@ -44,8 +33,11 @@ def search_pools(
     num_alternatives: int = 0,
     time_limit_s: float | None = None,
     least_gain: float = 0.0,
-) -> PooledSearch:
-    """The fastest accepted plans of all settings of a space; ``least_gain`` as in `accept`."""
+) -> Acceptance:
+    """The fastest accepted plans of all settings of a space; ``least_gain`` as in `accept`.
+
+    What the search says of settings is of those that were searched together last.
+    """
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     settings = space.settings()
     waiting = [(setting.bound_s, index, 0) for index, setting in enumerate(settings)]
@@ -90,20 +82,19 @@ def search_pools(
             hint="a larger batch, fewer devices" + (", or no --stages" if space.asked_stages else ""),
         )
     ranked = tuple(sorted(best.values(), key=lambda each: each.outcome.score_s))
-    if not ranked:
-        return PooledSearch(
-            accepted=(), acceptance=nearest, settings=tuple(settings), lower_bound_s=math.inf, is_optimal=False
-        )
-    lower = min(*bounds, *(bound_s for bound_s, _, _ in waiting), ranked[0].outcome.score_s)
+    if found is None or not ranked:
+        return nearest
     fastest_s = ranked[0].outcome.score_s
+    lower = min(*bounds, *(bound_s for bound_s, _, _ in waiting), fastest_s)
     proven = lower >= fastest_s * (1 - SAME)
-    return PooledSearch(
-        accepted=ranked,
-        acceptance=nearest if found is None else found,
-        settings=tuple(settings),
-        lower_bound_s=fastest_s if proven else lower,
-        is_optimal=proven,
-        was_cut=time.monotonic() > deadline,
+    return Acceptance(
+        ranked=ranked,
+        search=replace(
+            found.search,
+            status="optimal" if proven else "feasible",
+            ranked=tuple(each.outcome for each in ranked),
+            lower_bound_s=fastest_s if proven else lower,
+        ),
     )
 
 

@@ -18,11 +18,11 @@ from steelyard.plan.choices import Recut, SlowNode
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
 from steelyard.planning.calibration import InvalidRunError
+from steelyard.planning.choose import plan_job
 from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.devices import with_shape
 from steelyard.planning.elastic import fastest_on, left_without, of_pools
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.pools import plan_pools
 from steelyard.planning.problem import PlanOptions
 from steelyard.profiles.record import RunRecord
 from steelyard.profiles.slowness import SLOW_SHARE, OwnWork, SlowRank, slow_ranks
@@ -96,7 +96,7 @@ def _cut_for(plan: Plan, job: AnyJob, slow: SlowRank, demands: Sequence[Demand])
     and where the best plan found leaves that pool out or takes it alone.
     """
     options = narrowed(PlanOptions(time_limit_s=MOST_S), demands)
-    pools = job.pools if isinstance(job, PooledJob) else (job,)
+    pools = job.pools
     place = plan.cluster.split("+").index(slow.pool) if slow.pool else 0
     own, cluster = pools[place], pools[place].cluster
     if cluster.num_devices == 1 or own.profile.identity.is_measured or options.pins or options.partition != "exact":
@@ -104,7 +104,7 @@ def _cut_for(plan: Plan, job: AnyJob, slow: SlowRank, demands: Sequence[Demand])
     link = own.outer_link or cluster.inter_link or cluster.intra_link
     whole, part = (replace(own, cluster=each, outer_link=link) for each in _parted(plan, cluster, slow))
     as_slow, others = replace(part, time_factor=own.time_factor * slow.factor), (*pools[:place], *pools[place + 1 :])
-    found = plan_pools(_joined((whole, as_slow, *others)), options).plan
+    found = plan_job(_joined((whole, as_slow, *others)), options).plan
     slow_name = part.cluster.name
     if found is None or not found.is_mixed or slow_name not in found.cluster.split("+"):
         return None

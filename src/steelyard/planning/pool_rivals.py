@@ -1,0 +1,96 @@
+"""What a plan over unlike pools of devices is held against: the best plan on each pool alone, and that of even cuts."""
+
+import heapq
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from steelyard.cost.pools import PooledJob
+from steelyard.cost.predict import PlanCost, predict
+from steelyard.plan.choices import Explanation, Rival
+from steelyard.plan.plan import Baseline, Plan
+from steelyard.plan.strategy import divisors
+from steelyard.planning.acceptance import Accepted, accept
+from steelyard.planning.choose import plan_job
+from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
+from steelyard.planning.problem import PlanOptions
+from steelyard.search import NearestMiss
+from steelyard.search.balance import even_boundaries
+
+
+def with_pool_baselines(plan: Plan, job: PooledJob, options: PlanOptions) -> Plan:
+    """The plan with what each pool alone does, and even cuts over all of them, in its prediction."""
+    assert plan.prediction is not None, "compared by its prediction"
+    rivals = pool_rivals(job, options, plan.prediction.step_time_s)
+    found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in rivals)
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"baselines": found})})
+
+
+def explain_pools(plan: Plan, job: PooledJob, options: PlanOptions) -> Explanation:
+    """What a plan over several pools gains over each of them alone, and over even cuts."""
+    return Explanation(binds="", rivals=pool_rivals(job, options, predict(plan, job).step_time_s))
+
+
+def pool_rivals(job: PooledJob, options: PlanOptions, step_s: float) -> tuple[Rival, ...]:
+    """The best plan on each pool alone, not searched to the end, and that which cuts all devices into equal stages of
+    equal layers."""
+    rivals = []
+    for pool in job.pools:
+        result = plan_job(pool, replace(options, num_stages=None), top=0, to_the_end=False)
+        rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.cost, step_s, result.miss))
+    even = even_plan(job, options)
+    cost = None if even is None else predict(even, job)
+    return (*rivals, _rival("even cuts over all pools", even, cost, step_s, None))
+
+
+def _rival(name: str, plan: Plan | None, cost: PlanCost | None, step_s: float, miss: NearestMiss | None) -> Rival:
+    if plan is None or cost is None:
+        return Rival(name=name, missing_bytes=None if miss is None else miss.miss_bytes)
+    return Rival(
+        name=name,
+        step_time_s=cost.step_time_s,
+        slowdown=cost.step_time_s / step_s - 1,
+        setting=describe(plan.pipeline),
+        strategies=summarise(plan),
+    )
+
+
+def even_plan(job: PooledJob, options: PlanOptions) -> Plan | None:
+    """The best plan of stages that all have as many devices and as many layers, in the order that the pools are in.
+
+    None where no such plan fits. Its strategies are the best ones for these cuts.
+    """
+    space, counts = PooledSpace(job, options), [pool.cluster.num_devices for pool in job.pools]
+    chosen = range(len(counts))
+    even = {tuple(count // size for count in counts) for size in divisors(math.gcd(*counts))}
+    settings = [
+        each for each in space.settings() if each.placement.pools == tuple(chosen) and each.placement.stages in even
+    ]
+    waiting = [(setting.bound_s, place, False) for place, setting in enumerate(settings)]
+    heapq.heapify(waiting)
+    best: Accepted | None = None
+    while waiting and (best is None or waiting[0][0] < best.outcome.score_s):
+        _, place, is_sharp = heapq.heappop(waiting)
+        if not is_sharp:
+            heapq.heappush(waiting, (_even_bound_s(space, settings[place]), place, True))
+            continue
+        found = accept(job, [space.tables(settings[place])], partition="even").ranked
+        if found and (best is None or found[0].outcome.score_s < best.outcome.score_s):
+            best = found[0]
+    return None if best is None else best.plan
+
+
+def _even_bound_s(space: PooledSpace, setting: PooledSetting) -> float:
+    """What no plan of even cuts of a setting is faster than, by the times of its layers."""
+    tables = space.tables(setting)
+    cuts = even_boundaries(tables)
+    times = [
+        np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)[list(tables.layers[first:end])].sum()
+        for stage, (first, end) in enumerate(itertools.pairwise(cuts))
+    ]
+    if math.isinf(max(times)):
+        return math.inf
+    return float(sum(times) + (setting.pipeline.num_passes - 1) * max(times)) * (1 - SAME)
