@@ -38,7 +38,7 @@ from steelyard.model.own import chain_of_own
 from steelyard.model.read import load_model
 from steelyard.output import command
 from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning import (
     PlanningResult,
@@ -65,6 +65,7 @@ from steelyard.planning import (
     with_pool_baselines,
     with_spares,
 )
+from steelyard.planning.pins import Pin
 from steelyard.report.plan_table import missing_spare_lines, plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S, Partition, save_problem
@@ -79,142 +80,162 @@ FALLBACKS = 2
 WORDS = {"allow_extra_args": True}
 """Further words behind the model are runs after --calibrate."""
 
+Batch = Annotated[
+    str | None,
+    typer.Option(
+        "--global-batch",
+        help="Samples of a step over all devices; max: doubled while throughput grows and it fits; default: one "
+        "for each device.",
+        metavar="INTEGER|max",
+    ),
+]
+Length = Annotated[
+    str | None,
+    typer.Option(
+        "--seq-len",
+        help="Tokens of a sample; max: the most that fit. Your own module has that of its sample.",
+        metavar="INTEGER|max",
+    ),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        "--image-size",
+        help="Pixels of a side of all images, or HEIGHTxWIDTH, of a model that reads them in any size (qwen2_vl); "
+        "default: vision_config.image_size of its config.",
+    ),
+]
+CalibrateBy = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibrate",
+        help="Measured runs whose median scales all predicted times: records of `train` or `measure`, or files "
+        "that name plan and step_time_s. Several after one --calibrate, behind MODEL.",
+        metavar="RUN...",
+    ),
+]
+Imbalance = Annotated[
+    float,
+    typer.Option(
+        help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
+    ),
+]
+Aim = Annotated[
+    str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
+]
+Stages = Annotated[
+    int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1, max=MOST_LAYERS)
+]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=MOST_MICROBATCHES)
+]
+Remats = Annotated[
+    str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
+]
+Schedules = Annotated[
+    str | None, typer.Option("--schedule", help=f"Pipeline schedules to search, as in {','.join(SCHEDULES)}.")
+]
+ZeroStages = Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")]
+WhichSpace = Annotated[
+    str, typer.Option("--space", help="full: all kinds of parallelism; paper: those of Galvatron, never mixed.")
+]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option("--pin", help="Decide beforehand, as in 'layers 0-3: tp=4, remat=full'; may be repeated."),
+]
+Freezes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--freeze",
+        help="What is not trained: a module or parameter by its path in the model, as in model.vision_tower, "
+        "with * as in a shell; may be repeated.",
+    ),
+]
+Cuts = Annotated[
+    str, typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even.")
+]
+Top = Annotated[
+    int,
+    typer.Option(
+        "--top",
+        help="How many of the plans that lost to show; the best so many are kept for `measure`.",
+        min=0,
+        max=1000,
+    ),
+]
+Fallbacks = Annotated[
+    int,
+    typer.Option(
+        "--fallbacks",
+        help="Plans of less memory to keep in the file, for `train` to go on with when memory runs out.",
+        min=0,
+        max=100,
+    ),
+]
+Spares = Annotated[
+    int,
+    typer.Option(
+        "--spares",
+        help="Plan ahead for so many lost nodes (devices, of one node) of each pool: what they cost, and for "
+        "`train --elastic`.",
+        min=0,
+        max=100,
+    ),
+]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
+]
+Price = Annotated[
+    float | None,
+    typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0, max=MOST_PRICE),
+]
+SaveProblem = Annotated[
+    Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
+]
+
 
 def plan(
     context: typer.Context,
     model: Model,
     cluster: ClusterOption,
-    global_batch: Annotated[
-        str | None,
-        typer.Option(
-            "--global-batch",
-            help="Samples of a step over all devices; max: doubled while throughput grows and it fits; default: one "
-            "for each device.",
-            metavar="INTEGER|max",
-        ),
-    ] = None,
-    seq_len: Annotated[
-        str | None,
-        typer.Option(
-            "--seq-len",
-            help="Tokens of a sample; max: the most that fit. Your own module has that of its sample.",
-            metavar="INTEGER|max",
-        ),
-    ] = None,
+    global_batch: Batch = None,
+    seq_len: Length = None,
     network: NetworkOption = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")
-    ] = None,
-    image_size: Annotated[
-        str | None,
-        typer.Option(
-            "--image-size",
-            help="Pixels of a side of all images, or HEIGHTxWIDTH, of a model that reads them in any size (qwen2_vl); "
-            "default: vision_config.image_size of its config.",
-        ),
-    ] = None,
+    output: Output = None,
+    image_size: ImageSize = None,
     memory: Memory = None,
     memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
-    calibrate_by: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--calibrate",
-            help="Measured runs whose median scales all predicted times: records of `train` or `measure`, or files "
-            "that name plan and step_time_s. Several after one --calibrate, behind MODEL.",
-            metavar="RUN...",
-        ),
-    ] = None,
-    imbalance: Annotated[
-        float,
-        typer.Option(
-            help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
-        ),
-    ] = ASSUMED_IMBALANCE,
-    objective: Annotated[
-        str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
-    ] = "time",
+    calibrate_by: CalibrateBy = None,
+    imbalance: Imbalance = ASSUMED_IMBALANCE,
+    objective: Aim = "time",
     max_tp: MaxTp = None,
-    stages: Annotated[
-        int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1, max=MOST_LAYERS)
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=MOST_MICROBATCHES)
-    ] = None,
-    remat: Annotated[
-        str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option("--schedule", help=f"Pipeline schedules to search, as in {','.join(SCHEDULES)}.")
-    ] = None,
-    zero: Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")] = None,
-    space: Annotated[
-        str, typer.Option("--space", help="full: all kinds of parallelism; paper: those of Galvatron, never mixed.")
-    ] = "full",
-    pin: Annotated[
-        list[str] | None,
-        typer.Option("--pin", help="Decide beforehand, as in 'layers 0-3: tp=4, remat=full'; may be repeated."),
-    ] = None,
-    freeze: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--freeze",
-            help="What is not trained: a module or parameter by its path in the model, as in model.vision_tower, "
-            "with * as in a shell; may be repeated.",
-        ),
-    ] = None,
-    partition: Annotated[
-        str,
-        typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even."),
-    ] = "exact",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    remat: Remats = None,
+    schedule: Schedules = None,
+    zero: ZeroStages = None,
+    space: WhichSpace = "full",
+    pin: Pins = None,
+    freeze: Freezes = None,
+    partition: Cuts = "exact",
     time_limit: TimeLimit = TIME_LIMIT_S,
-    top: Annotated[
-        int,
-        typer.Option(
-            "--top",
-            help="How many of the plans that lost to show; the best so many are kept for `measure`.",
-            min=0,
-            max=1000,
-        ),
-    ] = TOP,
-    fallbacks: Annotated[
-        int,
-        typer.Option(
-            "--fallbacks",
-            help="Plans of less memory to keep in the file, for `train` to go on with when memory runs out.",
-            min=0,
-            max=100,
-        ),
-    ] = FALLBACKS,
-    spares: Annotated[
-        int,
-        typer.Option(
-            "--spares",
-            help="Plan ahead for so many lost nodes (devices, of one node) of each pool: what they cost, and for "
-            "`train --elastic`.",
-            min=0,
-            max=100,
-        ),
-    ] = 0,
-    tokens: Annotated[
-        str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0, max=MOST_PRICE),
-    ] = None,
-    problem: Annotated[
-        Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
-    ] = None,
+    top: Top = TOP,
+    fallbacks: Fallbacks = FALLBACKS,
+    spares: Spares = 0,
+    tokens: Tokens = None,
+    price: Price = None,
+    problem: SaveProblem = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
     runs = _runs(calibrate_by, context.args)
     whole = _parse_training(tokens, price)
-    aim: Objective = check_choice("--objective", objective, Objective)
     own = built_module(model)
     machines = pools_with(cluster, network)
+    aim: Objective = check_choice("--objective", objective, Objective)
     batch = machines.num_devices if global_batch is None else parse_size("--global-batch", global_batch, MOST_SAMPLES)
     length, image = _parse_length(seq_len, own), parse_image_size(image_size)
     _check_one_is_free(length, batch, aim, profile)
@@ -227,36 +248,25 @@ def plan(
         time_limit_s=time_limit,
     )
     options = _narrowed(options, remat=remat, zero=zero, schedule=schedule)
-    _check_not_with_pools(
-        machines,
-        {
-            "--seq-len max": length is None,
-            "--global-batch max": batch is None,
-            "--pin": bool(pin),
-            "--objective devices": aim == "devices",
-            "--calibrate": calibrate_by is not None,
-            "--save-problem": problem is not None,
-            "--partition": partition != "exact",
-        },
-    )
+    for_one_pool = {
+        "--seq-len max": length is None,
+        "--global-batch max": batch is None,
+        "--pin": bool(pin),
+        "--objective devices": aim == "devices",
+        "--calibrate": calibrate_by is not None,
+        "--save-problem": problem is not None,
+        "--partition": partition != "exact",
+    }
+    _check_not_with_pools(machines, for_one_pool)
+    asked: dict[str, Any] = {"global_batch": batch or 1, "precision": check_precision(precision), "own": own}
+    asked |= {"memory": memory, "memory_margin": memory_margin, "profile": profile, "imbalance": imbalance}
     with progress("counting the model's layers", silent=as_json) as show:
         chain = planned_chain(_chain(model, own, image), freeze=freeze or (), own=own)
-        job_of_length = _job_maker(
-            chain,
-            machines,
-            global_batch=batch or 1,
-            precision=check_precision(precision),
-            memory=memory,
-            memory_margin=memory_margin,
-            profile=profile,
-            imbalance=imbalance,
-            runs=runs,
-            own=own,
-        )
-        pins = [parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in pin or ()]
-        options = replace(options, pins=tuple(pins))
+        options = replace(options, pins=_parse_pins(pin, chain))
+        job_of_length = _job_maker(chain, machines, runs, asked)
         if length is None:
-            result, notes = _search_lengths(job_of_length, chain, options, top=top, show=show)
+            longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
+            result, notes = longest.result, trial_lines(longest, "{} tokens")
         else:
             result, notes = _search(job_of_length(length), options, aim=aim, grows=batch is None, top=top, show=show)
         notes = [*_assumed_batch(global_batch, batch), *notes, *_factors(result.job, runs)]
@@ -274,8 +284,8 @@ def plan(
         write_plan(result.plan, output)
     if as_json:
         print_json(result.plan)
-        return
-    _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
+    else:
+        _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
 
 
 def _chain(model: str, own: Any, image: tuple[int, int] | None) -> ModelChain:
@@ -290,6 +300,10 @@ def _chain(model: str, own: Any, image: tuple[int, int] | None) -> ModelChain:
             hint="leave the option out",
         )
     return chain_of_own(own.own, name=own.name)
+
+
+def _parse_pins(texts: Sequence[str] | None, chain: ModelChain) -> tuple[Pin, ...]:
+    return tuple(parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in texts or ())
 
 
 def _runs(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
@@ -414,19 +428,6 @@ def _search(
     return plan_job(job, options, top=top), notes
 
 
-def _search_lengths(
-    job_of_length: Callable[[int], Job],
-    chain: ModelChain,
-    options: PlanOptions,
-    *,
-    top: int,
-    show: Callable[[str], None],
-) -> tuple[PlanningResult, list[str]]:
-    """The same of the longest sequences that fit."""
-    longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
-    return longest.result, trial_lines(longest, "{} tokens")
-
-
 def trial_lines(trials: Trials, words: str) -> list[str]:
     """What each size that was tried gives, named by ``words``, and why no other was tried."""
     lines = []
@@ -451,21 +452,9 @@ def _trial_text(trial: Trial) -> str:
 
 
 def _job_maker(
-    chain: ModelChain,
-    cluster: Cluster | MixedCluster,
-    *,
-    global_batch: int,
-    precision: Precision,
-    memory: str | None,
-    memory_margin: float | None,
-    profile: str | None,
-    imbalance: float,
-    runs: Sequence[Path],
-    own: Any,
+    chain: ModelChain, cluster: Cluster | MixedCluster, runs: Sequence[Path], asked: Mapping[str, Any]
 ) -> Callable[[int], Any]:
     """The job of a number of tokens, on one pool or several."""
-    asked: dict[str, Any] = {"global_batch": global_batch, "precision": precision, "own": own, "profile": profile}
-    asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance}
 
     def make(seq_len: int) -> AnyJob:
         job = make_any_job(chain, cluster, seq_len=seq_len, **asked)
