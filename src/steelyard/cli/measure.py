@@ -2,8 +2,9 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +20,9 @@ from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.price import peak_bytes
 from steelyard.report.run_table import trial_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions
+
+if TYPE_CHECKING:
+    from steelyard.runtime.trials import Trial
 
 STEPS = 8
 
@@ -71,37 +75,42 @@ def measure(
     if best is not None:
         write_plan(_going_on(plan, best.plan), target)
     if as_json:
-        print_json(
-            {
-                "trials": [
-                    {
-                        "plan": str(kept / f"plan.{number}.json"),
-                        "predicted_s": trial.plan.prediction.step_time_s if trial.plan.prediction else None,
-                        "measured_s": None if trial.record is None else trial.record.median_step_s,
-                        "failure": trial.failure,
-                    }
-                    for number, trial in enumerate(trials)
-                ],
-                "best": None if best is None else trials.index(best),
-                "written": None if best is None else str(target),
-            }
-        )
+        print_json(_content(trials, best, kept, target))
     else:
-        Console().print(
-            trial_table([(trial.plan, trial.record, trial.failure or in_words(trial.plan)) for trial in trials])
-        )
-        print(f"plans and records are in {kept}/")
-        if best is not None:
-            own = ("--builder", builder) if builder else ()
-            number = trials.index(best)
-            print(f"the fastest is plan {number}, written to {target}")
-            print(f"  run it: {command('train', target, *own, '--data', 'PATH')}")
-            print(
-                f"  plan again by what was measured: add --calibrate {shlex.quote(str(kept / f'record.{number}.json'))}"
-            )
+        _print_trials(trials, best, kept, target, builder)
     if best is None:
         print("every run failed", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _content(trials: Sequence["Trial"], best: "Trial | None", kept: Path, target: Path) -> dict[str, Any]:
+    return {
+        "trials": [
+            {
+                "plan": str(kept / f"plan.{number}.json"),
+                "predicted_s": trial.plan.prediction.step_time_s if trial.plan.prediction else None,
+                "measured_s": None if trial.record is None else trial.record.median_step_s,
+                "failure": trial.failure,
+            }
+            for number, trial in enumerate(trials)
+        ],
+        "best": None if best is None else trials.index(best),
+        "written": None if best is None else str(target),
+    }
+
+
+def _print_trials(
+    trials: Sequence["Trial"], best: "Trial | None", kept: Path, target: Path, builder: str | None
+) -> None:
+    rows = [(trial.plan, trial.record, trial.failure or in_words(trial.plan)) for trial in trials]
+    Console().print(trial_table(rows))
+    print(f"plans and records are in {kept}/")
+    if best is None:
+        return
+    number, own = trials.index(best), ("--builder", builder) if builder else ()
+    print(f"the fastest is plan {number}, written to {target}")
+    print(f"  run it: {command('train', target, *own, '--data', 'PATH')}")
+    print(f"  plan again by what was measured: add --calibrate {shlex.quote(str(kept / f'record.{number}.json'))}")
 
 
 def in_words(plan: Plan) -> str:

@@ -52,6 +52,32 @@ def make_job(
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     given = parse_bytes(memory) if isinstance(memory, str) else memory
     budgeted = machines if given is None else machines.with_memory(given)
+    _check_sizes(global_batch, seq_len, imbalance)
+    chain.check_seq_len(seq_len)
+    _check_precision(chain, precision)
+    options = {"seq_len": seq_len, "precision": precision, "degrees": divisors(machines.devices_per_node)}
+    traced = partial(cached_trace, chain, **options, batch=global_batch, own=own)
+    file = None
+    if isinstance(profile, str | Path):
+        profile, file = read_profile(profile)
+    if profile is not None:
+        _check_profile(profile, chain, machines, seq_len, precision)
+    job = Job(
+        chain=chain,
+        profile=traced() if profile is None else profile,
+        cluster=machines,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        budget_bytes=budgeted.device.known_memory_bytes(),
+        imbalance=imbalance,
+        profile_file=file,
+    )
+    job = with_margin(job, memory_margin, is_asked=memory is not None)
+    return with_assumed_links(job, traced) if job.assumes_links else job
+
+
+def _check_sizes(global_batch: int, seq_len: int, imbalance: float) -> None:
     for field, value, most in (("global_batch", global_batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
         if not 1 <= value <= most:
             raise UserError(
@@ -71,7 +97,9 @@ def make_job(
             expected=f"1 (every rank's experts get as many tokens) to {MOST_IMBALANCE:g}",
             hint="give --imbalance what training reported, or leave it out",
         )
-    chain.check_seq_len(seq_len)
+
+
+def _check_precision(chain: ModelChain, precision: Precision) -> None:
     if chain.own is not None and chain.own.no_bf16 and precision == "bf16":
         raise InvalidModelError(
             field="precision",
@@ -79,28 +107,6 @@ def make_job(
             expected="a module that computes in the type of its parameters",
             hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
         )
-    options = {"seq_len": seq_len, "precision": precision, "degrees": divisors(machines.devices_per_node)}
-    traced = partial(cached_trace, chain, **options, batch=global_batch, own=own)
-    file = None
-    if isinstance(profile, str | Path):
-        profile, file = read_profile(profile)
-    if profile is None:
-        profile = traced()
-    else:
-        _check_profile(profile, chain, machines, seq_len, precision)
-    job = Job(
-        chain=chain,
-        profile=profile,
-        cluster=machines,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        budget_bytes=budgeted.device.known_memory_bytes(),
-        imbalance=imbalance,
-        profile_file=file,
-    )
-    job = with_margin(job, memory_margin, is_asked=memory is not None)
-    return with_assumed_links(job, traced) if job.assumes_links else job
 
 
 def make_pooled_job(
