@@ -14,6 +14,7 @@ Legend of shapes: T tokens, k experts of a token, K pairs T·k, E experts of thi
 expert.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -211,6 +212,11 @@ def inverse(order: Tensor) -> Tensor:
     places = torch.empty_like(order)
     places[order] = torch.arange(order.size(0), device=order.device)
     return places
+
+
+def even_dim(shape: Sequence[int], num_shards: int) -> int | None:
+    """The first dim that divides evenly: a rank that holds fewer experts than there are shards would pad them."""
+    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), None)
 
 
 def routed_experts(module: nn.Module) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 The ranks of a stage run the same layers on as many samples. They differ only where FSDP cannot divide a parameter's
 first dim evenly: it is cut into chunks of equal size, of which the last ones are smaller or empty. Routed experts are
-cut along a dim that divides evenly, if any does (`steelyard.modules.kinds.ep.even_dim`); over the ranks that divide
+cut along a dim that divides evenly, if any does (`steelyard.modules.experts.even_dim`); over the ranks that divide
 them they are always equal.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, layer_modules
-from steelyard.modules.experts import routed_experts
-from steelyard.modules.kinds.ep import even_dim
+from steelyard.modules.experts import even_dim, routed_experts
 from steelyard.modules.own_builder import build_planned
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes

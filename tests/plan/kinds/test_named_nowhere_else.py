@@ -33,7 +33,6 @@ MAY_NAME = {
     "modules/styles.py": "has the styles, each with and without sequence parallelism",
     "planning/plain.py": "the plans that a user would take without a search, in a user's own words",
     "runtime/observed_strategies.py": "reads back from the modules of a model what has made them so",
-    "runtime/distinct_ranks.py": "divides seeds of experts as the experts are divided",
     "runtime/train.py": "reports the imbalance of the routing",
     "tracer/layer.py": "counts experts on a rank that exchanges with itself alone",
 }

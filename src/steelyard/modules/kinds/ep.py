@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
-from steelyard.modules.experts import Reordered, compute_pairs, inverse, routed_experts
+from steelyard.modules.experts import Reordered, compute_pairs, even_dim, inverse, routed_experts
 from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.updates import local_part
@@ -189,11 +189,6 @@ def shard_placement(
         return ShardPlacementResult(placement=placement, mesh_info=info) if parameter in divided else placement
 
     return place
-
-
-def even_dim(shape: Sequence[int], num_shards: int) -> int | None:
-    """The first dim that divides evenly: a rank that holds fewer experts than there are shards would pad them."""
-    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), None)
 
 
 # what training shows of the routing
