@@ -97,7 +97,7 @@ def _layer_parts(memory: LayerMemory) -> tuple[int, ...]:
         copy if memory.shards > 1 else 0,
         memory.saved,
         memory.reduced if memory.shards > 1 else 0,
-        memory.copy if memory.shards > 1 and not memory.keeps_copy else 0,
+        memory.copy if memory.shards > 1 and memory.has_backward and not memory.keeps_copy else 0,
         memory.reduction_bytes(is_first=False) - freed,
         memory.reduction_bytes(is_first=True) - freed,
         memory.backward,

@@ -204,7 +204,7 @@ def _layer_sums(part: PartLayers, setting: Setting) -> _LayerSums:
         reduced.append(layer.reduced if layer.shards > 1 and layer.params else reduced[-1])
     for layer in layers:
         gathered.append(layer.copy if layer.shards > 1 else gathered[-1])
-        again = 0 if layer.keeps_copy else layer.copy
+        again = 0 if layer.keeps_copy or not layer.has_backward else layer.copy
         prefetched.append(again if layer.shards > 1 else prefetched[-1])
     return _LayerSums(
         sharded=tuple(place for place, layer in enumerate(layers) if layer.shards > 1),

@@ -278,6 +278,7 @@ def _build_chunk(
     routers = _routers(model, plan, index, mesh, device) if chain.trains_routers else None
     arriving = border(plan, index)[1] if index else None
     leaving = border(plan, index + 1)[0] if index + 1 < len(plan.parts) else None
+    _leave_resting_sharded(layers, plan, chain, mesh.stage_index)
     loop = LayerLoop(
         layers,
         placements=[mesh.hidden_placement(strategy) for strategy in strategies],
@@ -300,6 +301,19 @@ def _build_chunk(
         routers=routers,
         has_backward=any(map(chain.has_backward, part.layers)),
     )
+
+
+def _leave_resting_sharded(layers: Mapping[str, ChainLayer], plan: Plan, chain: ModelChain, stage: int) -> None:
+    """Has FSDP gather no layer ahead that has no backward pass.
+
+    The first sharded layer of a part that has one gathers the one that ran before it, which may be such a layer, and
+    would hold its parameters until the next forward pass. It is told to gather itself, which it has done by then.
+    """
+    mine = (number for part in plan.chunks(stage) for number in part.layers)
+    sharded = [number for number in mine if plan.strategies[number].state_shards > 1]
+    first = next((layers[str(each)] for each in sharded if str(each) in layers and chain.has_backward(each)), None)
+    if isinstance(first, FSDPModule) and not all(map(chain.has_backward, sharded)):
+        first.set_modules_to_backward_prefetch([first])
 
 
 def _routers(model: PreTrainedModel, plan: Plan, index: int, mesh: PlanMesh, device: torch.device) -> PartRouters:
