@@ -14,7 +14,7 @@ from tests.runtime.models import make_plan
 NUM_DEVICES = 4
 
 
-def _frozen_plan(patterns: Sequence[str], config: str | dict[str, object], *stages: str, **options: object) -> Plan:
+def frozen_plan(patterns: Sequence[str], config: str | dict[str, object], *stages: str, **options: object) -> Plan:
     """A plan with what these patterns name frozen."""
     plan = make_plan(config, *stages, **options)
     found = find_freeze(plan.chain(), patterns)
@@ -31,7 +31,7 @@ def _case(
 ) -> Case:
     """Two steps of sixteen samples."""
     sizes = {"num_microbatches": num_microbatches, "global_batch": 16, "num_devices": NUM_DEVICES}
-    return Case(make=partial(_frozen_plan, patterns, config, *stages, split=split, **sizes, **options), num_steps=2)
+    return Case(make=partial(frozen_plan, patterns, config, *stages, split=split, **sizes, **options), num_steps=2)
 
 
 def _featured(name: str, patterns: Sequence[str], *stages: str) -> Case:
