@@ -23,7 +23,7 @@ from steelyard.planning.plan_from_search import bare_plan
 from steelyard.planning.pool_rivals import even_plan, explain_pools, with_pool_baselines
 from steelyard.planning.pool_search import search_pools
 from steelyard.planning.pool_space import LEVELS, PooledSetting, PooledSpace
-from steelyard.planning.price import pooled_job_of, with_price
+from steelyard.planning.price import job_or_reason, pooled_job_of, with_price
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.profile_file import read_profile
 from steelyard.search import search
@@ -361,6 +361,20 @@ def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_f
     assert predict(plan, again).step_time_s == pytest.approx(plan.prediction.step_time_s)
     swapped = dict(zip(paths, reversed(paths.values()), strict=True))
     assert predict(plan, pooled_job_of(plan, profile=swapped)).step_time_s > plan.prediction.step_time_s
+
+
+def test_a_plan_over_pools_finds_its_profiles_beside_its_file_and_says_where_one_is_gone(profiled, tmp_path):
+    cluster, paths = profiled
+    job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
+    plan = plan_job(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
+    moved = [path.rename(tmp_path / path.name) for path in paths.values()]
+    try:
+        found = job_or_reason(plan, tmp_path / "plan.json")
+        assert predict(plan, found).step_time_s == pytest.approx(plan.prediction.step_time_s)
+        assert job_or_reason(plan, tmp_path / "elsewhere" / "plan.json").startswith("no file ")
+    finally:
+        for path, old in zip(moved, paths.values(), strict=True):
+            path.rename(old)
 
 
 @pytest.mark.parametrize(
