@@ -89,7 +89,7 @@ def test_no_plan_of_one_stage_that_fits_is_faster_than_the_bound(block: int) -> 
 
 
 @pytest.mark.parametrize("block", range(5))
-def test_the_fastest_plan_of_one_stage_is_that_of_every_choice_and_none_where_the_limit_is_below(block: int) -> None:
+def test_the_fastest_plan_of_one_stage_is_that_of_every_choice_and_a_limit_below_is_a_bound(block: int) -> None:
     for seed in range(block * 30, block * 30 + 30):
         tables, working, cuts = drawn(seed, 1)
         known = plans(tables, working, cuts)
@@ -104,8 +104,8 @@ def test_the_fastest_plan_of_one_stage_is_that_of_every_choice_and_none_where_th
                 assert found.step_s == pytest.approx(expected, rel=1e-9, abs=1e-9), seed
                 assert bound_s == pytest.approx(expected, rel=1e-9, abs=1e-9), seed
                 assert most_bytes(tables, working, cuts, list(found.strategies)) <= budget, seed
-            none, bound_s = walks.fastest(budget, 0.9 * expected - 1e-6, ANY)
-            assert none is None, seed
+            slower, bound_s = walks.fastest(budget, 0.9 * expected - 1e-6, ANY)
+            assert slower is None or slower.step_s >= expected * (1 - 1e-9), seed
             assert 0.9 * expected - 1e-6 <= bound_s <= expected * (1 + 1e-9), seed
 
 

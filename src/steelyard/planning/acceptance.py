@@ -5,10 +5,11 @@ walk is below (`steelyard.cost.memory_floor`) stands for each pipeline setting b
 much above the walk. The fastest plan within a floor is a bound of all plans that the walk accepts, and where the walk
 accepts that very plan it is the answer: so it is wherever memory does not bind. Else its cuts get the strategies that
 are best by what a stage holds as each layer works (`steelyard.search.stage_walk`), which also bounds plans of one stage
-better; what the setting's own tables allow and its plain plans compete with them. Where the gap of a setting of one
-stage is still open, the fastest of all its plans is sought by the same. Then the floor is searched within less and
-less, by as much as the walk of the plan found last exceeds its floor, until a plan is accepted, and the room between
-the last two is halved.
+better. Then the floor is searched within less and less, by as much as the walk of the plan found last exceeds its
+floor, until a plan is accepted, and the room between the last two is halved; what the setting's own tables allow and
+its plain plans compete with it, as far as the walk accepts them. Where the gap of a setting of one stage is open at the
+end, or before where it is the only one of these, the fastest of all its plans is sought by what it holds as each layer
+works.
 Only settings whose bound is below the best accepted plan take part.
 """
 
@@ -137,6 +138,7 @@ def accept(
     if contest.refines:
         _refine(contest)
         _without_means(contest)
+        _of_all_states(contest)
     return _summary(contest, found)
 
 
@@ -379,15 +381,15 @@ def _compete(contest: _Contest, contested: Sequence[int], found: SearchResult, n
     best = above.ranked[: contest.num_exact + num_alternatives]
     contest.admit([replace(each, index=contested[each.index]) for each in best])
     _plain(contest, contest.open())
-    within = {index: _within_floors(contest, index, found.settings[index]) for index in contest.open()}
     if contest.refines:
         _refine(contest)
+    if contest.refines and sum(contest.given[index].pipeline.num_stages == 1 for index in contest.open()) == 1:
         _of_all_states(contest)
     for index in contest.open():
         if contest.left_s == 0 and not contest.given[index].is_made:
             continue
         if contest.bounds_s[index] < contest.enough_s:
-            _between(contest, index, within.get(index))
+            _between(contest, index, found.settings[index])
         if contest.to_the_end and contest.bounds_s[index] < contest.enough_s:
             _beyond(contest, index)
 
@@ -441,24 +443,17 @@ def _plain(contest: _Contest, indices: Sequence[int]) -> None:
                 break
 
 
-def _within_floors(contest: _Contest, index: int, known: SettingOutcome) -> SettingOutcome | None:
-    """The fastest plan of a setting within the floor that bounds it best; ``known`` is that of the first."""
-    outcome = known if known.result.status == "optimal" else None
-    if contest.left_s == 0 and not contest.given[index].is_made:
-        return outcome
-    for floor in contest.floors(index)[outcome is not None :]:
-        if contest.bounds_s[index] >= contest.enough_s:
-            break
-        outcome = _within(contest, index, AnyBudget(floor), 0) or outcome
-    return outcome
-
-
-def _between(contest: _Contest, index: int, known: SettingOutcome | None) -> None:
+def _between(contest: _Contest, index: int, known: SettingOutcome) -> None:
     """Searches the floors of a setting within less and less until the walk accepts a plan, then within a little more.
 
-    Begins with the fastest plan within the floor that bounds the setting best.
+    Begins with the floor that bounds the setting best.
     """
-    outcome, floors = known, [AnyBudget(each) for each in contest.floors(index)]
+    outcome = known if known.result.status == "optimal" else None
+    floors = [AnyBudget(each) for each in contest.floors(index)]
+    for floor in floors[outcome is not None :]:
+        outcome = _within(contest, index, floor, 0) or outcome
+        if contest.bounds_s[index] >= contest.enough_s:
+            return
     refused, spared = 0, 0
     for _ in range(MAX_TRIES):
         excess = 0 if outcome is None else contest.excess_bytes(outcome)

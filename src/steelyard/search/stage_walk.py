@@ -149,27 +149,24 @@ class StageWalks:
     def fastest(self, budget_bytes: int, limit_s: float, most: int) -> tuple[Solution | None, float]:
         """The fastest plan of one stage within the bytes, if it takes no more than the limit, and a bound of all.
 
-        Where more than ``most`` states of a layer would have to be told apart, the bound of the prices, and a fast plan
-        if one is found.
+        Where it takes more, or more than ``most`` states of a layer would have to be told apart, a fast plan if one is
+        found, and what is known of all.
         """
         run, passes = self._only_run(budget_bytes), self.tables.pipeline.num_passes
         levels = self._levels(run.options)
         prices, least_s = self._linked(run, levels, limit_s / passes)
         bound_s = passes * least_s * (1 - ROUNDING)
-        if bound_s > limit_s:
-            return None, bound_s
-        rests, least_s = self._all_linked(run, levels, prices), limit_s / passes * (1 + ROUNDING)
-        quick = self._states(run, prices, rests, least_s, min(QUICK_WIDTH, most))
+        rests, within_s = self._all_linked(run, levels, prices), limit_s / passes
+        quick = self._states(run, prices, rests, np.inf, min(QUICK_WIDTH, most))
         if quick:
-            least_s = min(least_s, float(quick[-1][1].min()) * (1 + ROUNDING))
-        found = self._states(run, prices, rests, least_s, most + 1, is_exact=True)
-        if not found:
-            return None, limit_s
-        is_whole = found[-1][0].shape[1] <= most
-        if not is_whole and not quick:
-            return None, bound_s
-        solution = evaluate(self.tables, (0, len(run.kinds)), _traced(found if is_whole else quick))
-        return solution, min(limit_s, solution.step_s) if is_whole else bound_s
+            within_s = min(within_s, float(quick[-1][1].min()))
+        found = self._states(run, prices, rests, within_s * (1 + ROUNDING), most + 1, is_exact=True)
+        is_whole = not found or found[-1][0].shape[1] <= most
+        best = found if found and is_whole else quick
+        solution = evaluate(self.tables, (0, len(run.kinds)), _traced(best)) if best else None
+        if is_whole:
+            bound_s = min(limit_s, solution.step_s) if found and solution else max(bound_s, limit_s)
+        return solution, bound_s
 
     def _only_run(self, budget_bytes: int) -> _Run:
         assert self.tables.pipeline.num_stages == 1, "the layers of one stage alone are known"
