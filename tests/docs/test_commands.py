@@ -18,6 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from steelyard.cli.app import app
+from tests.modules.split_configs import split_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,6 +97,8 @@ def files(tmp_path_factory: pytest.TempPathFactory, have_run: set[tuple[str, ...
             shutil.copy("plan.json", name)
         config = resources.files("steelyard.model") / "configs" / "llama3-8b.json"
         Path("config.json").write_text(config.read_text())
+        Path("llava").mkdir()
+        Path("llava", "config.json").write_text(json.dumps(split_config("llava")))
         shutil.copytree(ROOT / "examples", "examples")
         yield folder
 
