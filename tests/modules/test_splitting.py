@@ -1,11 +1,13 @@
 """Models without a family file: split by their structure, proved, and refused by name where they do not split."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
@@ -298,6 +300,29 @@ def test_a_table_of_positions_is_looked_up_for_the_places_of_the_tokens() -> Non
     split = find_split(read_hub_config("gpt2", config)).split
     assert split.embedding_calls == ("transformer.wte", ":positions:transformer.wpe", "transformer.drop")
     assert not find_split(read_hub_config("openai-gpt", config)).split.embedding_calls  # in a buffer that is not known
+
+
+def test_modules_between_which_a_tensor_is_written_to_are_no_steps() -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**vision, "vocab_size": 32, "max_position_embeddings": 64}
+    config = read_hub_config("git", {**text, "vision_config": {**vision, "image_size": 32}})
+    split = find_split(config).split
+    assert (split.embedding_calls, split.head_calls) == ((), ("output",))  # positions are added in place
+
+
+def test_a_row_of_its_own_for_one_token_is_the_same_without_a_mask_of_places() -> None:
+    whole = T5Gemma2TextScaledWordEmbedding(8, 4, 0, embed_scale=2.0, eoi_token_index=5)
+    with torch.no_grad():
+        whole.eoi_embedding.normal_()
+    parts = copy.deepcopy(whole)
+    prepare(parts, "t5gemma2")
+    ids, grads = torch.tensor([[1, 5, 7], [5, 0, 5]]), []
+    for model in (whole, parts):
+        made = model(ids)
+        made.square().sum().backward()
+        grads.append([made.detach(), *(each.grad for each in model.parameters())])
+    assert type(parts) is not type(whole)
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize(("key", "drops"), [("attn_pdrop", True), ("resid_pdrop", False), ("embd_pdrop", False)])

@@ -57,9 +57,11 @@ def _of_numbers(operation: Callable[..., Tensor], numbers: list[float], tensor: 
 class _Call(NamedTuple):
     step: str
     given: Tensor
+    written: int
+    """How often what it was given had been written to before."""
     returned: Tensor
     version: int
-    """How often what it returned had been written to."""
+    """How often what it returned had been."""
 
 
 class CalledModules:
@@ -69,6 +71,7 @@ class CalledModules:
         self._paths = {module: path for path, module in model.named_modules()}
         self._calls: list[_Call] = []
         self._positions: list[_Call] = []
+        self._written: dict[nn.Module, int] = {}
         self._operations = _Watched(self._calls, self._positions)
 
     @property
@@ -78,7 +81,8 @@ class CalledModules:
 
     def __enter__(self) -> Self:
         self._operations.__enter__()
-        self._handles = [each.register_forward_hook(self._remember, with_kwargs=True) for each in self._paths]
+        self._handles = [each.register_forward_pre_hook(self._look) for each in self._paths]
+        self._handles += [each.register_forward_hook(self._remember, with_kwargs=True) for each in self._paths]
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
@@ -86,9 +90,13 @@ class CalledModules:
         for handle in self._handles:
             handle.remove()
 
+    def _look(self, module: nn.Module, places: tuple[Any, ...]) -> None:
+        if places and isinstance(places[0], Tensor):
+            self._written[module] = places[0]._version
+
     def _remember(self, module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], returned: Any) -> None:
         if len(places) == 1 and not names and isinstance(places[0], Tensor) and isinstance(returned, Tensor):
-            call = _Call(self._paths[module], places[0], returned, returned._version)
+            call = _Call(self._paths[module], places[0], self._written[module], returned, returned._version)
             (self._positions if _are_positions(places[0]) else self._calls).append(call)
 
     def between(self, first: Tensor, last: Tensor) -> tuple[str, ...] | None:
@@ -96,7 +104,8 @@ class CalledModules:
         found: list[_Call] = []
         now, version = first, first._version
         while not (_is(now, last) and last._version == version):
-            readers = [call for call in self._calls if _is(call.given, now) and call not in found]
+            readers = [call for call in self._calls if _is(call.given, now) and call.written == version]
+            readers = [call for call in readers if call not in found]
             if not readers:
                 return None
             outermost = min(readers, key=lambda call: call.step.count("."))
@@ -116,18 +125,19 @@ class _Watched(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        written = [each._version if isinstance(each, Tensor) else 0 for each in args]
         returned = function(*args, **(kwargs or {}))
         spelled = getattr(function, "__name__", "")
         self.attention_drops |= spelled == _ATTENTION and bool((kwargs or {}).get("dropout_p"))
         if spelled in _ADDED and not kwargs and all(isinstance(each, Tensor) for each in args):
-            for tensor, other in (args, args[::-1]):
+            for (tensor, other), before in zip((args, args[::-1]), written, strict=True):
                 steps = [POSITIONS + each.step for each in self._positions if _is(each.returned, other)]
-                self._calls += [_Call(step, tensor, returned, returned._version) for step in steps]
+                self._calls += [_Call(step, tensor, before, returned, returned._version) for step in steps]
         if not kwargs and args and isinstance(args[0], Tensor) and args[0].is_floating_point():
             name, numbers = _selected(args[1]) if spelled == "__getitem__" else (_SPELLED.get(spelled, ""), args[1:])
             if name and all(isinstance(each, int | float) for each in numbers):
                 step = ":".join(("", name, *(repr(float(each)) for each in numbers)))
-                self._calls.append(_Call(step, args[0], returned, returned._version))
+                self._calls.append(_Call(step, args[0], written[0], returned, returned._version))
         return returned
 
 

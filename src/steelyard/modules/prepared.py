@@ -7,7 +7,8 @@ blocks in lists of their own, and their forward pass takes from each list in tur
 place, which stay in their lists too, where their weights have their names; the forward pass is that of samples without
 padding, of one language. Reformer's stack has a backward pass over all of
 its blocks; here autograd goes through them one by one. Routers that cast their own weights within a forward pass leave
-them as they are. In models of any type a Conv1D whose result is split in equal parts stores these apart.
+them as they are, and an embedding with a row of its own for one token (T5Gemma 2) chooses it place by place. In models
+of any type a Conv1D whose result is split in equal parts stores these apart.
 `steelyard.modules.split_proof` proves all this equal to the unmodified model.
 
 Legend of shapes: B samples, S tokens, H hidden width.
@@ -234,6 +235,22 @@ def _keep_router_types(model: Any) -> None:
             router.classifier.__class__ = RouterLinear
 
 
+class _OwnRow:
+    """What replaces the forward pass of an embedding that writes a row of its own where one token stands."""
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        """The rows [B, S, H] of token ids [B, S]; by a mask they are written at places that only values tell."""
+        rows = nn.Embedding.forward(self, ids) * self.embed_scale.to(self.weight.dtype)
+        return torch.where((ids == self.eoi_token_index)[..., None], self.eoi_embedding.to(rows.dtype), rows)
+
+
+def _choose_own_rows(model: Any) -> None:
+    """Has embeddings with a row of their own for one token choose it place by place; twice does no harm."""
+    for module in model.modules():
+        if hasattr(module, "eoi_embedding") and not isinstance(module, _OwnRow):
+            module.__class__ = type(type(module).__name__, (_OwnRow, type(module)), {"__module__": __name__})
+
+
 def _share_bias_and_keep_types(model: Any) -> None:
     _share_bias(model)
     _keep_router_types(model)
@@ -247,6 +264,7 @@ PREPARES: Mapping[str, Callable[[Any], None]] = {
     **dict.fromkeys(("longt5", "mt5", "t5"), _share_bias),
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _join_stages),
     "nllb-moe": _keep_router_types,
+    "t5gemma2": _choose_own_rows,
     "switch_transformers": _share_bias_and_keep_types,
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _keep_all_tokens),
 }
