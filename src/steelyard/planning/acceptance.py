@@ -220,7 +220,7 @@ def _of_all_states(contest: "_Contest") -> None:
     """Finds the fastest plans of settings of one stage by what it holds as each layer works, or bounds them better."""
     for index in contest.open():
         walks = contest.stage_walks(index) if contest.given[index].pipeline.num_stages == 1 else None
-        if walks is None or contest.left_s == 0 or contest.bounds_s[index] >= contest.enough_s:
+        if walks is None or contest.left_s == 0 or not contest.bounds_s[index] < contest.enough_s < np.inf:
             continue
         solution, bound_s = walks.fastest(contest.room_bytes, contest.cutoff_s, MOST_STATES)
         contest.bounds_s[index] = max(contest.bounds_s[index], bound_s)

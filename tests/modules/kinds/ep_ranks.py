@@ -188,6 +188,7 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
         dtype=activation_dtype(division.precision),
         num_tokens=NUM_SAMPLES * SEQ_LEN,
         routers=None,
+        has_backward=True,
     )
 
 
