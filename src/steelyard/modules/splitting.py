@@ -316,7 +316,7 @@ def _kinds(
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules = list(model.get_submodule(path).children())
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
-        own_streams = streams if path == first and not encoder else []
+        own_streams = streams if path == first and seen.beside is None else []
         beside = [
             [one for one in own_streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
         ]
