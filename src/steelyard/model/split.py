@@ -318,8 +318,12 @@ class ModelSplit(_Part):
 
     def num_streams(self, layer: int) -> int:
         """The hidden states that flow out of a layer: the encoder's output goes along with the decoder's."""
-        is_encoded = self.encoder is not None and self.encoder.encoded is not None
-        return 2 if is_encoded and self.between <= layer < len(self.layers) - 1 else 1
+        return 2 if self._is_encoded and self.between <= layer < len(self.layers) - 1 else 1
+
+    @property
+    def _is_encoded(self) -> bool:
+        """Whether blocks behind an encoder read its output."""
+        return self.encoder is not None and self.encoder.encoded is not None
 
     def reads_encoded(self, layer: int) -> SplitEncoder | None:
         """The encoder, if the layer is a block that reads its output."""
@@ -344,7 +348,7 @@ class ModelSplit(_Part):
         What it makes itself beside its hidden state stands behind that. None where it reads all: a decoder behind an
         encoder whose blocks hand on more than one state.
         """
-        if self.num_streams(layer - 1) > 1:
+        if self._is_encoded and layer >= self.between:
             return None, ()
         known = (*self.past(before), *self.made_by(layer))
         read, past = self.read_by(layer), self.past(layer)
