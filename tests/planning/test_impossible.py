@@ -2,37 +2,27 @@
 
 import pytest
 
-from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
-from steelyard.planning import parse_pin
-from steelyard.planning.impossible import impossible
-from steelyard.tracer.trace import trace
+from steelyard.planning import PlanOptions, find_plan, job, parse_pin, refuse_impossible
+from steelyard.planning.impossible import Request, impossible
 from tests.runtime.models import FAMILY_CONFIGS
 
 
-def make_job(name: str, seq_len: int = 32, **changes: object) -> Job:
-    """On 8 devices, 16 samples."""
+def make_request(name: str, seq_len: int = 32, **changes: object) -> Request:
+    """On 8 devices, 16 samples; nothing is traced."""
     chain = chain_from_config(FAMILY_CONFIGS[name] | changes, name=name)
-    return Job(
-        chain=chain,
-        profile=trace(chain, seq_len=seq_len, precision="bf16", degrees=(1,)),
-        cluster=parse_cluster("2x4xh100-80gb"),
-        seq_len=seq_len,
-        global_batch=16,
-        precision="bf16",
-        budget_bytes=2**30,
-    )
+    return Request(chain=chain, num_devices=8, global_batch=16, seq_len=seq_len)
 
 
 @pytest.fixture(scope="module")
-def jobs() -> dict[str, Job]:
+def requests() -> dict[str, Request]:
     return {
-        "mixtral": make_job("mixtral", num_local_experts=8, num_key_value_heads=2),
-        "llama": make_job("llama"),
-        "llama, 28 tokens": make_job("llama", seq_len=28),
-        "bert": make_job("bert"),
+        "mixtral": make_request("mixtral", num_local_experts=8, num_key_value_heads=2),
+        "llama": make_request("llama"),
+        "llama, 28 tokens": make_request("llama", seq_len=28),
+        "bert": make_request("bert"),
     }
 
 
@@ -57,18 +47,33 @@ def jobs() -> dict[str, Job]:
     ],
 )
 def test_what_no_strategy_has_is_refused_with_the_reason_of_its_kind(
-    jobs: dict[str, Job], name: str, pin: str, reason: str
+    requests: dict[str, Request], name: str, pin: str, reason: str
 ) -> None:
-    job = jobs[name]
-    found = impossible(job, parse_pin(pin, option="--pin", num_layers=job.chain.num_layers))
+    request = requests[name]
+    found = impossible(request, parse_pin(pin, option="--pin", num_layers=request.chain.num_layers))
     assert [each.removeprefix("for the block layers: ") for each in found] == [reason]
 
 
 @pytest.mark.parametrize("pin", ["ep=4", "ep=4, fsdp=2", "tp=2", "cp=2", "remat=full", "single", "sp=on", "zero=3"])
-def test_what_some_strategy_has_is_not(jobs: dict[str, Job], pin: str) -> None:
-    assert impossible(jobs["mixtral"], parse_pin(pin, option="--pin", num_layers=4)) == ()
+def test_what_some_strategy_has_is_not(requests: dict[str, Request], pin: str) -> None:
+    assert impossible(requests["mixtral"], parse_pin(pin, option="--pin", num_layers=4)) == ()
 
 
 def test_dp_inside_fsdp_is_an_error_that_says_how_to_write_both() -> None:
     with pytest.raises(UserError, match=r"expected: dp outside fsdp.*\n.*write the dp level first, as in dp4-fsdp8"):
         parse_pin("fsdp4-dp2", option="--pin", num_layers=4)
+
+
+def test_a_pin_that_no_strategy_has_is_refused_before_the_model_is_traced(
+    requests: dict[str, Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "cached_trace", pytest.fail)
+    chain = requests["bert"].chain
+    options = PlanOptions(pins=(parse_pin("cp=2", option="--pin", num_layers=chain.num_layers),))
+    with pytest.raises(UserError, match=r"--pin: found 'cp=2'.*\n.*\n.*only causal attention in one kernel"):
+        find_plan(chain, "1x8xh100-80gb", global_batch=16, seq_len=32, options=options)
+
+
+def test_a_batch_that_is_searched_for_has_room_for_every_pin(requests: dict[str, Request]) -> None:
+    chain, cluster = requests["llama"].chain, parse_cluster("2x4xh100-80gb")
+    refuse_impossible([parse_pin("fsdp=8", option="--pin", num_layers=chain.num_layers)], chain, cluster, None, 32)

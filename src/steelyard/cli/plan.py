@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,6 +58,7 @@ from steelyard.planning import (
     plan_job,
     planned_chain,
     problem_of,
+    refuse_impossible,
     samples_not_measured,
     time_factors,
     with_baselines,
@@ -263,7 +265,8 @@ def plan(
     with progress("counting the model's layers", silent=as_json) as show:
         chain = planned_chain(_chain(model, own, image), freeze=freeze or (), own=own)
         options = replace(options, pins=_parse_pins(pin, chain))
-        job_of_length = _job_maker(chain, machines, runs, asked)
+        refuse = partial(refuse_impossible, options.pins, chain, None if aim == "devices" else machines, batch)
+        job_of_length = _job_maker(chain, machines, runs, asked, refuse)
         if length is None:
             longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
             result, notes = longest.result, trial_lines(longest, "{} tokens")
@@ -452,11 +455,16 @@ def _trial_text(trial: Trial) -> str:
 
 
 def _job_maker(
-    chain: ModelChain, cluster: Cluster | MixedCluster, runs: Sequence[Path], asked: Mapping[str, Any]
+    chain: ModelChain,
+    cluster: Cluster | MixedCluster,
+    runs: Sequence[Path],
+    asked: Mapping[str, Any],
+    refuse: Callable[[int], None],
 ) -> Callable[[int], Any]:
-    """The job of a number of tokens, on one pool or several."""
+    """The job of a number of tokens, on one pool or several, unless what is asked for is to ``refuse`` at it."""
 
     def make(seq_len: int) -> AnyJob:
+        refuse(seq_len)
         job = make_any_job(chain, cluster, seq_len=seq_len, **asked)
         return calibrate(job, *runs) if runs and isinstance(job, Job) else job
 

@@ -131,9 +131,9 @@ def no_context_parallelism(split: ModelSplit, proof: "ThreadedProof") -> dict[st
 
 def no_cp(split: ModelSplit, kind: SplitKind, *, attention_drops: bool = False) -> str:
     """Why no layer of a kind can be under cp; empty where that is to be tried."""
-    attends = kind.attention in ("full_attention", "sliding_attention")
-    if split.task is not Task.CAUSAL_LM or (kind.role is LayerRole.BLOCK and not attends):
-        return NO_CP
+    others = _other_attention(split, kind)
+    if split.task is not Task.CAUSAL_LM or others:
+        return f"{NO_CP}, and its blocks are of {others}" if others else NO_CP
     if not split.fused_attention:
         return "its attention runs step by step, with a mask of the whole sequence"
     if any(kind.tokens != (1, 0) for kind in split.kinds):
@@ -143,6 +143,13 @@ def no_cp(split: ModelSplit, kind: SplitKind, *, attention_drops: bool = False) 
     if attention_drops:
         return "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
     return ""
+
+
+def _other_attention(split: ModelSplit, kind: SplitKind) -> str:
+    """What blocks do in the place of causal attention, as a recurrence: those of a kind, or all of them; else empty."""
+    blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
+    found = {each.attention for each in ([kind] if kind.role is LayerRole.BLOCK else blocks)}
+    return ", ".join(sorted(found)) if found.isdisjoint(("full_attention", "sliding_attention")) else ""
 
 
 def _no_sp(split: ModelSplit, kind: SplitKind) -> str:

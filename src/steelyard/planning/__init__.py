@@ -42,6 +42,7 @@ from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
+from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import make_any_job, make_job, planned_chain
 from steelyard.planning.length import longest_sequence
 from steelyard.planning.not_searched import samples_not_measured
@@ -91,6 +92,7 @@ __all__ = [
     "plan_job",
     "planned_chain",
     "problem_of",
+    "refuse_impossible",
     "samples_not_measured",
     "search_for_report",
     "slow_nodes",

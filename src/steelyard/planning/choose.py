@@ -20,6 +20,7 @@ from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Alternative, Plan, Precision
 from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.demands import asked_in
+from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import make_any_job, planned_chain
 from steelyard.planning.margin import warnings_of, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
@@ -108,8 +109,10 @@ def find_plan(
     machines = parse_pools(cluster) if isinstance(cluster, str) else cluster
     asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "precision": precision}
     asked |= {"memory": memory, "memory_margin": memory_margin, "own": own}
+    options = options or PlanOptions()
+    refuse_impossible(options.pins, config, machines, global_batch, seq_len)
     job = make_any_job(config, machines, profile=profile, **asked)
-    result = plan_job(job, options or PlanOptions())
+    result = plan_job(job, options)
     if result.plan is None:
         raise NothingFitsError(
             field="memory",

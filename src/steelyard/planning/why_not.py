@@ -11,13 +11,11 @@ from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.impossible import impossible, reasons_of
+from steelyard.planning.impossible import SHOWN_REASONS, Request, impossible, reasons_of, unmet
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import Pin
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
-
-SHOWN_REASONS = 3
 
 
 def why_not(job: Job, options: PlanOptions, pin: Pin) -> WhyNot:
@@ -48,12 +46,7 @@ def pin_error(job: Job, options: PlanOptions) -> UserError:
     alone = replace(options, pins=())
     for pin in options.pins:
         if not _can_be_met(job, alone, pin):
-            return UserError(
-                field="--pin",
-                found=repr(pin.text),
-                expected="what some strategy of these layers may have",
-                hint="; ".join(_forbidding(job, alone, pin)),
-            )
+            return unmet(pin, _forbidding(job, alone, pin))
     return UserError(
         field="--pin",
         found=", ".join(repr(pin.text) for pin in options.pins),
@@ -85,7 +78,7 @@ def _forbidding(job: Job, options: PlanOptions, pin: Pin) -> tuple[str, ...]:
     Of strategies that come nearest: those that were offered, with the fewest reasons against them; before them what no
     strategy could have.
     """
-    if never := impossible(job, pin):
+    if never := impossible(Request.of(job), pin):
         return never[:SHOWN_REASONS]
     kinds = dict.fromkeys(job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer))
     asking = replace(options, pins=(*options.pins, pin))
