@@ -47,6 +47,13 @@ def test_floors_that_were_made_before_change_no_fallback(plan: Plan, job: Job) -
     assert again.fallbacks == plan.fallbacks
 
 
+def test_what_a_search_knows_of_its_tables_changes_no_fallback(plan: Plan, job: Job) -> None:
+    result = plan_job(job, OPTIONS)
+    assert result.plan is not None
+    again = with_fallbacks(result.plan, job, OPTIONS, num_fallbacks=2, tables=result.bounded_tables)
+    assert again.fallbacks == plan.fallbacks
+
+
 def test_a_fallback_costs_what_it_predicts(plan: Plan, job: Job) -> None:
     fallback = plan.fallback_plan(0)
     assert fallback.prediction is not None

@@ -39,10 +39,15 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
 
 
 def compared(of: Job, options: PlanOptions = PlanOptions()) -> Plan:  # noqa: B008
-    tables = make_tables(of, options)
-    found = plan_job(of, options, tables=tables).plan
-    assert found is not None
-    return with_baselines(found, of, tables)
+    result = plan_job(of, options)
+    assert result.plan is not None
+    return with_baselines(result.plan, of, result.bounded_tables)
+
+
+def test_what_a_search_knows_of_its_tables_changes_no_plain_plan() -> None:
+    of, options = tight(0.3), PlanOptions()
+    found = compared(of, options)
+    assert with_baselines(found, of, make_tables(of, options)) == found
 
 
 def tight(share: float) -> Job:

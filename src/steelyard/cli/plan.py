@@ -368,13 +368,11 @@ def _completed(
     assert result.plan is not None, "as before"
     assert isinstance(result.job, Job), "one pool or several"
     show("searching the plain plans to compare with")
-    limit_s = options.time_limit_s
-    plan = with_baselines(result.plan, result.job, result.tables, time_limit_s=limit_s, floors=result.floors)
+    limit_s, tables = options.time_limit_s, result.bounded_tables
+    plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s, floors=result.floors)
     if num_fallbacks:
         show("searching plans of less memory")
-    plan = with_fallbacks(
-        plan, result.job, options, num_fallbacks=num_fallbacks, tables=result.tables, floors=result.floors
-    )
+    plan = with_fallbacks(plan, result.job, options, num_fallbacks=num_fallbacks, tables=tables, floors=result.floors)
     return _with_spares(plan, result.job, num_spares, show)
 
 

@@ -90,6 +90,8 @@ class Acceptance:
 
     ranked: tuple[Accepted, ...]
     search: SearchResult
+    bounds_s: tuple[float, ...]
+    """What no accepted plan of each setting is faster than, in the order given."""
     floor_bytes: int = 0
 
 
@@ -536,6 +538,7 @@ def _summary(contest: _Contest, found: SearchResult) -> Acceptance:
             settings=tuple(_reported(contest, each) for each in found.settings),
             lower_bound_s=fastest_s if proven else bound_s,
         ),
+        bounds_s=tuple(contest.bounds_s),
     )
 
 
@@ -645,6 +648,7 @@ def _nothing_accepted(contest: _Contest, found: SearchResult, least: _Least | No
     nothing = tuple(_reported(contest, each) for each in found.settings)
     return Acceptance(
         ranked=(),
+        bounds_s=tuple(contest.bounds_s),
         floor_bytes=min((miss.needed_bytes for _, miss in _misses(contest)), default=0) if least else 0,
         search=replace(
             found,

@@ -35,7 +35,7 @@ def with_fallbacks(
     """The plan with up to ``num_fallbacks`` others in it, each a fast one within a share of the memory of the plan.
 
     Where nothing fits into a share, the last is the plan of least memory. ``tables`` are the cost tables of this job
-    and these options; ``floors`` of the job save making them.
+    and these options, bounded or not; ``floors`` of the job save making them.
     """
     floors = floors or Floors(job)
     if num_fallbacks < 1 or plan.prediction is None:
@@ -43,7 +43,8 @@ def with_fallbacks(
     found: list[Plan] = []
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        less = _fastest_within(budget, job, options, tuple(tables), floors)
+        result = _fastest_within(budget, job, options, tuple(tables), floors)
+        less, job, tables = result.plan, result.job, result.bounded_tables
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
         found.append(less)
@@ -82,8 +83,8 @@ def _most_promising(result: PlanningResult) -> list[OnDemand]:
 
 def _fastest_within(
     budget_bytes: int, job: Job, options: PlanOptions, tables: tuple[OnDemand, ...], floors: Floors
-) -> Plan | None:
-    """A fast plan within a budget, or where none fits the one that misses it least.
+) -> PlanningResult:
+    """A fast plan within a budget, or where none fits the one that misses it least within that of the job.
 
     One that saves a run from ending, not the plan to train with: the search does not go to the end.
     """
@@ -91,9 +92,9 @@ def _fastest_within(
     search = partial(plan_job, options=options, top=1, tables=tables, floors=floors, to_the_end=False)
     result = search(tight)
     if result.plan is not None or result.miss is None:
-        return result.plan
+        return result
     least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return search(job.within(least_bytes)).plan
+    return search(job.within(least_bytes)) if least_bytes <= job.budget_bytes else result
 
 
 def _as_fallback(plan: Plan) -> Fallback:

@@ -71,7 +71,7 @@ class PlainChoice:
     column: NDArray[np.int64]
     """[K] the strategy of each kind of layer."""
     least_s: float
-    """What no plan of it is faster than: all stages alike, and nothing sent between them."""
+    """What no plan of it is faster than: all stages alike, and nothing sent between them, or what is known of all."""
     least_bytes: float
     """What the fullest device of any plan of it holds at least: all of them alike, by the floor of the setting."""
 
@@ -140,8 +140,7 @@ def plain_choices(
         if choice is not None:
             yield choice
             continue
-        tables = given[index].tables
-        for number, each in enumerate(_choices(index, tables, floors_of(tables)[0], job, kind)):
+        for number, each in enumerate(_choices(index, given[index], floors_of, job, kind)):
             heapq.heappush(waiting, (each.least_s, index, number, each))
 
 
@@ -153,9 +152,10 @@ def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
     return narrowed
 
 
-def _choices(index: int, tables: CostTables, floor: CostTables, job: Job, kind: PlainKind) -> Iterator[PlainChoice]:
+def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job, kind: PlainKind) -> Iterator[PlainChoice]:
     """The choices of a setting that are of a plain kind and legal for every layer."""
-    pipeline = tables.pipeline
+    tables, pipeline = given.tables, given.pipeline
+    floor = floors_of(tables)[0]
     roles = {each.name: each.role for each in job.chain.kinds}
     is_block = np.array([[roles[name.partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool)
     blocks, dense, ends = _triples(tables.strategies, kind.kinds)
@@ -174,7 +174,7 @@ def _choices(index: int, tables: CostTables, floor: CostTables, job: Job, kind: 
             setting=tables,
             floor=floor,
             column=columns[:, number],
-            least_s=least_s * (1 + (pipeline.num_passes - 1) / pipeline.num_stages),
+            least_s=max(given.least_s, least_s * (1 + (pipeline.num_passes - 1) / pipeline.num_stages)),
             least_bytes=floor.overhead_bytes + least_bytes / pipeline.num_stages,
         )
 

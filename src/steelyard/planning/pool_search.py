@@ -36,7 +36,7 @@ def search_pools(
 ) -> Acceptance:
     """The fastest accepted plans of all settings of a space; ``least_gain`` as in `accept`.
 
-    What the search says of settings is of those that were searched together last.
+    What the search and bounds say of settings is of those that were searched together last.
     """
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     settings = space.settings()
@@ -95,6 +95,7 @@ def search_pools(
             ranked=tuple(each.outcome for each in ranked),
             lower_bound_s=fastest_s if proven else lower,
         ),
+        bounds_s=found.bounds_s,
     )
 
 
