@@ -56,6 +56,14 @@ def plans(tables: CostTables, working: WorkingBytes, cuts: tuple[int, ...]) -> l
     ]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_bytes_of_a_plan_are_those_of_its_fullest_stage_as_its_layers_work(seed: int) -> None:
+    tables, working, cuts = drawn(seed, 1 + seed % 3)
+    walks = StageWalks(tables, working)
+    for chosen in exhaustive.all_choices(tables).tolist()[:20]:
+        assert walks.least_bytes(cuts, chosen) == most_bytes(tables, working, cuts, chosen)
+
+
 @pytest.mark.parametrize("block", range(5))
 def test_with_room_for_all_states_the_plan_of_a_stage_is_the_fastest_that_fits(block: int) -> None:
     for seed in range(block * 30, block * 30 + 30):

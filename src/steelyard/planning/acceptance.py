@@ -175,7 +175,7 @@ def _refine(contest: "_Contest") -> None:
         solution = refined(
             outcome.tables,
             outcome.solution,
-            fits=partial(contest.fits, outcome.tables),
+            fits=partial(contest.fits, index, outcome.tables),
             is_over=lambda: contest.left_s == 0,
         )
         result = SettingResult(status="feasible", solution=solution, lower_bound_s=contest.bounds_s[index])
@@ -331,9 +331,17 @@ class _Contest:
                 break
         return excess
 
-    def fits(self, tables: CostTables, solution: Solution) -> bool:
-        """Whether the walk accepts the plan of a solution."""
-        return self._walked_excess(tables, solution) == 0
+    def fits(self, index: int, tables: CostTables, solution: Solution) -> bool:
+        """Whether the walk accepts the plan of a solution of a setting, some tables of which are given.
+
+        Most that do not fit hold too much by what is known of every layer, and need no walk.
+        """
+        walks = self.stage_walks(index)
+        if walks is not None and walks.tables.strategies == tables.strategies:
+            least_bytes = walks.least_bytes(solution.boundaries, solution.strategies)
+        else:
+            least_bytes = 0
+        return least_bytes <= self.room_bytes and self._walked_excess(tables, solution) == 0
 
     def _walked_excess(self, tables: CostTables, solution: Solution) -> int:
         """By how much the walk of a solution's plan exceeds the room, of any tables of the pipeline setting."""

@@ -24,6 +24,7 @@ Source: as for `steelyard.search.layers`; Polyak 1969 for the steps. Not modelle
 out, so the walk decides on the plans.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -123,6 +124,7 @@ class StageWalks:
     def __init__(self, tables: CostTables, working: WorkingBytes) -> None:
         self.tables, self._working = tables, working
         self._table: OptionTable = option_table(tables)
+        self._bytes: dict[tuple[int, int], IntArray] = {}
         self._options: dict[tuple[int, int], _Options] = {}
         self._prices: dict[tuple[object, ...], tuple[FloatArray, float]] = {}
 
@@ -168,16 +170,38 @@ class StageWalks:
             bound_s = min(limit_s, solution.step_s) if found and solution else max(bound_s, limit_s)
         return solution, bound_s
 
+    def least_bytes(self, boundaries: Sequence[int], strategies: Sequence[int]) -> int:
+        """What the fullest stage of a plan holds at least: the walk of it takes no less."""
+        return max(self._stage_bytes(*each, strategies) for each in enumerate(pairwise(boundaries)))
+
+    def _stage_bytes(self, stage: int, span: tuple[int, int], strategies: Sequence[int]) -> int:
+        kinds, places = self._kinds(span), np.arange(span[1] - span[0])
+        own = self._bytes_of(stage)[kinds, :, list(strategies[slice(*span)])]
+        held, freed, working, reducing, ahead, reduced = own.T
+        is_sharded = reduced >= 0
+        before = np.maximum.accumulate(np.where(is_sharded, places, -1))
+        behind = np.minimum.accumulate(np.where(is_sharded, places, len(places))[::-1])[::-1]
+        again = reduced[behind[0]] if self._working.reduces_again and is_sharded.any() else 0
+        gathered = np.append(0, np.where(before < 0, 0, ahead[before])[:-1])
+        waiting = np.append(np.append(reduced, again)[behind[1:]], again)
+        taken = np.maximum(working + waiting, reducing) + np.where(is_sharded, gathered, 0)
+        return self._working.overhead_bytes[stage] + int((held.sum() - freed.sum() + freed.cumsum() + taken).max())
+
     def _only_run(self, budget_bytes: int) -> _Run:
         assert self.tables.pipeline.num_stages == 1, "the layers of one stage alone are known"
         return self._run(0, (0, len(self.tables.layers)), self._table.switches.num_groups, budget_bytes)
 
     def _run(self, stage: int, span: tuple[int, int], entry: int, budget_bytes: int) -> _Run:
-        kinds = np.array(self.tables.layers[slice(*span)], dtype=np.int64)
-        kinds[-1] += len(self.tables.kinds)
+        kinds = self._kinds(span)
         options, room = self._options_of(stage), budget_bytes - self._working.overhead_bytes[stage]
         kept, held = _least(options, kinds)
         return _Run(stage=stage, kinds=kinds, options=options, room=room, entry=entry, kept=kept, held=held)
+
+    def _kinds(self, span: tuple[int, int]) -> IntArray:
+        """Of the layers of a stage, the last one as such."""
+        kinds = np.array(self.tables.layers[slice(*span)], dtype=np.int64)
+        kinds[-1] += len(self.tables.kinds)
+        return kinds
 
     def _states(
         self, run: _Run, prices: FloatArray, rests: _Rests, limit_s: float, width: int, *, is_exact: bool = False
@@ -287,24 +311,30 @@ class StageWalks:
         self._prices[self._key(run)] = prices, bound_s
         return prices, bound_s
 
+    def _bytes_of(self, stage: int) -> IntArray:
+        """[2K, 6, S] the bytes held, freed, working, reducing, ahead and reduced."""
+        key, working = self.tables.likeness(stage)[:2], self._working
+        if key not in self._bytes:
+            fields = (
+                working.held_bytes(self.tables.pipeline.in_flight(stage)),
+                working.freed_bytes,
+                working.working_bytes,
+                working.reducing_bytes,
+                working.ahead_bytes,
+                working.reduced_bytes,
+            )
+            self._bytes[key] = np.concatenate(np.stack(fields, axis=2))
+        return self._bytes[key]
+
     def _options_of(self, stage: int) -> _Options:
         key = self.tables.likeness(stage)[:2]
         if key not in self._options:
-            self._options[key] = self._made(*key)
+            self._options[key] = self._made(self._bytes_of(stage), self.tables.pool_of(stage))
         return self._options[key]
 
-    def _made(self, in_flight: int, pool: int) -> _Options:
-        tables, working, columns = self.tables, self._working, self._table.columns[pool]
-        held = working.held_bytes(in_flight)
-        fields = (
-            held,
-            working.freed_bytes,
-            working.working_bytes,
-            working.reducing_bytes,
-            working.ahead_bytes,
-            working.reduced_bytes,
-        )
-        num_bytes = np.concatenate(np.stack([each[:, :, columns] for each in fields], axis=2))
+    def _made(self, num_bytes: IntArray, pool: int) -> _Options:
+        tables, columns = self.tables, self._table.columns[pool]
+        num_bytes = num_bytes[:, :, columns]
         time_s = np.tile(tables.time_s[:, columns], (2, 1))
         legal = np.tile(tables.legal[:, columns], (2, 1))
         table = np.tile(self._table.switches.table, 2)
