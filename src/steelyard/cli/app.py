@@ -1,6 +1,5 @@
 """The command line: one Typer application, one module per command, one place where errors become messages."""
 
-import gc
 import logging
 import signal
 import sys
@@ -23,8 +22,6 @@ COMMANDS = {
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}
 """The module of each command, in the order in which they are listed."""
-_OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Imports and searches make many that stay; going through them at every 700 takes a fifteenth of the time of a plan."""
 _ENDING = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__]
 
 
@@ -82,7 +79,6 @@ def main() -> None:
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     escape_unprintable()
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _end)
