@@ -202,6 +202,14 @@ FEATURE_CONFIGS: dict[str, dict[str, Any]] = {
         },
         **{"text_config": _TURNED, "architectures": ["Qwen2_5_VLForConditionalGeneration"], **_VISION_TOKENS},
     },
+    "qwen3_vl": {
+        "vision_config": {
+            **{**_PATCHES, "depth": 3, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48},
+            **{"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]},
+        },
+        "text_config": {**_TURNED, "num_hidden_layers": 3, "head_dim": 16},
+        **{"architectures": ["Qwen3VLForConditionalGeneration"], **_VISION_TOKENS},
+    },
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 8, "conv_channels": 32},
 }
 """Whose samples hold more than token ids."""

@@ -94,6 +94,28 @@ def test_the_last_block_of_a_tower_of_which_the_state_before_is_read_rests_with_
     assert SPLITS["whisper"].resting == ("model.encoder.embed_positions",)
 
 
+def test_states_of_a_tower_flow_to_the_layer_between_and_what_is_made_of_them_to_blocks_of_text() -> None:
+    chain = _chain("qwen3_vl")
+    state, features, hidden = (24, 32), (6, 64), (20, 64)
+    assert [chain.flow_shapes(layer, 20) for layer in range(8)] == [
+        (state,),
+        (state, state),
+        (state, state, state),
+        (state, state, state),
+        (hidden, features, features),
+        (hidden, features),
+        (hidden,),
+        (hidden,),
+    ]
+
+
+def test_blocks_that_add_to_an_image_are_of_one_kind_whatever_they_add() -> None:
+    names = [SPLITS["qwen3_vl"].kind(layer).name for layer in (1, 2, 3, 5, 6, 7)]
+    assert names == ["image block of kind 1"] * 2 + ["image block of kind 2", *["text block of kind 1"] * 2] + [
+        "text block of kind 2"
+    ]
+
+
 def test_a_sequence_that_the_image_fills_is_refused() -> None:
     with pytest.raises(InvalidModelError, match="more than 4, the tokens of an image"):
         _chain("llava").check_seq_len(4)

@@ -11,7 +11,7 @@ from tests.runtime.models import make_plan
 NUM_DEVICES = 4
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("clip", "llava", "qwen2_5_vl", "qwen2_vl", "siglip", "speech_to_text", "whisper")
+    for name in ("clip", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "siglip", "speech_to_text", "whisper")
 }
 """What `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
@@ -48,6 +48,15 @@ CASES: dict[str, Case] = {
         "qwen2_5_vl", "fsdp2, dp2 remat=selective", "tp2, fsdp2 remat=full, fsdp2, tp2, dp2, tp2"
     ),
     "qwen2_vl, cut before the text": _case("qwen2_vl", "fsdp2, fsdp2 remat=full, tp2", "fsdp2, tp2, dp2, tp2"),
+    "qwen3_vl, one stage": _case(
+        "qwen3_vl", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp4, dp4, tp2-dp2, fsdp4 remat=selective, dp4, fsdp2-tp2"
+    ),
+    "qwen3_vl, cut inside the tower": _case(
+        "qwen3_vl", "fsdp2, dp2 remat=selective", "tp2, fsdp2 remat=full, fsdp2, tp2, fsdp2, dp2, tp2"
+    ),
+    "qwen3_vl, cut inside the text": _case(
+        "qwen3_vl", "dp2, tp2 remat=full, fsdp2, fsdp2, dp2, fsdp2", "tp2 remat=full, fsdp2, fsdp2"
+    ),
     "speech_to_text, cut before the decoder": _case(
         "speech_to_text", "fsdp2, fsdp2, tp2 remat=full", "tp2, fsdp2, tp2, fsdp2"
     ),

@@ -190,7 +190,7 @@ class SplitStream(_Part):
     entry: tuple[str, int] | None = None
     """Where that is a mapping of tuples: its key and its place there."""
     result: int | None = None
-    """Its place in what the block returns that makes it, where that is not put into a mapping."""
+    """Its place in what the block returns that makes it; None of its hidden state, and of what is in a mapping."""
     maker: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """The layer that makes it: the embedding, or a block."""
     readers: tuple[Count, ...]
@@ -203,16 +203,21 @@ class SplitStream(_Part):
         """Where those blocks are given it, or the mapping."""
         return BlockCall(argument=self.argument)
 
-    def made(self, names: Mapping[str, Any], outputs: Any) -> Tensor:
-        """The stream among what the block that makes it was given by name, and what it returned."""
+    def made(self, names: Mapping[str, Any], outputs: Any, hidden: Tensor | None = None) -> Tensor:
+        """The stream among what the block that makes it was given by name, and what it returned: its hidden state."""
         if self.entry is None:
-            return outputs[self.result]
+            return hidden if self.result is None else outputs[self.result]
         key, place = self.entry
         return names[str(self.argument)][key][place]
 
     def of_tokens(self, seq_len: int) -> tuple[int, ...]:
         """The shape for a sample of so many tokens."""
         return tuple(size if size > 0 else seq_len - size for size in self.shape)
+
+    def of_layers(self, kept: Sequence[int]) -> "SplitStream":
+        """The same where some layers are kept, the one that makes it among them."""
+        readers = tuple(kept.index(layer) for layer in self.readers if layer in kept)
+        return self.model_copy(update={"maker": kept.index(self.maker), "readers": readers})
 
     def resized(self, sizes: Mapping[int, int]) -> "SplitStream":
         """The same with other sizes in the place of those that are there."""
@@ -371,7 +376,12 @@ class ModelSplit(_Part):
             )
             for copies in self.shared
         )
-        return found.model_copy(update={"shared": tuple(copies for copies in shared if len(copies) > 1)})
+        streams = tuple(
+            each.of_layers(kept) for each in self.streams if each.maker in kept and {*each.readers} & {*kept}
+        )
+        return found.model_copy(
+            update={"shared": tuple(copies for copies in shared if len(copies) > 1), "streams": streams}
+        )
 
     def resized(self, before: Mapping[str, Any], config: Mapping[str, Any], divisor: int) -> "ModelSplit":
         """The same split at the sizes of another config than that ``before``, all of which ``divisor`` divides.

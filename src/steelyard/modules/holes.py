@@ -115,32 +115,46 @@ class EmbeddingPiece(ShellPiece):
 
 
 class DecoderEmbeddingPiece(ShellPiece):
-    """What the encoder's last block returns to what the decoder's first one reads: a hidden state, and that output."""
+    """What the encoder's last block returns to what the decoder's first one reads: a hidden state, and that output.
+
+    Of a tower states of other blocks are read, too, and what is made of them goes to the blocks of text that read it.
+    """
 
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         assert split.encoder is not None
         self._encoder = split.encoder
-        self._last, self._features = _Give(split, split.between - 1), split.features
-        stubs = {split.between - 1: self._last, split.between + 1: _Stop(split, split.between + 1)}
+        read = [split.streams[number].maker for number in split.read_by(split.between)]
+        self._gives, self._features = [_Give(split, layer) for layer in (split.between - 1, *read)], split.features
+        self._last, self._makes = self._gives[0], [split.streams[number] for number in split.made_by(split.between)]
+        stubs = dict(zip((split.between - 1, *read), self._gives, strict=True))
+        stubs |= {split.between + 1: _Stop(split, split.between + 1)}
         self._shell = Shell(
             model, split, keep=split.encoder.between, stubs=stubs, makes_masks=not split.fused_attention
         )
         self.beside = (self._shell.model,)
 
-    def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(
+        self, _layer: nn.Module, flow: Tensor | tuple[Tensor, ...], context: Context
+    ) -> Tensor | tuple[Tensor, ...]:
         """The model's own forward pass from the one block to the other; a state alone if blocks read no more."""
-        self._last.hidden = hidden
+        states = flow if isinstance(flow, tuple) else (flow,)
+        for give, state in zip(self._gives, states, strict=False):
+            give.hidden = state
         try:
+            hidden = states[0]
             samples, tokens = hidden.shape[:2]
             one = self._features is not None and self._features.grid is None
             first = blank(self._features, 1 if one else samples, tokens, hidden.device)
             self._shell(first, hidden.dtype, context.decoder_ids)
         except _ReachedError as reached:
-            entering = reached.call.hidden(reached.arguments)
-            encoder = self._encoder
-            return entering if encoder.encoded is None else (entering, encoder.reads.hidden(reached.arguments))
+            entering, (_, names) = reached.call.hidden(reached.arguments), reached.arguments
+            if self._encoder.encoded is not None:
+                return entering, self._encoder.reads.hidden(reached.arguments)
+            made = tuple(each.made(names, None).contiguous() for each in self._makes)
+            return (entering, *made) if made else entering
         finally:
-            self._last.hidden = None
+            for give in self._gives:
+                give.hidden = None
         raise AssertionError("the model has run no block of its decoder")
 
 
@@ -251,8 +265,9 @@ class BlockPiece:
         found = self._call.result_of(outputs).contiguous()  # as it is sent to another stage
         if self._encoder:
             return found, beside[0].view_as(beside[0])
-        made = tuple(each.made(names, outputs).contiguous() for each in self._makes)
-        return (found, *made) if made else found
+        made = (each.made(names, outputs, found).contiguous() for each in self._makes)
+        beside = tuple(each.view_as(each) if each is found else each for each in made)
+        return (found, *beside) if beside else found
 
     def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
         """All that the block is given."""
@@ -775,6 +790,7 @@ class _Record(_Stub):
         self._flows = [self._call, *([self._encoder.reads] if self._encoder else [])]
         streams = [split.streams[number] for number in split.read_by(layer)]
         self._flows += [each.reads for each in streams if each.entry is None]
+        self._entries = [(str(each.argument), each.entry[0]) for each in split.streams if each.entry]
 
     def forward(self, *places: Any, **names: Any) -> Any:
         self._found = places, names
@@ -793,6 +809,9 @@ class _Record(_Stub):
         found = self.take()
         for each in self._flows:
             found = each.with_hidden(found, None)
+        for name, key in self._entries:
+            if key in (mapping := found[1].get(name, {})):
+                del mapping[key]
         return found
 
 

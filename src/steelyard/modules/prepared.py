@@ -7,15 +7,18 @@ blocks in lists of their own, and their forward pass takes from each list in tur
 place, which stay in their lists too, where their weights have their names; the forward pass is that of samples without
 padding, of one language. Reformer's stack has a backward pass over all of
 its blocks; here autograd goes through them one by one. Routers that cast their own weights within a forward pass leave
-them as they are, and an embedding with a row of its own for one token (T5Gemma 2) chooses it place by place. In models
-of any type a Conv1D whose result is split in equal parts stores these apart.
+them as they are, and an embedding with a row of its own for one token (T5Gemma 2) chooses it place by place. What
+Qwen3-VL adds of an image between its first blocks of text is given to these blocks, which add it to their own result,
+where the image is: at the beginning of a sample. In models of any type a Conv1D whose result is split in equal parts
+stores these apart.
 `steelyard.modules.split_proof` proves all this equal to the unmodified model.
 
 Legend of shapes: B samples, S tokens, H hidden width.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from itertools import product
 from types import SimpleNamespace
@@ -251,6 +254,44 @@ def _choose_own_rows(model: Any) -> None:
             module.__class__ = type(type(module).__name__, (_OwnRow, type(module)), {"__module__": __name__})
 
 
+class _GivesFeatures:
+    """What replaces the forward pass of a stack that adds features of an image to what its first blocks return."""
+
+    def forward(
+        self: Any,
+        *places: Any,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Sequence[Tensor] | None = None,
+        **names: Any,
+    ) -> Any:
+        """As before, with the features [places of an image, H] of all samples given to the blocks by their number."""
+        samples = len(names["inputs_embeds"])
+        numbered = enumerate(deepstack_visual_embeds or ())
+        given = UserDict({str(number): (each.unflatten(0, (samples, -1)),) for number, each in numbered})
+        return super().forward(*places, features=given, **names)  # type: ignore[misc]
+
+
+class _AddsFeatures:
+    """What replaces the forward pass of a block of such a stack."""
+
+    def forward(self: Any, hidden_BSH: Tensor, *places: Any, features: UserDict[str, Any], **names: Any) -> Tensor:  # noqa: N803
+        """The next hidden state, with what this block is given added to its first places."""
+        made = super().forward(hidden_BSH, *places, **names)  # type: ignore[misc]
+        own = features.get(str(self.self_attn.layer_idx))
+        if own is None:
+            return made
+        count = own[0].shape[1]
+        return torch.cat([made[:, :count] + own[0].to(made.dtype), made[:, count:]], 1)
+
+
+def _add_features_in_blocks(model: Any) -> None:
+    """Has blocks add what their stack adds between them; twice does no harm."""
+    for stack in [each for each in model.modules() if hasattr(each, "_deepstack_process")]:
+        if not isinstance(stack, _GivesFeatures):
+            for module, by in ((stack, _GivesFeatures), *((block, _AddsFeatures) for block in stack.layers)):
+                module.__class__ = type(type(module).__name__, (by, type(module)), {"__module__": __name__})
+
+
 def _share_bias_and_keep_types(model: Any) -> None:
     _share_bias(model)
     _keep_router_types(model)
@@ -263,6 +304,7 @@ PREPARES: Mapping[str, Callable[[Any], None]] = {
     "reformer": _leave_reversibility,
     **dict.fromkeys(("longt5", "mt5", "t5"), _share_bias),
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _join_stages),
+    **dict.fromkeys(("cosmos3_omni", "qwen3_vl", "qwen3_vl_moe"), _add_features_in_blocks),
     "nllb-moe": _keep_router_types,
     "t5gemma2": _choose_own_rows,
     "switch_transformers": _share_bias_and_keep_types,

@@ -7,6 +7,7 @@ is proved likewise (`steelyard.modules.split_tp`).
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -111,6 +112,8 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     plain, wide = (structure_of(without_dropout(small_config(given, widths=each))) for each in ((), widths_of(given)))
     chain = chain_from_config(given, name=found.split.model_type, split=found.split)
     few = _first_two_of_each(chain)
+    if found.split.read_by(found.split.between):  # the last state of a tower beside those of others
+        few = sorted({*few, found.split.between - 1})
     blocks = config_of_blocks(chain, few)
     if blocks is not None:
         yield with_entries(plain, {key: value for key, value in blocks.items() if key != "sliding_window"}), few
@@ -193,10 +196,11 @@ def _parts(split: ModelSplit) -> tuple[object, ...]:
 
 
 def _parts_of_encoder(encoder: SplitEncoder) -> SplitEncoder:
-    """An encoder without what its sizes say, and the numbers of blocks that nothing reads."""
+    """An encoder without what its sizes say, and the numbers of blocks that nothing reads, or of what reads a state."""
     call = encoder.call.model_copy(update={"places": min(encoder.call.places, 1)})
     unread = f"{encoder.blocks}."
-    between = tuple(unread if path.startswith(unread) else path for path in encoder.between)
+    between = tuple(unread if path.startswith(unread) else re.sub(r"\.\d+\.", ".", path) for path in encoder.between)
+    between = tuple(dict.fromkeys(between))
     return encoder.model_copy(update={"shape": (), "between_calls": None, "call": call, "between": between})
 
 
@@ -264,7 +268,9 @@ def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
     """Whether what flows out of each of these layers can flow into the next of them."""
     if any(each.result is not None for each in chain.split.streams):
         return False
-    return all(chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))
+    alike = (chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))
+    past = chain.split.past
+    return all(alike) and all({*past(after - 1)} <= {*past(before)} for before, after in pairwise(layers))
 
 
 def _without_parts(module: nn.Module) -> nn.Module:

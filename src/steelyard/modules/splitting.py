@@ -176,11 +176,12 @@ def _split_of(
     first_call, call = calls[first], calls[blocks]
     image, features = (None, read) if isinstance(read, SplitFeatures) else (read, None)
     entering = _argument(seen.chains[first][0], first_call.argument)
-    (embedding, *between, head), holders = _ends(model, seen, entering, config)
+    (embedding, *between, head), holders = _ends(model, seen, entering, config, task)
     if task is Task.IMAGE_TEXT:
         embedding, between[0] = _by_use(model, seen, entering, embedding, between[0])
     encoder = _encoder_of(seen, calls, config, task, between[0], features) if between else None
     streams = [] if read else _all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
+    streams = [*_past_a_tower(*seen.chains.values(), first_call)] if task is Task.IMAGE_TEXT else streams
     if seen.beside is not None:
         last, maker = sum(map(len, seen.chains.values())) + 2, len(seen.chains[first]) + 1
         streams = [SplitStream(argument=IMAGES, maker=maker, readers=(last,), shape=tuple(seen.beside.shape[1:]))]
@@ -316,12 +317,11 @@ def _kinds(
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules = list(model.get_submodule(path).children())
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
-        own_streams = streams if path == first and seen.beside is None else []
-        beside = [
-            [one for one in own_streams if layer in (*one.readers, one.maker)] for layer in range(1, len(modules) + 1)
-        ]
+        own_streams = streams if seen.beside is None else []
+        own_layers = range(len(layers), len(layers) + len(modules))
+        beside = [[one for one in own_streams if layer in (*one.readers, one.maker)] for layer in own_layers]
         keys = [
-            _key(modules[place], one, given, beside[place], passed, place, config)
+            _key(modules[place], one, given, (beside[place], own_layers[place]), passed, place, config)
             for place, one in enumerate(seen.chains[path])
         ]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
@@ -541,6 +541,8 @@ def _chosen(
 ) -> dict[str, Sequence[_Call]]:
     """The largest list of those whose modules are called one after another, or for some tasks two, as they are run."""
     count = 2 if task.has_two_lists else 1
+    if task is Task.IMAGE_TEXT:  # what reads several states of a tower may be a list, too
+        chains = {path: each for path, each in chains.items() if _is_chain(each)}
     if len(chains) < count:
         lists_wanted = "two lists" if count > 1 else "list"
         raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
@@ -552,32 +554,71 @@ def _chosen(
     return found
 
 
+def _is_chain(calls: Sequence[_Call]) -> bool:
+    """Whether every module of a list is given something that the one before returned."""
+    returned = [{id(leaf) for leaf in pytree.tree_leaves(call.outputs)} for call in calls]
+    return all(
+        {id(each) for each in _tensors_given(call)} & before for before, call in zip(returned, calls[1:], strict=False)
+    )
+
+
+def _past_a_tower(tower: Sequence[_Call], text: Sequence[_Call], how: BlockCall) -> Iterator[SplitStream]:
+    """The states of a tower that are read beside the last one, and what the first blocks of text add that is made of
+    them: both by the layer between, which takes the tower's blocks to be called so.
+    """
+    between = 1 + len(tower)
+    for place in _states_read(tower, how, _tensors_given(text[0])):
+        state = how.result_of(tower[place].outputs)
+        yield SplitStream(argument=how.argument, maker=1 + place, readers=(between,), shape=tuple(state.shape[1:]))
+    for layer, call in enumerate(text, between + 1):
+        for (argument, entry), value in _given(call):
+            if entry is not None and value.requires_grad:
+                shape = tuple(value.shape[1:])
+                yield SplitStream(argument=argument, entry=entry, maker=between, readers=(layer,), shape=shape)
+
+
+def _tensors_given(call: _Call) -> list[Tensor]:
+    """The tensors among the arguments of a block, and in mappings among them."""
+    given = [each.data if isinstance(each, UserDict) else each for each in (*call.places, *call.names.values())]
+    return [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+
+
+def _states_read(tower: Sequence[_Call], how: BlockCall, given: Sequence[Tensor]) -> list[int]:
+    """The blocks of a tower, but for the last, of whose result something is made that lies past it."""
+    results = [each.outputs if how.result is None else each.outputs[how.result] for each in tower]
+    place_of = {each.grad_fn: place for place, each in enumerate(results)}
+    reached = _reached(given, set(place_of))
+    return sorted({place for node, place in place_of.items() if node in reached} - {len(tower) - 1})
+
+
 def _read_of(model: nn.Module, path: str, calls: Sequence[_Call], entered: _Call) -> Sequence[_Call]:
     """The calls of the first blocks of a list, up to the last of which the blocks of the next list read anything."""
-    given = [each for each in (*entered.places, *entered.names.values()) if isinstance(each, Tensor)]
-    reached = set().union(*map(_reached, given))
+    reached = _parameters_of(_tensors_given(entered))
     blocks = list(model.get_submodule(path).children())
     last = max((n for n, block in enumerate(blocks) if reached & {id(each) for each in block.parameters()}), default=0)
     return calls[: last + 1]
 
 
-def _reached(result: Tensor) -> set[int]:
-    """The identities of the parameters that a tensor was made of."""
-    found: set[int] = set()
-    left, seen = [result.grad_fn], set()
+def _reached(results: Sequence[Tensor], last: Collection[object] = ()) -> set[Any]:
+    """The nodes of autograd through which tensors were made, none of them behind those that are to be the ``last``."""
+    left, seen = [each.grad_fn for each in results], set[Any]()
     while left:
         node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        found.add(id(getattr(node, "variable", None)))
-        left += [before for before, _ in node.next_functions]
-    return found
+        left += [before for before, _ in node.next_functions] if node not in last else []
+    return seen
+
+
+def _parameters_of(results: Sequence[Tensor]) -> set[int]:
+    """The identities of the parameters that tensors were made of."""
+    return {id(getattr(node, "variable", None)) for node in _reached(results)}
 
 
 def _resting(model: PreTrainedModel, logits: Tensor) -> tuple[str, ...]:
     """The outermost modules of which no parameter is trained: frozen, or nothing that the logits are made of."""
-    reached = _reached(logits)
+    reached = _parameters_of([logits])
 
     def rests(module: nn.Module) -> bool:
         own = list(module.parameters())
@@ -807,13 +848,13 @@ def _of_tokens(
 
 
 def _ends(
-    model: PreTrainedModel, seen: Recording, entering: Tensor, config: PreTrainedConfig
+    model: PreTrainedModel, seen: Recording, entering: Tensor, config: PreTrainedConfig, task: Task
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """The paths of the modules that hold the parameters of the embedding, of what lies between two lists, and the head.
 
     And of these the modules that hold blocks: they are the embedding's where its result, ``entering``, depends on their
     own parameters, or nothing does. A module that is not called, and whose parameters another holds that is, belongs to
-    neither.
+    neither. What reads states of a tower is called between its blocks, and lies behind them.
     """
     blocks_of = {
         path: list(model.get_submodule(path).named_children())[: len(seen.chains[path])] for path in seen.chains
@@ -838,6 +879,7 @@ def _ends(
             tied.append(path)
             continue
         when = _calls(seen, path)
+        when = [_past(place, spans[0]) for place in when] if task is Task.IMAGE_TEXT else when
         where = {sum(last < place for _, last in spans) for place in when}
         if any(first < place < last for first, last in spans for place in when) or len(where) > 1:
             raise _refused(config, f"{path}, which is called between blocks")
@@ -863,6 +905,11 @@ def _ends(
     return found, tuple(holders)
 
 
+def _past(place: int, span: tuple[int, int]) -> int:
+    """The place of a call, which is behind all of a span where it is in it."""
+    return span[1] + 1 if span[0] < place <= span[1] else place
+
+
 def _by_use(
     model: PreTrainedModel, seen: Recording, entering: Tensor, embedding: Sequence[str], between: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -870,7 +917,7 @@ def _by_use(
 
     The embedding's are those that its result is made of. Blocks of the first list that nothing reads lie between.
     """
-    reached = _reached(entering)
+    reached = _parameters_of([entering])
     early = [path for path in embedding if reached & {id(each) for each in model.get_submodule(path).parameters()}]
     first = next(iter(seen.chains))
     unread = [f"{first}.{name}" for name, _ in model.get_submodule(first).named_children()][len(seen.chains[first]) :]
@@ -930,18 +977,19 @@ def _key(
     module: nn.Module,
     call: _Call,
     hidden: Collection[object],
-    streams: Collection[SplitStream],
+    flowing: tuple[Collection[SplitStream], int],
     passed: Sequence[object],
     block: int,
     config: PreTrainedConfig,
 ) -> Hashable:
     """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain.
 
-    ``streams`` are those that the block reads or makes.
+    ``flowing`` are the streams that the block reads or makes, and its layer. A mapping may have them by its number.
 
     What else of that which blocks return is ``passed`` on they are not given: a proof shows whether they make it anew.
     """
     given: list[Hashable] = []
+    streams, layer = flowing
     for name, value in (*enumerate(call.places), *sorted(call.names.items())):
         if name in hidden:
             continue
@@ -957,7 +1005,11 @@ def _key(
                 given.append((name, values_of(leaf) or id(leaf)))
             else:
                 given.append((name, repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf)))
-    given += [(each.argument, each.entry, each.result, each.maker == block + 1, each.shape) for each in streams]
+    entries = [each.entry and (each.entry[0] == str(block) or each.entry[0], each.entry[1]) for each in streams]
+    given += [
+        (each.argument, entry, each.result, each.maker == layer, each.shape)
+        for each, entry in zip(streams, entries, strict=True)
+    ]
     return (*_own(signature(module, places=True), block), *given, _attention(config, block))
 
 

@@ -180,7 +180,9 @@ def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | No
     return also | dict(zip(keys, numbers, strict=True))
 
 
-_PARTS, _DEPTH, _LISTED, _FULL = ("vision_config", "text_config"), "depth", "layer_types", "fullatt_block_indexes"
+_PARTS, _DEPTH, _LISTED = ("vision_config", "text_config"), "depth", "layer_types"
+_NUMBERED = ("fullatt_block_indexes", "deepstack_visual_indexes")
+"""Lists of the blocks of a tower that attend to all of an image, or whose states are read beside the last one."""
 
 
 def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]) -> dict[str, Any] | None:
@@ -199,10 +201,18 @@ def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]
         places = [*(layer - stack.start for layer in kept if layer in stack), *range(len(stack), number)]
         key = next((key for key in (*_NUMBERS_OF_BLOCKS, _DEPTH) if part.get(key) == number), None)
         by_block = {_LISTED: [part[_LISTED][place] for place in places]} if part.get(_LISTED) else {}
-        by_block |= {_FULL: [n for n, place in enumerate(places) if place in part[_FULL]]} if _FULL in part else {}
-        if key is None or not (by_block or len({chain.layers[layer] for layer in stack}) == 1):
+        numbered = [key for key in _NUMBERED if part.get(key)]
+        by_block |= {key: [n for n, place in enumerate(places) if place in part[key]] for key in numbered}
+        kinds = {chain.layers[layer] for layer in stack if not split.read_by(layer)}
+        if key is None or not (by_block or len(kinds) == 1):
             return None
         found[name] = {key: len(places), **by_block}
+    states, readers = (
+        [layer for layer in kept if layer in stack and of(layer)]
+        for stack, of in zip(stacks, (split.made_by, split.read_by), strict=True)
+    )
+    if len(states) != len(readers):  # each of the first blocks of text reads one
+        return None
     return None if isinstance(read, list) or (read or 0) > 0 else found
 
 
