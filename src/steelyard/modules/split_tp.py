@@ -131,9 +131,15 @@ def no_context_parallelism(split: ModelSplit, proof: "ThreadedProof") -> dict[st
 
 def no_cp(split: ModelSplit, kind: SplitKind, *, attention_drops: bool = False) -> str:
     """Why no layer of a kind can be under cp; empty where that is to be tried."""
-    others = _other_attention(split, kind)
-    if split.task is not Task.CAUSAL_LM or others:
-        return f"{NO_CP}, and its blocks are of {others}" if others else NO_CP
+    if split.task is not Task.CAUSAL_LM:
+        return NO_CP
+    if others := _other_attention(split, kind):
+        return f"{NO_CP}, and its blocks are of {others}"
+    return _undivided_by_tokens(split, attention_drops=attention_drops)
+
+
+def _undivided_by_tokens(split: ModelSplit, *, attention_drops: bool) -> str:
+    """Why no layer of a causal model with attention can be under cp; empty where that is to be tried."""
     if not split.fused_attention:
         return "its attention runs step by step, with a mask of the whole sequence"
     if any(kind.tokens != (1, 0) for kind in split.kinds):
