@@ -198,3 +198,14 @@ def test_no_layer_beside_experts_takes_less_than_computing_it(setting: Setting) 
     fastest = tables.time_s.min(axis=1, where=tables.legal, initial=float("inf"))
     least = least_times_s(offered, setting)
     assert all(0 < one <= other for one, other in zip(least, fastest, strict=True))
+
+
+@pytest.mark.parametrize(("degree", "places"), [(4, 4), (8, 2)])
+def test_a_dispatcher_that_sends_once_sends_to_each_rank_of_a_node_or_each_node(
+    setting: Setting, degree: int, places: int
+) -> None:
+    """Two experts of a token are on 2 - 1/r of r places; four ranks are a node here."""
+    job = replace(setting.job, execution=Execution(sends_once=True))
+    strategy = f"fsdp8 ep{degree}"
+    each, once = (sent(strategy, given)["backward", "experts"] for given in (setting, replace(setting, job=job)))
+    assert once == pytest.approx(each * (2 - 1 / places) / 2)

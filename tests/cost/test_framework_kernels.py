@@ -154,6 +154,29 @@ def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
     assert fused_layer.saved_bytes.at(2) < eager_layer.saved_bytes.at(2)
 
 
+def test_one_kernel_for_the_activation_of_experts_keeps_less_for_every_pair() -> None:
+    """Of twice the pairs, twice: 2 bytes of each entry between an expert's matrices. The rest is alike."""
+    chain = model_of_experts()
+    job = Job(
+        chain=chain,
+        profile=trace(chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)),
+        cluster=parse_cluster("1x8xh100-80gb"),
+        seq_len=SEQ_LEN,
+        global_batch=8,
+        precision="bf16",
+        budget_bytes=2**36,
+    )
+    kind = next(kind.name for kind in chain.kinds if kind.num_experts)
+    saved = []
+    for each in (job, job_under(job, replace(OURS, fused_kernels=True))):
+        layer = each.profile.layer(kind, {})
+        assert layer is not None
+        assert layer.divided_experts is not None
+        even, twice = layer.divided_experts
+        saved.append(twice.saved_bytes.at(1) - even.saved_bytes.at(1))
+    assert saved[0] - saved[1] == pytest.approx(2 * SEQ_LEN * 2 * CONFIG["intermediate_size"])
+
+
 def model_of_experts() -> ModelChain:
     config = CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     return chain_from_config(config, name="experts")

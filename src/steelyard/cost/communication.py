@@ -235,6 +235,12 @@ def _path(group: Group, cluster: Cluster, reached: LinkEfficiency) -> Path:
     )
 
 
+def num_places(group: Group, cluster: Cluster) -> int:
+    """Nodes that such a group spans; of one inside a node its ranks."""
+    nodes = -(-group.size // _members_per_node(group, cluster))
+    return group.size if nodes == 1 else nodes
+
+
 @lru_cache(maxsize=16384)
 def _members_per_node(group: Group, cluster: Cluster) -> int:
     """Fewest ranks of any such group that share a node with another one of it (at least 1)."""

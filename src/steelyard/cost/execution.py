@@ -139,6 +139,10 @@ class Execution:
     of what it gathers, gathering it again beside the backward pass."""
     repeats_whole_blocks: bool = False
     """Whether full remat repeats what only makes a block's output: the last matrix product."""
+    sends_once: bool = False
+    """Whether a token is sent once to each rank that has experts of it, and over the network once to each node, which
+    hands it on (DeepEP), instead of once to each of its experts. Handing it on runs beside the network and is not
+    priced."""
     keeps_every_second_product: bool = False
     """Whether selective remat repeats every second matrix product of a block, instead of none."""
 

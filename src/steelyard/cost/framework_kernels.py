@@ -1,7 +1,8 @@
 r"""What a framework's kernels and remat make of a traced profile, where they are not those of transformers and torch.
 
-Per token of a block, with hidden size $h$, query and key-value widths $q$ and $k$ and feed-forward width $f$ of a rank,
-and $\sigma = 1/\text{tp}$ with sequence parallelism, else 1. What fused kernels take away, in bytes:
+Per token of a block, with hidden size $h$, query and key-value widths $q$ and $k$ and feed-forward width $f$ of a rank
+(of routed experts that of all whose rows it computes), and $\sigma = 1/\text{tp}$ with sequence parallelism, else 1.
+What fused kernels take away, in bytes:
 
 | quantity          | norms                 | sp           | rotary     | gated activation |
 |-------------------|-----------------------|--------------|------------|------------------|
@@ -14,8 +15,8 @@ and of the head, with $V$ entries of the vocabulary on a rank: $32\sigma h + 18 
 o, gate, up and down repeats k, o and up.
 
 Source: the closed forms of `benchmarks/published_runs/shapes.py`, whose eager column is what is traced. Not modelled:
-layers that are not of this form (no RMS norm, no rotary embedding, latent attention), which stay as traced; routed
-experts, whose activation stays so.
+layers that are not of this form (no RMS norm, no rotary embedding, latent attention), which stay as traced; that tokens
+are put in the order of their experts in fewer kernels.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from typing import Any
 from steelyard.cost.execution import Execution
 from steelyard.cost.setting import Job
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
+from steelyard.model.routing import Routing
 from steelyard.profiles.part import Affine
 from steelyard.profiles.profile import LayerProfile, Recomputation, Work
 from steelyard.profiles.shapes import Product
@@ -45,8 +47,10 @@ def job_under(job: Job, execution: Execution) -> Job:
     return replace(job, execution=execution, profile=profile)
 
 
-def _under(execution: Execution, layer: LayerProfile, kind: LayerKind, job: Job) -> LayerProfile:
-    sizes = _Sizes.of(kind, layer, job.chain, tokens=job.seq_len)
+def _under(execution: Execution, layer: LayerProfile, kind: LayerKind, job: Job, *, rows: float = 1.0) -> LayerProfile:
+    """The layer so; ``rows`` of its experts for every pair of a token and an expert."""
+    is_changed = execution.fused_kernels or (execution.keeps_every_second_product and not kind.num_experts)
+    sizes = _Sizes.of(kind, layer, job.chain, tokens=job.seq_len, rows=rows) if is_changed else None
     is_block = kind.role is LayerRole.BLOCK
     if sizes is not None and execution.fused_kernels:
         layer = _fused(layer, sizes, *(sizes.of_block() if is_block else sizes.of_head()), is_block=is_block)
@@ -56,7 +60,11 @@ def _under(execution: Execution, layer: LayerProfile, kind: LayerKind, job: Job)
     if sizes is not None and execution.keeps_every_second_product and is_block and not kind.num_experts:
         layer = _with_recomputation(layer, "selective", sizes.every_second_product)
     if layer.divided_experts is not None:
-        even, twice = (_under(execution, each, kind, job) for each in layer.divided_experts)
+        mean = 1 / layer.degrees.get("tp", 1)
+        even, twice = (
+            _under(execution, each, kind, job, rows=times * mean)
+            for times, each in zip((1, 2), layer.divided_experts, strict=True)
+        )
         layer = layer.model_copy(update={"divided_experts": (even, twice)})
     return layer
 
@@ -75,7 +83,9 @@ class _Sizes:
     has_sp: bool
 
     @classmethod
-    def of(cls, kind: LayerKind, layer: LayerProfile, chain: ModelChain, *, tokens: int) -> "_Sizes | None":
+    def of(
+        cls, kind: LayerKind, layer: LayerProfile, chain: ModelChain, *, tokens: int, rows: float
+    ) -> "_Sizes | None":
         config = chain.config
         is_of_form = "rms_norm_eps" in config and "intermediate_size" in config and "kv_lora_rank" not in config
         if not is_of_form or not chain.layout.rotary_size or kind.role is LayerRole.EMBEDDING:
@@ -88,7 +98,7 @@ class _Sizes:
             h=config["hidden_size"],
             q=heads * width / tp,
             k=max(1.0, kv_heads / tp) * width,
-            f=0.0 if kind.num_experts else config["intermediate_size"] / tp,
+            f=rows * _expert_width(kind, layer, chain) if kind.num_experts else config["intermediate_size"] / tp,
             vocab=chain.vocab_size / tp,
             tp=tp,
             has_sp="sp" in layer.degrees,
@@ -131,6 +141,12 @@ class _Sizes:
             "saved_bytes": _more(selective.saved_bytes, -freed),
             "backward_transient_bytes": _more(selective.backward_transient_bytes, freed),
         }
+
+
+def _expert_width(kind: LayerKind, layer: LayerProfile, chain: ModelChain) -> float:
+    """The feed-forward width of all experts of a token, of three matrices each."""
+    own = kind.num_experts / layer.degrees.get("tp", 1)
+    return Routing.of(chain.config).top_k * layer.expert_params / (own * 3 * chain.hidden_size)
 
 
 def _fused(

@@ -39,13 +39,14 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple, cast
 
-from steelyard.cost.communication import Group
+from steelyard.cost.communication import Group, num_places
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.model.routing import Routing
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
 from steelyard.plan.kinds.kind import Divides, Levels, Load, Over, Phase, States, Traffic, Working, needs_nothing
@@ -373,10 +374,20 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
         expert_gradient_bytes=trained_experts * reduced,
         traced=traced,
         exchanged=exchanged,
+        part_sent=_part_sent(strategy, setting),
         exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=layer.key_value_bytes.at(whole),
         attention_bytes=layer.attention_bytes.at(samples),
     )
+
+
+def _part_sent(strategy: Strategy, setting: Setting) -> float:
+    """Of the tokens that are exchanged, one for each expert, the part that is sent."""
+    if strategy.expert_degree == 1 or not setting.job.execution.sends_once:
+        return 1.0
+    group = _group_of_experts("experts", strategy, setting.devices_per_stage)
+    routing = Routing.of(setting.job.chain.config)
+    return routing.places(num_places(group, setting.job.cluster)) / routing.top_k
 
 
 def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:

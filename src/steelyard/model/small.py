@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from steelyard.model.family import KV_HEADS
+from steelyard.model.routing import TOP_K_KEYS
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
 WIDTH_KEYS = (
@@ -41,7 +42,6 @@ _FFN_KEYS = (
     ),
 )
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts", "moe_topk")
 _TOKEN_KEYS = (
     *("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size"),
     *("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
@@ -95,7 +95,7 @@ def small_config(
         "qk_head_dim": 2 * _HEAD_DIM,
         **dict.fromkeys(_FFN_KEYS, 2 * width),
         **dict.fromkeys(_EXPERT_KEYS, _multiple(_EXPERTS, degree * expert_degree)),
-        **{key: min(_CHOSEN, value) for key, value in given.items() if key in _CHOSEN_KEYS},
+        **{key: min(_CHOSEN, value) for key, value in given.items() if key in TOP_K_KEYS},
         **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_num_shared_experts", "n_shared_experts"), 1),
         **dict.fromkeys(_TOKEN_KEYS, tokens),
         **dict.fromkeys(_WINDOW_KEYS, _HEAD_DIM),

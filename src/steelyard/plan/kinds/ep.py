@@ -102,7 +102,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
             yield Traffic(
                 phase=phase,
                 collective=collective,
-                tensor_bytes=num_bytes,
+                tensor_bytes=load.part_sent * num_bytes,
                 count=count,
                 over="experts",
                 num_waits=0 if phase == "backward" else 1,

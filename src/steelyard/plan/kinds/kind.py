@@ -119,6 +119,8 @@ class Load:
     expert_gradient_bytes: float = 0.0
     exchanged: Mapping[Phase, tuple[tuple[Collective, int, float], ...]] = field(default_factory=dict)
     """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
+    part_sent: float = 1.0
+    """Of these bytes, what is sent where a token goes once to each place that has experts of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
