@@ -91,7 +91,7 @@ class Job:
         return {}
 
     def once(self, of: object, key: object, make: Callable[[], Made]) -> Made:
-        """What ``make`` makes of a part of the profile, once for that very object and each ``key``."""
+        """What ``make`` makes of the chain or a part of the profile, once for that very object and each ``key``."""
         known = self._made.get((id(of), key))
         if known is None:
             known = self._made[id(of), key] = of, make()  # which keeps the object, so that no other has its id

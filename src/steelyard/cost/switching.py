@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group
 from steelyard.cost.setting import Setting
+from steelyard.model.chain import ModelChain
 from steelyard.plan.kinds.kind import Placed
 from steelyard.plan.strategy import Strategy, mesh_axes
 from steelyard.profiles.profile import CollectiveKind
@@ -83,15 +84,21 @@ def _gather_seconds(strategies: tuple[Strategy, ...], setting: Setting) -> NDArr
 
 
 def _entering_bytes(setting: Setting) -> tuple[tuple[int, ...], ...]:
-    """For each kind the bytes of every tensor that flows into its layers, for a microbatch over all ranks.
+    """For each kind the bytes of every tensor that flows into its layers, for a microbatch over all ranks."""
+    job = setting.job
+    entries = job.once(job.chain, "entering", lambda: _entering_entries(job.chain, job.seq_len))
+    each_bytes = setting.microbatch_samples * job.compute_bytes
+    return tuple(tuple(each_bytes * count for count in flow) for flow in entries)
+
+
+def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[tuple[int, ...], ...]:
+    """For each kind the entries of every tensor that flows into its layers, for one sample.
 
     The most of them where they differ; of a kind that nothing flows into, which has no switch, as of another.
     """
-    job, chain = setting.job, setting.job.chain
     entering: dict[int, tuple[int, ...]] = {}
     for layer in range(1, chain.num_layers):
-        shapes = chain.flow_shapes(layer - 1, job.seq_len)
-        flow = tuple(setting.microbatch_samples * prod(shape) * job.compute_bytes for shape in shapes)
+        flow = tuple(map(prod, chain.flow_shapes(layer - 1, seq_len)))
         entering[chain.layers[layer]] = max(flow, entering.get(chain.layers[layer], ()), key=sum)
     return tuple(entering.get(kind, entering[chain.layers[1]]) for kind in range(len(chain.kinds)))
 

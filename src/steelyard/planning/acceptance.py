@@ -350,7 +350,7 @@ class _Contest:
         key = (*place, solution.boundaries, strategies)
         if key not in self.walks:
             if place not in self.settings:
-                self.settings[place] = stage_settings(bare_plan(self.job, tables, solution), self.job)
+                self.settings[place] = _stage_settings(self.job, tables, solution)
             chunks, settings = tables.pipeline.num_chunks, self.settings[place]
             parts = [range(first, end) for _, first, end in unfold_parts(solution.boundaries, chunks)]
             stages = memory_terms(parts, unfold_layers(strategies, chunks), settings)
@@ -362,6 +362,13 @@ class _Contest:
         if all(sum(terms.values()) <= budget for terms, budget in zip(stages, budgets, strict=True)):
             return 0
         return max(1, _fullest_bytes(stages, settings, self.job) - self.room_bytes)
+
+
+def _stage_settings(job: AnyJob, tables: CostTables, solution: Solution) -> tuple[Setting, ...]:
+    """The setting of each stage of a solution's plan; on one pool all are alike."""
+    if isinstance(job, PooledJob):
+        return stage_settings(bare_plan(job, tables, solution), job)
+    return (Setting(job=job, pipeline=tables.pipeline),) * tables.pipeline.num_stages
 
 
 def walked_bytes(plan: Plan, job: AnyJob) -> int:
