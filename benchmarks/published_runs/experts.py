@@ -18,6 +18,7 @@ Where groups of expert parallelism include tensor-parallel ranks the plan counts
 from dataclasses import dataclass
 from typing import Literal
 
+from steelyard.model.routing import Routing
 from steelyard.profiles.part import Affine
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Recomputation, Work
 
@@ -161,7 +162,7 @@ class ExpertRank:
         """Copies where a token goes to a rank once, or over the network to a node once, for even routing."""
         near = min(self.group, self.node_ranks)
         places = self.ep if near == self.group else self.group // near
-        return places * (1 - (1 - 1 / places) ** self.experts.top_k)
+        return Routing(top_k=self.experts.top_k).places(places)
 
 
 _OVER_TP: tuple[Literal["all_gather"], Literal["reduce_scatter"]] = ("all_gather", "reduce_scatter")
