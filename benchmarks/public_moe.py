@@ -22,9 +22,10 @@ tensors took, or ``reserved``, what torch's allocator held for them.
   attention. States, fused kernels and Transformer Engine's linear layers, experts among them, are priced as
   Megatron-Core's. Its ep 8 without tensor parallelism of experts, over the 8 GPUs of a node, is ep 4 here, with tp 2.
 - DeepSeek-V3 on 512 H100: pytorch/torchtitan, pull request 2107 (commit message of 36a4b6942). 346 tokens/s with plain
-  all-to-alls, as ours; 579 with DeepEP, which sends a token over the network once to a node. How many nodes that are
-  depends on the routing: as the model's router chooses, 4 of 8 groups of experts, or (``forced``) as torchtitan's
-  routing that is forced to be even, which gives a token 8 experts in a row, at ep 32 all on one rank.
+  all-to-alls, as ours, and 60.18 of memory, taken to be GiB reserved, as it prints them; 579 with DeepEP, which sends a
+  token over the network once to a node. How many nodes that are depends on the routing: as the model's router chooses,
+  4 of 8 groups of experts, or (``forced``) as torchtitan's routing that is forced to be even, which gives a token 8
+  experts in a row, at ep 32 all on one rank.
 
 Imbalance is 1 where routing was forced to be even, or where tokens above an expert's capacity were dropped.
 
