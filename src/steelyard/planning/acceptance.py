@@ -94,6 +94,10 @@ class Acceptance:
     """What no accepted plan of each setting is faster than, in the order given."""
     floor_bytes: int = 0
 
+    def bounded(self, tables: Sequence[OnDemand]) -> tuple[OnDemand, ...]:
+        """The tables that were searched with their bounds, for further searches within no more memory."""
+        return tuple(each.bounded(bound_s) for each, bound_s in zip(tables, self.bounds_s, strict=True))
+
 
 def accept(
     job: AnyJob,
@@ -155,7 +159,8 @@ def _settle(contest: "_Contest", num_alternatives: int) -> SearchResult:
         stand_in=lambda index: contest.floors(index)[0],
         cutoff_s=contest.known_s,
     )
-    contest.bounds_s = [each.result.lower_bound_s for each in found.settings]
+    known_s = [each.least_s for each in contest.given]
+    contest.bounds_s = [max(each.result.lower_bound_s, known_s[each.index]) for each in found.settings]
     refused = contest.admit(found.ranked[: contest.num_exact + num_alternatives])
     _as_layers_work(contest, found)
     contested = sorted({*contest.open(), *(each.index for each in refused)})

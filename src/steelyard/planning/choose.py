@@ -54,13 +54,8 @@ class PlanningResult:
     """Of the tables, as far as they were asked for; None for several pools."""
     has_margin: bool = True
     """False for a plan that takes of the margin of the job, since none leaves it free."""
-    bounds_s: tuple[float, ...] = ()
-    """What no plan of each of the tables that fits is faster than."""
-
-    @property
-    def bounded_tables(self) -> tuple[OnDemand, ...]:
-        """The tables with their bounds, for further searches within the budget of the job or less."""
-        return tuple(each.bounded(bound_s) for each, bound_s in zip(self.tables, self.bounds_s, strict=True))
+    bounded_tables: tuple[OnDemand, ...] = ()
+    """`tables` with their bounds, for further searches within the budget of the job or less."""
 
 
 class NothingFitsError(UserError):
@@ -212,7 +207,7 @@ def _plan_within(
         miss=found.search.nearest_miss,
         miss_text="",
         floors=floors,
-        bounds_s=() if isinstance(job, PooledJob) else found.bounds_s,
+        bounded_tables=found.bounded(tables) if tables else (),
     )
     if not found.ranked:
         return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(tables))

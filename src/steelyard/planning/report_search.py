@@ -23,8 +23,8 @@ from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, 
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
 from steelyard.planning.problem import PlanOptions, make_tables
-from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
-from steelyard.search import nearest_miss
+from steelyard.planning.rivals import Contest, restrictions
+from steelyard.search import OnDemand, nearest_miss
 
 SEARCH_SHARE = 0.04
 """Of the time, for one search."""
@@ -87,6 +87,8 @@ class _Found:
     peak_bytes: int
     step_s: float
     point: FrontierPoint | None
+    tables: tuple[OnDemand, ...] = ()
+    """With what is known of their plans within the budget, where they were searched."""
 
 
 def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
@@ -108,7 +110,7 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
     if own is None and least < usable_bytes(contest.job):
         budgets.insert(0, usable_bytes(contest.job))
     while budgets and len(found) < MAX_POINTS and time.process_time() < deadline:
-        found.append(_within(contest, budgets.pop(0)))
+        found.append(_within(contest, budgets.pop(0), found))
         if not budgets:
             budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
     points = {each.peak_bytes: each.point for each in found if each.point is not None}
@@ -117,16 +119,24 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
     return falling([points[peak] for peak in sorted(points, reverse=True)])
 
 
-def _within(contest: Contest, budget_bytes: int) -> _Found:
+def _within(contest: Contest, budget_bytes: int, known: Sequence[_Found]) -> _Found:
+    """The best plan within a budget; what was found within the least that is no smaller bounds it."""
     within = contest.job.within(device_bytes(contest.job, budget_bytes))
     limit_s = contest.time_limit_s
-    found = accept(within, contest.tables, num_alternatives=0, time_limit_s=limit_s, floors=contest.floors)
+    roomier = [each for each in known if each.tables and each.budget_bytes >= budget_bytes]
+    tables = min(roomier, key=lambda each: each.budget_bytes).tables if roomier else contest.tables
+    found = accept(within, tables, num_alternatives=0, time_limit_s=limit_s, floors=contest.floors)
+    bounded = found.bounded(tables)
     if not found.ranked:
-        return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
+        return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None, tables=bounded)
     plan = found.ranked[0].plan
     point = frontier_point(contest.job, plan)
     return _Found(
-        budget_bytes=budget_bytes, peak_bytes=walked_bytes(plan, contest.job), step_s=point.step_time_s, point=point
+        budget_bytes=budget_bytes,
+        peak_bytes=walked_bytes(plan, contest.job),
+        step_s=point.step_time_s,
+        point=point,
+        tables=bounded,
     )
 
 
@@ -150,18 +160,19 @@ def _explain(
     budgets: tuple[Rival, ...] = ()
     rivals: list[Rival] = []
     left_out: list[str] = []
-    for each in restrictions(contest, plan, options):
+    known = contest
+    if time.process_time() <= deadline:
+        best, known = contest.any_plan()
+        rivals.append(best)
+        binds = what_binds(contest, best)
+    for each in restrictions(known, plan, options):
         if time.process_time() > deadline:
             left_out.append(each.name)
-            continue
-        rival = each.rival()
-        rivals.append(rival)
-        if each.name == ANY_PLAN:
-            binds = what_binds(contest, rival)
+        else:
+            rivals.append(each.rival())
     if time.process_time() > deadline:
         left_out.append(BUDGETS)
     else:
         budgets = other_budgets(contest)
     shown = tuple(rival for rival in rivals if is_worth_showing(rival))
-    names = tuple(name for name in left_out if name != ANY_PLAN)
-    return Explanation(binds=binds, rivals=shown, budgets=budgets), names
+    return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)

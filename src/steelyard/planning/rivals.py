@@ -6,7 +6,7 @@ The cost tables are built once; a restriction takes pipeline settings away and f
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from steelyard.cost.build import build_tables
@@ -16,7 +16,7 @@ from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import Rival
 from steelyard.plan.plan import Baseline, Plan
-from steelyard.planning.acceptance import accept
+from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.plain import PLAIN_KINDS, PlainKind, plain_tables
 from steelyard.planning.plan_from_search import describe, summarise
@@ -49,12 +49,20 @@ class Contest:
     """Of its own tables."""
     time_limit_s: float | None = TIME_LIMIT_S
 
+    def any_plan(self) -> "tuple[Rival, Contest]":
+        """The best plan of all tables, and the contest with what is then known of them, within its budget or less."""
+        found = self._accepted(self.tables)
+        return self._rival(ANY_PLAN, found), replace(self, tables=found.bounded(self.tables))
+
     def rival(self, name: str, tables: Sequence[CostTables | OnDemand]) -> Rival:
         """The best plan of these tables within the budget of the job, or by how much it misses."""
-        if not tables:
-            return Rival(name=name)
+        return self._rival(name, self._accepted(tables)) if tables else Rival(name=name)
+
+    def _accepted(self, tables: Sequence[CostTables | OnDemand]) -> Acceptance:
         floors = self.floors if {*tables} <= {*self.tables} else self.floors.of_others()
-        found = accept(self.job, tables, num_alternatives=0, time_limit_s=self.time_limit_s, floors=floors)
+        return accept(self.job, tables, num_alternatives=0, time_limit_s=self.time_limit_s, floors=floors)
+
+    def _rival(self, name: str, found: Acceptance) -> Rival:
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(self.job, miss.needed_bytes) - self.job.budget_bytes if miss else None
@@ -72,13 +80,13 @@ class Contest:
 
 def find_rivals(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Rival, ...]:
     """The best plans of all, of the plain kinds, without each means of the plan, and of other pipeline settings."""
-    return tuple(each.rival() for each in restrictions(contest, plan, options))
+    best, known = contest.any_plan()
+    return best, *(each.rival() for each in restrictions(known, plan, options))
 
 
 def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Restriction, ...]:
-    """What `find_rivals` searches, in that order; nothing is searched yet."""
-    found = [_among(contest, ANY_PLAN, lambda: contest.tables)]
-    found += _plain(contest)
+    """What `find_rivals` searches beside all plans, in that order; nothing is searched yet."""
+    found = _plain(contest)
     for name, keeps in means_of(plan).items():
         found.append(_among(contest, name, partial(_all_restricted, contest, keeps)))
     found += _other_pipelines(contest, plan)
