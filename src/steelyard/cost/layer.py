@@ -32,9 +32,8 @@ redistribution between two layouts; the two temporaries of an AdamW step, which 
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple, cast
@@ -361,7 +360,8 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     """What the collectives of a layer carry."""
     job, samples = setting.job, rank_samples(strategy, setting)
     whole = setting.microbatch_samples // strategy.sample_degree
-    (held, experts), (trained, trained_experts) = (_held_apart(each, strategy) for each in (layer, layer.trained))
+    held, experts = _held_apart(layer, strategy)
+    trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
     traced, exchanged = job.once(
         layer, (strategy.remat, samples), lambda: _calls(layer, strategy.remat, samples, job.imbalance)
@@ -442,7 +442,8 @@ def _passes(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: 
     plain = known.get((strategy.levels, strategy.variants))
     if plain is not None:
         return Passes(plain.compute, _Sent(layer, strategy, setting, beyond=plain.sent))
-    found = Passes(compute_time(layer, samples, setting.job), _Sent(layer, strategy, setting))
+    compute = setting.job.once(layer, ("compute", samples), lambda: compute_time(layer, samples, setting.job))
+    found = Passes(compute, _Sent(layer, strategy, setting))
     if strategy.remat is Remat.NONE:
         known[strategy.levels, strategy.variants] = found
     return found
@@ -496,73 +497,106 @@ def _more_flop(most: Work, mean: Work, samples: float) -> float:
     return most_flop / mean_flop - 1 if mean_flop else 0.0
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _SentByKind:
+    """Seconds of the collectives that one kind asks for in a layer, by phase."""
+
+    waits: bool
+    """Whether the layer waits for any of them."""
+    in_line_s: dict[Phase, float] = field(default_factory=dict)
+    beside_s: dict[Phase, float] = field(default_factory=dict)
+    """Of what can run beside compute, by itself."""
+    num_calls: dict[Phase, int] = field(default_factory=dict)
+    """Of those in line."""
+    last_s: float = 0.0
+    """Of what runs beside the last backward pass of a step and no other, by itself."""
+    once: list[Traffic] = field(default_factory=list)
+    """What is sent once a step."""
+
+    def copy(self) -> "_SentByKind":
+        """The same, to which more is added."""
+        own = {name: getattr(self, name).copy() for name in ("in_line_s", "beside_s", "num_calls")}
+        return replace(self, **own)
+
+
 class _Sent:
     """Seconds of the collectives that the kinds of a strategy ask for in one layer.
 
-    ``beyond`` are those of the strategy without remat, which repeats some and changes no other.
+    ``beyond`` are those of the strategy without remat, which repeats some and changes no other. Kinds that divide
+    samples send states alone, which neither remat nor the number of samples changes: the job remembers theirs.
     """
 
     def __init__(
         self, layer: LayerProfile, strategy: Strategy, setting: Setting, *, beyond: "_Sent | None" = None
     ) -> None:
         self.strategy, self._job = strategy, setting.job
-        self._once: dict[Kind, list[Traffic]] = {kind: [] for kind in strategy.kinds}
-        self._waits = {kind for kind in strategy.kinds if kind.shape(strategy)}
-        self._seconds: defaultdict[tuple[Kind, Phase, bool], float] = defaultdict(float)
-        """Of a kind in a phase, beside compute or in line."""
-        self._calls: Counter[tuple[Kind, Phase]] = Counter()
-        self._last: defaultdict[Kind, float] = defaultdict(float)
-        """Of a kind beside the last backward pass of a step alone."""
-        if beyond is not None:
-            self._once, self._last, self._waits = beyond._once, beyond._last, set(beyond._waits)
-            self._seconds, self._calls = beyond._seconds.copy(), beyond._calls.copy()
-        kinds = [kind for kind in strategy.kinds if beyond is None or kind.divides is not Divides.SAMPLES]
-        if not kinds:
-            return
-        load, waits_for_last = layer_load(layer, strategy, setting), self._job.execution.keeps_whole_gradients(strategy)
-        for kind in kinds:
-            for each in kind.traffic(load):
-                if beyond is not None and each.phase != "recomputation":
-                    continue
-                if each.phase == "backward" and not layer.has_backward:
-                    continue
-                if not each.beside_compute:
-                    self._waits.add(kind)
-                if each.phase == "step":
-                    self._once[kind].append(each)
-                    continue
-                group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
-                call_s = self._job.collective_s(each.collective, each.tensor_bytes / each.count, group)
-                seconds = each.count * call_s + each.num_waits * wait_s(self._job)
-                if waits_for_last and kind.states is States.SHARDED and each.collective == "reduce_scatter":
-                    self._last[kind] += seconds
-                    continue
-                self._seconds[kind, each.phase, each.beside_compute] += seconds
-                self._calls[kind, each.phase] += 0 if each.beside_compute else each.count
+        self._kinds: dict[Kind, _SentByKind] = {}
+        load: Load | None = None
+        for kind in strategy.kinds:
+            known = None if beyond is None else beyond._kinds[kind]
+            if kind.divides is not Divides.SAMPLES:
+                load = load or layer_load(layer, strategy, setting)
+                self._kinds[kind] = _sent_by(kind, layer, load, setting, known)
+            else:
+                self._kinds[kind] = known or _states_sent_by(kind, layer, strategy, setting)
 
     def is_in_line(self, kind: Kind) -> bool:
         """Whether a layer waits for collectives of this kind."""
-        return kind in self._waits
+        return self._kinds[kind].waits
 
     def in_line_s(self, kind: Kind, phase: Phase) -> float:
         """Seconds that a layer waits in a phase."""
-        seconds = self._seconds[kind, phase, False]
+        sent = self._kinds[kind]
+        seconds = sent.in_line_s.get(phase, 0.0)
         if kind.divides is not Divides.TENSORS:
             return seconds
         exposed, jitter_s = 1 - self._job.execution.hidden_tp, self._job.efficiency.jitter_s
-        return exposed * seconds + self._calls[kind, phase] * jitter_s * (self.strategy.degree(kind) - 1) ** 2
+        return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(kind) - 1) ** 2
 
     def beside_s(self, kind: Kind, phase: Phase) -> float:
         """Seconds of what can run beside compute in a phase, by itself."""
-        return self._seconds[kind, phase, True]
+        return self._kinds[kind].beside_s.get(phase, 0.0)
 
     def last_s(self, kind: Kind) -> float:
         """Seconds of what runs beside the last backward pass of a step and no other, by itself."""
-        return self._last[kind]
+        return self._kinds[kind].last_s
 
     def once(self, kind: Kind) -> Sequence[Traffic]:
         """What is sent once a step."""
-        return self._once[kind]
+        return self._kinds[kind].once
+
+
+def _states_sent_by(kind: Kind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> _SentByKind:
+    def made() -> _SentByKind:
+        return _sent_by(kind, layer, layer_load(layer, strategy, setting), setting, None)
+
+    return setting.job.once(layer, (kind, strategy, setting.devices_per_stage), made)
+
+
+def _sent_by(kind: Kind, layer: LayerProfile, load: Load, setting: Setting, beyond: _SentByKind | None) -> _SentByKind:
+    job, strategy = setting.job, load.strategy
+    waits_for_last = kind.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
+    found = beyond.copy() if beyond else _SentByKind(waits=bool(kind.shape(strategy)))
+    for each in kind.traffic(load):
+        if beyond is not None and each.phase != "recomputation":
+            continue
+        if each.phase == "backward" and not layer.has_backward:
+            continue
+        found.waits = found.waits or not each.beside_compute
+        if each.phase == "step":
+            found.once.append(each)
+            continue
+        group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
+        call_s = job.collective_s(each.collective, each.tensor_bytes / each.count, group)
+        seconds = each.count * call_s + each.num_waits * wait_s(job)
+        if waits_for_last and each.collective == "reduce_scatter":
+            found.last_s += seconds
+            continue
+        into = found.beside_s if each.beside_compute else found.in_line_s
+        into[each.phase] = into.get(each.phase, 0.0) + seconds
+        if not each.beside_compute:
+            found.num_calls[each.phase] = found.num_calls.get(each.phase, 0) + each.count
+    return found
 
 
 @lru_cache(maxsize=65536)
@@ -745,19 +779,24 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, se
         return MASTER_BYTES * held_params(layer, strategy)
     if setting.pipeline.num_microbatches == 1:
         return 0
-    job = setting.job
+    job, ranks = setting.job, strategy.data_degree
+    return MASTER_BYTES * job.once(job.profile, ranks, lambda: _most_block_params(job, ranks))
+
+
+def _most_block_params(job: Job, data_degree: int) -> int:
+    """Of the blocks that were traced the most parameters that a rank computes with."""
     blocks = {each.name: each for each in job.chain.kinds if each.role is LayerRole.BLOCK}
     found = [(blocks[each.kind], each) for each in job.profile.layers if each.kind in blocks]
-    return MASTER_BYTES * max(_least_held_params(block, each, strategy) for block, each in found)
+    return max(_least_held_params(block, each, data_degree) for block, each in found)
 
 
-def _least_held_params(kind: LayerKind, layer: LayerProfile, strategy: Strategy) -> int:
+def _least_held_params(kind: LayerKind, layer: LayerProfile, data_degree: int) -> int:
     """Parameters that a rank computes with where it holds as few experts as its data ranks allow.
 
     Of a layer whose strategy is not known: where experts are not divided, the walk through the stage finds what is
     missing, and the search goes on within less.
     """
-    ranks = gcd(kind.num_experts, strategy.data_degree) if kind.num_experts else 1
+    ranks = gcd(kind.num_experts, data_degree) if kind.num_experts else 1
     return layer.num_params - layer.expert_params + layer.expert_params // ranks
 
 

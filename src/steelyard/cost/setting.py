@@ -101,15 +101,22 @@ class Job:
     def _collectives(self) -> dict[tuple[CollectiveKind, Group], Callable[[float], float]]:
         return {}
 
+    @cached_property
+    def _collective_seconds(self) -> dict[tuple[CollectiveKind, float, Group], float]:
+        return {}
+
     def collective_s(self, kind: CollectiveKind, tensor_bytes: float, group: Group) -> float:
         """Seconds of one collective on the cluster; 0 for a group of one rank. Raises as `collective`."""
         if group.size == 1 or tensor_bytes == 0:
             return 0.0
-        known = self._collectives.get((kind, group))
-        if known is None:
-            known = collective(kind, group, self.cluster, self.profile, self.efficiency.links)
-            self._collectives[kind, group] = known
-        return known(tensor_bytes)
+        seconds = self._collective_seconds.get((kind, tensor_bytes, group))
+        if seconds is None:
+            known = self._collectives.get((kind, group))
+            if known is None:
+                known = collective(kind, group, self.cluster, self.profile, self.efficiency.links)
+                self._collectives[kind, group] = known
+            seconds = self._collective_seconds[kind, tensor_bytes, group] = known(tensor_bytes)
+        return seconds
 
     @cached_property
     def known_memory(self) -> dict[Hashable, object]:
@@ -124,7 +131,7 @@ class Job:
     def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
         """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
         found = replace(self, budget_bytes=budget_bytes, margin_bytes=margin_bytes)
-        for name in ("_layers", "_made", "_collectives", "known_memory", "known_stages"):
+        for name in ("_layers", "_made", "_collectives", "_collective_seconds", "known_memory", "known_stages"):
             found.__dict__[name] = getattr(self, name)
         return found
 

@@ -22,9 +22,10 @@ kind's twin, the file of the same name in `steelyard.modules.kinds`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from steelyard.model.chain import LayerKind, ModelChain
 
@@ -96,8 +97,7 @@ class Traffic:
     """How often the host must read what came of them before it can launch on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """What a layer under a strategy gives its collectives to carry, on one rank and for one microbatch."""
 
     strategy: "Strategy"
@@ -117,7 +117,7 @@ class Load:
     expert_parameter_bytes: float = 0.0
     """Of the routed experts that a rank holds where ranks divide them; they are no part of ``parameter_bytes`` then."""
     expert_gradient_bytes: float = 0.0
-    exchanged: Mapping[Phase, tuple[tuple[Collective, int, float], ...]] = field(default_factory=dict)
+    exchanged: Mapping[Phase, tuple[tuple[Collective, int, float], ...]] = MappingProxyType({})
     """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
     part_sent: float = 1.0
     """Of these bytes, what is sent where a token goes once to each place that has experts of it."""
