@@ -29,6 +29,8 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 SIGNATURES: dict[str, str] = {}
 """Of the kernels, by name: what the wheel's are compiled for."""
 _IN_WHEEL = f"{__package__}.compiled_kernels" if __package__ else ""
+SWEPT = 64
+"""States that are compared at once."""
 
 
 def compiled(signature: str) -> Callable[[Kernel], Kernel]:
@@ -675,28 +677,49 @@ def working_candidates(
     return found
 
 
-@compiled("i8(i8[::1], i8[:,::1], f8[::1], f8[:,::1], i8)")
-def sweep_working(order: IntArray, places: IntArray, seconds: FloatArray, detour: FloatArray, width: int) -> int:
+@compiled("i8(i8[::1], i8[:,::1], f8[::1], f8[:,::1], i8, i8[:,::1], f8[::1])")
+def sweep_working(
+    order: IntArray,
+    places: IntArray,
+    seconds: FloatArray,
+    detour: FloatArray,
+    width: int,
+    kept: IntArray,
+    spent: FloatArray,
+) -> int:
     """Moves the first ``width`` unbeaten of the `working_candidates` to the front of ``order``; returns how many.
 
     ``order`` lists them by their bounds, which hardly any that beats another has larger; ``detour`` as in `sweep`.
+    ``kept`` [6, room] and ``spent`` [room] are to work in.
     """
     num_kept = 0
     for index in order:
-        beaten = False
-        for slot in range(num_kept):
-            other = order[slot]
-            if places[1, other] > places[1, index] or places[2, other] > places[2, index]:
+        beaten, held, group = False, places[1, index], places[0, index]
+        fullest, waiting, first = places[2, index], places[3, index], places[7, index]
+        gathered, in_s = held + places[4, index], seconds[index]
+        for start in range(0, num_kept, SWEPT):
+            end, rivals = min(start + SWEPT, num_kept), 0
+            for slot in range(start, end):  # without branches, so that many are compared at once
+                no_worse = (kept[0, slot] <= held) & (kept[1, slot] <= fullest) & (kept[2, slot] <= waiting)
+                no_worse &= (kept[3, slot] <= first) & (kept[4, slot] <= gathered) & (spent[slot] <= in_s)
+                rivals += no_worse
+            if rivals == 0:
                 continue
-            if places[3, other] > places[3, index] or places[7, other] > places[7, index]:
-                continue
-            if places[1, other] + places[4, other] > places[1, index] + places[4, index]:
-                continue
-            if seconds[other] + detour[places[0, other], places[0, index]] <= seconds[index]:
-                beaten = True
+            for slot in range(start, end):
+                if kept[0, slot] > held or kept[1, slot] > fullest or kept[2, slot] > waiting:
+                    continue
+                if kept[3, slot] > first or kept[4, slot] > gathered:
+                    continue
+                if spent[slot] + detour[kept[5, slot], group] <= in_s:
+                    beaten = True
+                    break
+            if beaten:
                 break
         if beaten:
             continue
+        kept[0, num_kept], kept[1, num_kept], kept[2, num_kept] = held, fullest, waiting
+        kept[3, num_kept], kept[4, num_kept], kept[5, num_kept] = first, gathered, group
+        spent[num_kept] = in_s
         order[num_kept] = index
         num_kept += 1
         if num_kept == width:

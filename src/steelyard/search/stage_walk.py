@@ -229,7 +229,8 @@ class StageWalks:
                 detour = switches.detour[options.table[run.kinds[position + 1]]]
             else:
                 detour = np.zeros_like(switches.detour[0])
-            order = order[: kernels.sweep_working(order, places, values[0], detour, width)]
+            kept, spent = np.empty((6, min(width, found)), dtype=np.int64), np.empty(min(width, found))
+            order = order[: kernels.sweep_working(order, places, values[0], detour, width, kept, spent)]
             if len(order) == 0:
                 return []
             states, seconds = places.take(order, axis=1), values[0, order]
