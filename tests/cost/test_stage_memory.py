@@ -261,6 +261,30 @@ def test_states_with_less_in_flight_hold_no_more(
         assert found == stage_terms(parts, index, where)
 
 
+runs = st.lists(st.tuples(layers(), st.integers(1, 8)), min_size=1, max_size=4)
+
+
+@given(runs, runs, st.sampled_from(["1f1b", "interleaved-1f1b"]), st.integers(0, 3), st.booleans())
+def test_layers_amid_others_like_them_hold_no_more(
+    first: list[tuple[LayerMemory, int]],
+    second: list[tuple[LayerMemory, int]],
+    schedule: str,
+    index: int,
+    is_frozen: bool,
+) -> None:
+    if is_frozen:
+        first = [
+            (replace(each, kept_gradients=0, made_gradients=0, has_backward=False), count) for each, count in first
+        ]
+    is_interleaved = schedule == "interleaved-1f1b"
+    where = setting(num_stages=4, num_microbatches=8, schedule=schedule, num_chunks=2 if is_interleaved else 1)
+    chosen = [[each for each, count in part for _ in range(count)] for part in (first, second)][: 1 + is_interleaved]
+    told_apart = [stage(*map(replace, part), received=7, sent=5) for part in chosen]
+    assert stage_terms([stage(*part, received=7, sent=5) for part in chosen], index, where) == stage_terms(
+        told_apart, index, where
+    )
+
+
 def test_a_walk_looks_at_no_more_states_of_a_pipeline_that_is_twice_as_deep() -> None:
     few, many = (
         stage_memory._moments(0, setting(num_stages=count, num_microbatches=8).pipeline, (2,), False)

@@ -182,6 +182,9 @@ class _LayerSums:
     """The gradient that was sent last; none where all sends count together."""
     in_flight: int
     """What a microbatch holds between its forward and its backward pass."""
+    is_amid: tuple[bool, ...]
+    """Of places with the same layer twice before and behind: what is held rises or falls evenly through them, so that
+    it is most at one of the others."""
 
     @property
     def last_reduced(self) -> int:
@@ -217,6 +220,11 @@ def _layer_sums(part: PartLayers, setting: Setting) -> _LayerSums:
         arriving=0 if apart else part.sent,
         kept=0 if _keeps_sends(setting) else part.received,
         in_flight=sum(layer.saved for layer in layers) + part.side_bytes + received + sent,
+        is_amid=tuple(
+            2 <= place < len(layers) - 2
+            and layers[place - 2] is layers[place - 1] is layer is layers[place + 1] is layers[place + 2]
+            for place, layer in enumerate(layers)
+        ),
     )
 
 
@@ -331,7 +339,7 @@ def _paused(part: PartLayers, sums: _LayerSums, pause: _Pause) -> _Held:
 
 
 def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: int) -> Iterator[_Held]:
-    """What is held at the fullest moment of each layer in one pass.
+    """What is held at the fullest moment of each layer in one pass, without those amid layers like them.
 
     ``ahead`` are the bytes that the first sharded layer gathers ahead in a backward pass. In a backward pass the next
     layer to work is gathered, and the layer that worked before still reduces, until this one does if it is sharded.
@@ -345,6 +353,8 @@ def _held_in_pass(part: PartLayers, sums: _LayerSums, moment: _Moment, ahead: in
     for place, layer in enumerate(layers):
         copies += layer.copy if layer.keeps_copy and not _stays(layer, moment) else 0
         activations += layer.saved
+        if sums.is_amid[place]:
+            continue
         if not moment.is_backward:
             working = _forward_bytes(layer, sums, place) + _waiting_bytes(sums, place, moment)
             working += _reducing_bytes(sums, len(layers), moment)
