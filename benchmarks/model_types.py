@@ -97,7 +97,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     **{
         f"{name}ForConditionalGeneration": {"text_config": {"rope_parameters": QWEN_ROTARY}}
-        for name in ("Qwen2VL", "Qwen2_5_VL")
+        for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen2_5OmniThinker", "PaddleOCRVL")
+    },
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {
+        "text_config": {"rope_parameters": QWEN_ROTARY, "head_dim": 128, "num_attention_heads": 16}
     },
     "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "qwen4_exp_text": QWEN4_INDEXER,

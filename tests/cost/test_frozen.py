@@ -7,17 +7,19 @@ import pytest
 
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.setting import Job
+from steelyard.cost.switching import switch_table
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.freezing import find_freeze
 from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import Profile
 from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.trace import trace
-from tests.cost.examples import CONFIG, plan
+from tests.cost.examples import CONFIG, plan, setting
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
 
@@ -97,6 +99,23 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(
         found = dry_run(candidate, candidate.stages[stage].ranks[0], backend="gloo")
         peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
         assert 1.0 <= sum(terms.values()) / peak <= 1.2, f"stage {stage}: {terms}, found {found.later_steps}"
+
+
+def test_no_gradient_is_sent_to_a_stage_of_which_nothing_is_trained() -> None:
+    whole, part = (_job(each, "bf16", "1x4xa100-80gb") for each in (None, "the first layers"))
+    found = (predict(_plan("two stages", of), of).timeline.sends for of in (whole, part))
+    sent = [{each.kind for of_stage in sends for each in of_stage} for sends in found]
+    assert sent == [{"activation", "gradient"}, {"activation"}]
+
+
+def test_a_switch_behind_what_is_frozen_has_no_way_back() -> None:
+    strategies = (parse_strategy("dp4"), parse_strategy("tp4"))
+    whole, part = (_job(each, "bf16", "1x4xa100-80gb") for each in (None, "the first layers"))
+    both, there = (
+        switch_table(strategies, setting(of, num_stages=1, num_microbatches=4))[of.chain.layers[3]]
+        for of in (whole, part)
+    )
+    assert both[0, 1] == pytest.approx(there[0, 1] + there[1, 0])
 
 
 def test_layers_before_the_first_trained_one_have_no_backward_pass() -> None:

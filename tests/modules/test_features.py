@@ -9,6 +9,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
+from steelyard.model.split import BlockCall
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_model, hub_config, read_hub_config
 from steelyard.modules.holes import BlockInputs
@@ -62,6 +63,24 @@ def test_wide_convolutions_before_the_blocks_are_narrow_where_it_is_proved() -> 
 def test_a_type_of_which_it_is_not_known_what_sound_is_refused_by_name() -> None:
     with pytest.raises(InvalidModelError, match="pop2piano, of which it is not known what a sample holds of sound"):
         split_model("pop2piano", {"architectures": ["Pop2PianoForConditionalGeneration"]})
+
+
+def test_a_part_that_looks_its_attention_up_in_a_table_of_its_own_is_built() -> None:
+    with pytest.raises(
+        InvalidModelError, match="unlimited_ocr, of which it is not known what a sample holds of images"
+    ):
+        find_split(read_hub_config("unlimited_ocr", {}))
+
+
+def test_what_a_config_lacks_is_named_by_the_line_of_the_model_that_wants_it() -> None:
+    with pytest.raises(InvalidModelError, match=r"in ChameleonImageVocabularyMapping.__init__ of transformers.models"):
+        find_split(read_hub_config("chameleon", {}))
+
+
+def test_a_list_of_all_samples_behind_a_dim_of_one_is_told_from_its_samples_and_back() -> None:
+    call, hidden = BlockCall(places=3, lone=True), torch.randn(1, 6, 4)
+    assert call.hidden(((hidden,), {})).shape == (2, 3, 4)
+    assert torch.equal(call.returned(call.hidden(((hidden,), {}))), hidden)
 
 
 def test_a_tower_for_images_stands_before_the_blocks_of_the_text_and_one_stream_flows() -> None:

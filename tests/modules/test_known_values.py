@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from steelyard.modules.known_values import KnownValues, plain_token, without_values
+from steelyard.modules.known_values import KnownValues, plain_token, tell, without_values
 
 
 def _ids() -> Tensor:
@@ -82,3 +82,10 @@ def test_fake_tensors_are_known_likewise() -> None:
 
 def test_a_token_with_a_meaning_of_its_own_is_not_plain() -> None:
     assert plain_token(SimpleNamespace(pad_token_id=0, eos_token_id=[1, 3], bos_token_id=None)) == 2
+
+
+def test_a_known_number_stands_for_a_size_of_a_tensor_that_is_not_known() -> None:
+    rows = torch.empty((), dtype=torch.long, device="meta")
+    tell(rows, torch.tensor(4))
+    with KnownValues():
+        assert torch.empty(8, 3, device="meta").reshape(rows // 2, 4, 3).shape == (2, 4, 3)

@@ -203,7 +203,8 @@ class _PartCost:
     layers: list[LayerCost]
     switch_s: float
     received_s: float
-    """Handing over an activation from the part before and its gradient back to it."""
+    """Handing over an activation from the part before and, where it is needed there, its gradient back to it."""
+    gives_back: bool
 
 
 def _part_costs(plan: Plan, stage_settings: Sequence[Setting]) -> list[_PartCost]:
@@ -213,12 +214,14 @@ def _part_costs(plan: Plan, stage_settings: Sequence[Setting]) -> list[_PartCost
     parts = []
     for index, part in enumerate(plan.parts):
         layers = part.layers
-        received_s = _received_s(plan, index, settings) if index else 0.0
+        gives_back = bool(index) and any(settings[0].job.chain.flow_needs_gradient(part.first_layer - 1))
+        received_s = _received_s(plan, index, settings) / (1 if gives_back else 2) if index else 0.0
         parts.append(
             _PartCost(
                 layers=[costs[layer] for layer in layers],
                 switch_s=sum(switches[layer] for layer in layers),
                 received_s=received_s,
+                gives_back=gives_back,
             )
         )
     return parts
@@ -402,7 +405,8 @@ def _stage_times(part: _PartCost) -> StageTimes:
         forward_s=sum(sum(cost.forward_s.values()) for cost in part.layers) + part.switch_s / 2,
         backward_s=sum(sum(cost.backward_s.values()) for cost in part.layers) + part.switch_s / 2,
         once_s=sum(sum(cost.once_s.values()) for cost in part.layers),
-        transfer_s=part.received_s / 2,
+        transfer_s=part.received_s / (2 if part.gives_back else 1),
+        gives_back=part.gives_back,
     )
 
 

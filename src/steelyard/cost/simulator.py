@@ -56,6 +56,8 @@ class StageTimes:
     once_s: float = 0.0
     transfer_s: float = 0.0
     """For which the link from the part before is occupied; the gradient takes as long back."""
+    gives_back: bool = True
+    """Whether the gradient goes back: not where nothing before is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +220,9 @@ def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
         sender, receiving = group % count % num_stages, target % count % num_stages
         is_sent = target >= 0 and sender != receiving
         receiver.append(receiving)
-        transfer_s.append(parts[max(group % count, target % count)].transfer_s if is_sent else 0.0)
+        later = parts[max(group % count, target % count)]
+        is_sent &= group < count or later.gives_back
+        transfer_s.append(later.transfer_s if is_sent else 0.0)
     return PassTable(
         num_parts=count,
         duration_s=[getattr(part, name) for name in ("forward_s", "backward_s") for part in parts],

@@ -30,7 +30,8 @@ Placement = str
 """A letter of `steelyard.plan.kinds.kind.Placed` for each axis of the stage mesh."""
 Step = tuple[CollectiveKind, int, float]
 """A collective, its axis of the stage mesh, and the tensor's bytes as a fraction of all of it."""
-
+_Flow = tuple[tuple[int, bool], ...]
+"""Entries or bytes of tensors, and whether the gradient of each is needed."""
 _HEAD_TAIL = Placed.HEAD_TAIL.value
 _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 
@@ -38,8 +39,8 @@ _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
     """[K, S, S] seconds between two strategies' layouts, by the kind of the receiving layer, for a microbatch.
 
-    There, and the gradient back. Every tensor that flows into the layer is redistributed once and by itself: what it
-    reads, and what it hands on to layers behind it.
+    There, and the gradient back where it is needed. Every tensor that flows into the layer is redistributed once and by
+    itself: what it reads, and what it hands on to layers behind it.
     """
     layouts = [strategy.hidden for strategy in strategies]
     distinct = list(dict.fromkeys(layouts))
@@ -60,62 +61,74 @@ def border_table(
 ) -> NDArray[np.float64]:
     """[K, S, S'] the same over the border of two stages: between equal ones as within the one that receives.
 
-    Over a border of unlike sizes the activation arrives in even parts of the layout that is wanted, and the gradient so
-    of that it came in: each side gathers the copies that its ranks hold.
+    Over a border of unlike sizes the activation arrives in even parts of the layout that is wanted, and the gradient,
+    where it is needed, so of that it came in: each side gathers the copies that its ranks hold.
     """
     if sending.devices_per_stage == receiving.devices_per_stage:
         return switch_table((*before, *after), receiving)[:, : len(before), len(before) :]
-    return _gather_seconds(before, sending)[:, :, None] + _gather_seconds(after, receiving)[:, None, :]
+    back = _gather_seconds(before, sending, gradients=True)
+    return back[:, :, None] + _gather_seconds(after, receiving)[:, None, :]
 
 
-def _gather_seconds(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
-    """[K, S] seconds to gather what enters a layer where it arrived in even parts and ranks hold copies of it."""
+def _gather_seconds(
+    strategies: tuple[Strategy, ...], setting: Setting, *, gradients: bool = False
+) -> NDArray[np.float64]:
+    """[K, S] seconds to gather what enters a layer where it arrived in even parts and ranks hold copies of it.
+
+    Or of its ``gradients`` those that are needed.
+    """
     sizes = mesh_axes(setting.devices_per_stage)
     whole, even = Placed.WHOLE.value, Placed.BATCH.value
 
     @cache
-    def seconds(placements: Placement, flow_bytes: tuple[int, ...]) -> float:
+    def seconds(placements: Placement, flow: _Flow) -> float:
         steps = moves(placements.replace(whole, even), placements, sizes)
-        each = (_step_seconds(sizes, num_bytes, setting)(step) for num_bytes in flow_bytes for step in steps)
+        sent = [num_bytes for num_bytes, is_needed in flow if is_needed or not gradients]
+        each = (_step_seconds(sizes, num_bytes, setting)(step) for num_bytes in sent for step in steps)
         return setting.job.time_factor * sum(each, start=0.0)
 
     placed = [strategy.hidden.placements(sizes) for strategy in strategies]
     return np.array([[seconds(each, flow) for each in placed] for flow in _entering_bytes(setting)])
 
 
-def _entering_bytes(setting: Setting) -> tuple[tuple[int, ...], ...]:
+def _entering_bytes(setting: Setting) -> tuple[_Flow, ...]:
     """For each kind the bytes of every tensor that flows into its layers, for a microbatch over all ranks."""
     job = setting.job
     entries = job.once(job.chain, "entering", lambda: _entering_entries(job.chain, job.seq_len))
     each_bytes = setting.microbatch_samples * job.compute_bytes
-    return tuple(tuple(each_bytes * count for count in flow) for flow in entries)
+    return tuple(tuple((each_bytes * count, is_needed) for count, is_needed in flow) for flow in entries)
 
 
-def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[tuple[int, ...], ...]:
+def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
     """For each kind the entries of every tensor that flows into its layers, for one sample.
 
     The most of them where they differ; of a kind that nothing flows into, which has no switch, as of another.
     """
-    entering: dict[int, tuple[int, ...]] = {}
+    entering: dict[int, _Flow] = {}
     for layer in range(1, chain.num_layers):
-        flow = tuple(map(prod, chain.flow_shapes(layer - 1, seq_len)))
-        entering[chain.layers[layer]] = max(flow, entering.get(chain.layers[layer], ()), key=sum)
+        entries = map(prod, chain.flow_shapes(layer - 1, seq_len))
+        flow = tuple(zip(entries, chain.flow_needs_gradient(layer - 1), strict=True))
+        entering[chain.layers[layer]] = max(flow, entering.get(chain.layers[layer], ()), key=_there_and_back)
     return tuple(entering.get(kind, entering[chain.layers[1]]) for kind in range(len(chain.kinds)))
+
+
+def _there_and_back(flow: _Flow) -> int:
+    return sum(size * (1 + is_needed) for size, is_needed in flow)
 
 
 def _between(
     placements: list[Placement],
     sizes: tuple[int, ...],
-    flow_bytes: tuple[int, ...],
+    flow: _Flow,
     setting: Setting,
 ) -> NDArray[np.float64]:
     """[D, D] seconds from each placement to each other, there and back, for tensors of these bytes."""
     costs = np.zeros((len(placements),) * 2)
-    for num_bytes in flow_bytes:
+    for num_bytes, is_needed in flow:
         step_s = _step_seconds(sizes, num_bytes, setting)
         for row, before in enumerate(placements):
             for column, after in enumerate(placements):
-                steps = (*moves(before, after, sizes), *moves(after, before, sizes))
+                steps = (*moves(before, after, sizes), *(moves(after, before, sizes) if is_needed else ()))
                 costs[row, column] += setting.job.time_factor * sum(map(step_s, steps), start=0.0)
     return costs
 

@@ -81,6 +81,8 @@ class BlockCall(_Part):
     """The sizes of all others, where they are several."""
     places: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """The places of each sample where samples and places are one dim of the hidden state; else 0."""
+    lone: bool = False
+    """Whether a dim of one stands before that."""
 
     def hidden(self, arguments: "BlockArguments") -> Tensor:
         """The hidden state [B, S, H] among a block's arguments."""
@@ -96,6 +98,7 @@ class BlockCall(_Part):
         return _with(places, self.argument, hidden), names
 
     def _flat(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.squeeze(0) if self.lone else hidden
         hidden = hidden.unflatten(0, (-1, self.places)) if self.places else hidden
         hidden = hidden.permute(self.order) if self.order else hidden
         return hidden.flatten(2) if self.inner else hidden
@@ -104,7 +107,8 @@ class BlockCall(_Part):
         hidden = hidden.unflatten(2, self.inner) if self.inner else hidden
         places = sorted(range(len(self.order)), key=self.order.__getitem__)
         hidden = hidden.permute(places).contiguous() if places else hidden
-        return hidden.flatten(0, 1) if self.places else hidden
+        hidden = hidden.flatten(0, 1) if self.places else hidden
+        return hidden.unsqueeze(0) if self.lone else hidden
 
     def with_number(self, arguments: "BlockArguments", block: int) -> "BlockArguments":
         """The arguments as they are for another block of the kind."""

@@ -27,6 +27,7 @@ from steelyard.model.family import LayerRole, Task
 from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
+from steelyard.modules.failed_at import failed_at
 from steelyard.modules.prepared import prepare
 
 _SEED_STRIDE = 1_000_003
@@ -72,9 +73,10 @@ def _as_the_configs(model_type: str) -> Iterator[None]:
         yield
     except Exception as error:
         words = " ".join(str(error).split()) or type(error).__name__
+        words = words if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {words}"
         raise InvalidModelError(
             field="config",
-            found=words if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {words}",
+            found=words + failed_at(error),
             expected=f"a config that transformers accepts for {model_type}",
             hint="compare with the config.json that the model was published with",
         ) from error
@@ -107,7 +109,13 @@ def build_from_config(
         options["experts_implementation"] = IMPLEMENTATION
     with torch.device("meta"), warnings.catch_warnings(), _as_the_configs(config.model_type):
         warnings.simplefilter("ignore")
-        model = auto_class.from_config(config, dtype=dtype, **options)
+        try:
+            model = auto_class.from_config(config, dtype=dtype, **options)
+        except KeyError as error:  # a part of the model looks its attention up in a table of its own
+            if error.args != (ATTENTION,):
+                raise
+            model = auto_class.from_config(config, dtype=dtype, **options | {"attn_implementation": "sdpa"})
+            model.set_attn_implementation(ATTENTION)
     model.to("meta")  # what constructors of old make on the host
     model.train()
     return model

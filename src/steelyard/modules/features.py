@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
 from steelyard.model.split import SplitFeatures
+from steelyard.modules.failed_at import failed_at
 
 _SOUND = 30 * 16_000
 _FIRST_END = 2
@@ -35,6 +36,8 @@ def _sound(_config: Any) -> SplitFeatures:
 
 
 _CHANNELS = ("in_channels", "num_channels", "in_chans")
+_UNFLATTENED = ("paddleocr_vl",)
+"""Types that take patches with their channels, rows and columns, and not as rows of entries."""
 _FEATURES: Mapping[str, Callable[[Any], SplitFeatures]] = {
     "moonshine": _sound,
     "speech_to_text": _frames_first,
@@ -86,7 +89,7 @@ def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
         found = getattr(made, "pooler_output", made)
         places = sum(each.shape[-2] for each in found)
     except Exception as error:
-        words = " ".join(str(error).split())[:120]
+        words = " ".join(str(error).split())[:120] + failed_at(error)
         raise _unknown(config, f"images (one of {' × '.join(map(str, shape))} is refused: {words})") from error
     return SplitFeatures(name="pixel_values", shape=shape, token=token, places=places)
 
@@ -111,9 +114,11 @@ def _patches(config: Any, vision: Any) -> SplitFeatures:
             hint=f"give --image-size {16 * patch * merge}, or vision_config.image_size in the config",
         )
     rows, columns = (side // patch for side in sides)
+    frames = getattr(vision, "temporal_patch_size", 1)
+    of_patch = (channels, patch, patch) if config.model_type in _UNFLATTENED else (channels * frames * patch * patch,)
     return SplitFeatures(
         name="pixel_values",
-        shape=(rows * columns, channels * getattr(vision, "temporal_patch_size", 1) * patch * patch),
+        shape=(rows * columns, *of_patch),
         token=config.image_token_id,
         places=rows * columns // merge**2,
         grid=(1, rows, columns),

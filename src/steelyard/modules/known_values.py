@@ -60,10 +60,14 @@ class KnownValues(TorchFunctionMode):
         try:
             found = func(*args, **kwargs)
         except RuntimeError:  # asked for values where there are none; errors of fake tensors are of this kind, too
-            if value is None or all(has_values(each) for each in tensors):
+            sizes = [each for each in tensors if _is_known_size(each)]
+            if (value is None and not sizes) or all(has_values(each) for each in tensors):
                 raise
             self.asked = True
-            return _valueless(value(), tensors[0])
+            if value is not None:
+                return _valueless(value(), tensors[0])
+            places, names = pytree.tree_map_only(Tensor, _as_size, (args, kwargs))
+            found = func(*places, **names)
         _keep(found, value, args, name)
         return found
 
@@ -82,6 +86,16 @@ class KnownValues(TorchFunctionMode):
             values = known_of(index)
             found = values.nonzero(as_tuple=True) if values.dtype == torch.bool else (values.item(),)
         return [_valueless(each, index) for each in found]
+
+
+def _is_known_size(tensor: Tensor) -> bool:
+    """Whether a tensor without values is a whole number that is known, as may stand for a size."""
+    return not (tensor.ndim or tensor.is_floating_point() or has_values(tensor)) and is_known(tensor)
+
+
+def _as_size(tensor: Tensor) -> Any:
+    with _disable_current_modes():
+        return known_of(tensor).item() if _is_known_size(tensor) else tensor
 
 
 def _number(func: Any, args: Any, name: str) -> Any:

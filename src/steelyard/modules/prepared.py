@@ -304,7 +304,7 @@ PREPARES: Mapping[str, Callable[[Any], None]] = {
     "reformer": _leave_reversibility,
     **dict.fromkeys(("longt5", "mt5", "t5"), _share_bias),
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _join_stages),
-    **dict.fromkeys(("cosmos3_omni", "qwen3_vl", "qwen3_vl_moe"), _add_features_in_blocks),
+    **dict.fromkeys(("cosmos3_omni", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"), _add_features_in_blocks),
     "nllb-moe": _keep_router_types,
     "t5gemma2": _choose_own_rows,
     "switch_transformers": _share_bias_and_keep_types,

@@ -13,15 +13,12 @@ What does not split so is an error that names the place. So is control flow that
 without values cannot follow. What is found here is believed only when it is proved (`steelyard.modules.split_proof`).
 """
 
-import linecache
-import traceback
 from collections import UserDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import torch
@@ -46,6 +43,7 @@ from steelyard.model.split import (
 from steelyard.modules.build import auto_class_of, build_from_config, table_of_tokens
 from steelyard.modules.called import CalledModules
 from steelyard.modules.experts import routed_experts
+from steelyard.modules.failed_at import failed_at, frames_of
 from steelyard.modules.features import features_of
 from steelyard.modules.holes import (
     IMAGES,
@@ -714,7 +712,8 @@ def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, tokens: int, r
             argument = arguments.pop()
             state = _argument(calls[0], argument)
             order, inner = ((), ()) if read else _order(state, config, tokens)
-            is_flat = isinstance(read, SplitFeatures) and read.grid is not None and state.ndim == 2
+            is_list = isinstance(read, SplitFeatures) and read.grid is not None
+            lone = is_list and state.ndim == 3 and len(state) == 1
             return BlockCall(
                 argument=argument,
                 result=result,
@@ -722,7 +721,8 @@ def _block_call(calls: Sequence[_Call], config: PreTrainedConfig, tokens: int, r
                 number=_number(calls),
                 order=order,
                 inner=inner,
-                places=len(state) // _SAMPLES if is_flat else 0,
+                places=state.shape[-2] // _SAMPLES if lone or (is_list and state.ndim == 2) else 0,
+                lone=lone,
             )
     raise _refused(config, "something between its blocks, or more than one state that goes from block to block")
 
@@ -1093,7 +1093,7 @@ def _one_module(model: PreTrainedModel, paths: Sequence[str]) -> bool:
 def _failed(config: PreTrainedConfig, error: Exception) -> InvalidModelError:
     """Why a forward pass fails: a kind of layers that the model has no mask or positions for, or whatever it raises."""
     listed = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    if isinstance(error, KeyError) and (frames := _frames(error)) and error.args[0] in listed:
+    if isinstance(error, KeyError) and (frames := frames_of(error)) and error.args[0] in listed:
         mappings = [each for each in frames[-1][0].f_locals.values() if isinstance(each, Mapping)]
         known = sorted({key for each in mappings for key in each if key in ALLOWED_LAYER_TYPES})
         return InvalidModelError(
@@ -1103,25 +1103,7 @@ def _failed(config: PreTrainedConfig, error: Exception) -> InvalidModelError:
             hint="compare with the config.json that the model was published with",
         )
     what = f"{type(error).__name__}: {_first_line(error)}"
-    return _refused(config, f"its forward pass fails on tensors without values{_where(error)} ({what})")
-
-
-def _frames(error: Exception) -> list[tuple[FrameType, int]]:
-    """The frames of the model's own code through which an error came, and their lines."""
-    return [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_of_a_model(frame)]
-
-
-def _where(error: Exception) -> str:
-    """The line of the model's own code at which an error came up; empty where that is not known."""
-    if not (frames := _frames(error)):
-        return ""
-    frame, line = frames[-1]
-    text = linecache.getline(frame.f_code.co_filename, line).strip()
-    return f" in {frame.f_code.co_qualname} of {frame.f_globals['__name__']}, line {line}: {text}"
-
-
-def _is_of_a_model(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("transformers.models.")
+    return _refused(config, f"its forward pass fails on tensors without values{failed_at(error)} ({what})")
 
 
 def _first_line(error: Exception) -> str:
