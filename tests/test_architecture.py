@@ -66,12 +66,12 @@ def test_every_planner_package_is_among_the_modules_that_are_imported():
 
 
 def test_ruff_finds_nothing():
-    code, output = run_python("-m", "ruff", "check", "src", "tests", "benchmarks")
+    code, output = run_python("-m", "ruff", "check", ".")
     assert code == 0, output
 
 
 def test_every_file_is_formatted():
-    code, output = run_python("-m", "ruff", "format", "--check", "src", "tests", "benchmarks")
+    code, output = run_python("-m", "ruff", "format", "--check", ".")
     assert code == 0, output
 
 
