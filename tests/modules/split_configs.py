@@ -10,6 +10,8 @@ _SMALL = {
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+
 SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": {**_SMALL},
     "olmo2": {**_SMALL},
@@ -26,7 +28,7 @@ SPLIT_CONFIGS: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64, "vocab_size": 128},
     "deepseek_v2": {
         **{**_SMALL, **_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-        **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        **_LATENT,
         "n_shared_experts": 1,
     },
     "hunyuan_v1_moe": {**_SMALL, **_EXPERTS, "head_dim": 16, "moe_topk": 2},
@@ -127,6 +129,26 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         **{"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 128},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "hy_v4": {
+        **{**_SMALL, **_EXPERTS, **_LATENT, "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "index_topk": 8, "index_head_dim": 32, "index_n_heads": 4, "hc_mult": 3},
+    },
+    "longcat_flash": {
+        **{
+            **_SMALL,
+            **_LATENT,
+            "num_hidden_layers": 4,
+            "num_layers": 2,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "head_dim": 16,
+        },
+        **{"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 3},
+    },
+    "mllama": {
+        "architectures": ["MllamaForCausalLM"],
+        "text_config": {**_SMALL, "num_hidden_layers": 3, "cross_attention_layers": [1]},
     },
     "roformer": {**_SMALL, **_NO_DROPOUT, "embedding_size": 64, "is_decoder": True},
     "xlnet": {"d_model": 64, "n_layer": 2, "n_head": 4, "d_head": 16, "d_inner": 96, "vocab_size": 128, "dropout": 0.0},

@@ -544,6 +544,33 @@ def test_blocks_that_are_called_otherwise_split_and_are_traced(model_type: str) 
     assert trace(chain, seq_len=32, precision="bf16", degrees=(1,)).layers
 
 
+def test_blocks_that_text_does_not_reach_lie_with_the_embedding() -> None:
+    split = split_of("mllama")
+    assert [split.modules(layer) for layer in (1, 2)] == [{"block": f"model.layers.{place}"} for place in (0, 2)]
+    assert split.embedding == ("model.embed_tokens", "model.layers.1")
+
+
+def test_blocks_whose_parts_count_along_with_them_are_of_one_kind() -> None:
+    assert split_of("longcat_flash").layers == (0, 1, 1, 2)
+
+
+def test_places_that_a_block_chooses_flow_to_those_that_read_them() -> None:
+    chosen = split_of("hy_v4").streams[-1]
+    assert (chosen.maker, chosen.readers, chosen.shape, chosen.whole) == (2, (3,), (0, 8), "int32")
+
+
+def test_a_block_chooses_no_more_places_than_there_are() -> None:
+    config = read_hub_config("hy_v4", split_config("hy_v4") | {"index_topk": 64})
+    chosen = find_split(config, keeps_results=True).split.streams[-1]
+    assert [chosen.of_tokens(tokens) for tokens in (32, 128)] == [(32, 32), (128, 64)]
+
+
+def test_whole_numbers_that_flow_need_no_gradient() -> None:
+    chain = chain_from_config(split_config("hy_v4"), name="hy_v4", split=split_of("hy_v4"))
+    assert chain.flow_needs_gradient(2) == (True, False)
+    assert chain.flow_types(2) == ("", "int32")
+
+
 def test_a_block_that_the_model_calls_again_and_again_is_as_many_layers_that_share_it() -> None:
     split = split_of("albert")
     assert split.layers == (0, 1, 1, 2)
@@ -762,7 +789,7 @@ _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attentio
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "mllama"}, "list of modules"),
+        ({"model_type": "hrm_text"}, "list of modules"),
         ({"model_type": "blt"}, "in BltPatcher.forward of transformers.models.blt"),
         (
             {"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"], "num_self_attends_per_block": 2},

@@ -16,7 +16,7 @@ NUM_DEVICES = 4
 
 SPLITS = {
     name: ModelSplit.model_validate_json((Path(__file__).parent / f"{name}_split.json").read_text())
-    for name in ("bart", "cohere2", "convnext", "gemma4_text", "roberta", "switch_transformers", "zamba2")
+    for name in ("bart", "cohere2", "convnext", "gemma4_text", "hy_v4", "roberta", "switch_transformers", "zamba2")
 }
 """Of types without a family file: what `steelyard.modules.split_proof.split_model` finds for their small configs."""
 
@@ -92,6 +92,7 @@ CASES: dict[str, Case] = {
     "gemma4 without a family, two chunks": _case(
         "gemma4_text", "fsdp2", "dp2, fsdp2", "tp2, dp2", "fsdp2", schedule="interleaved-1f1b", num_chunks=2
     ),
+    "hy_v4 without a family, chosen places past a stage": _case("hy_v4", "dp2, tp2, fsdp2", "tp2 remat=full, fsdp2"),
     "zamba2 without a family, two stages": _case("zamba2", "tp2+sp, tp2+sp, fsdp2", "tp2+sp remat=full, dp2, tp2+sp"),
     "bart without a family, one stage": _case(
         "bart", "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp4, fsdp4 remat=selective, dp4"

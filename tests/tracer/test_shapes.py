@@ -99,6 +99,13 @@ def test_equal_products_are_one_with_a_count() -> None:
     assert folded_products(few, many, samples=(2, 8)) == (Product(m=8, n=4, k=2, count=3, grows="m"),)
 
 
+def test_products_of_a_loop_over_samples_are_as_many_for_each() -> None:
+    whole, one = SeenProduct(groups=1, m=8, n=4, k=2), SeenProduct(groups=1, m=3, n=5, k=7)
+    products = folded_products([whole] + [one] * 4, [whole] + [one] * 16, samples=(2, 8))
+    assert products[0] == Product(m=3, n=5, k=7, count=2, grows="groups")
+    assert len(products) == 2
+
+
 def test_a_product_that_no_sample_touches_grows_by_none() -> None:
     seen = [SeenProduct(groups=1, m=8, n=4, k=2)]
     (product,) = folded_products(seen, seen, samples=(2, 8))

@@ -154,6 +154,18 @@ class ModelChain:
         """The same of `read_shapes`."""
         return self._needs_gradient(layer - 1, self.split.read_by(layer) if self.split else ())
 
+    def flow_types(self, layer: int) -> tuple[str, ...]:
+        """For each tensor of `flow_shapes` the type of the whole numbers that it holds; empty for states."""
+        return self._types(layer, self.split.past(layer) if self.split else ())
+
+    def read_types(self, layer: int) -> tuple[str, ...]:
+        """The same of `read_shapes`."""
+        return self._types(layer - 1, self.split.read_by(layer) if self.split else ())
+
+    def _types(self, layer: int, streams: Iterable[int]) -> tuple[str, ...]:
+        states = len(self.state_shapes(layer, 1))
+        return ("",) * states + tuple(self.split.streams[number].whole for number in streams if self.split)
+
     def has_backward(self, layer: int) -> bool:
         """Whether a layer has a backward pass: not where neither it nor what it reads is trained."""
         if self.freeze is None or not self.freeze.is_whole(layer):
@@ -165,8 +177,8 @@ class ModelChain:
         states = [self._is_trained_up_to(layer)] * (len(self.own.kind(layer).shapes) if self.own else 1)
         if self.kind_of(layer).num_streams > 1:
             states.append(self._is_encoder_trained())
-        makers = (self.split.streams[number].maker for number in streams) if self.split else ()
-        return (*states, *map(self._is_trained_up_to, makers))
+        read = [self.split.streams[number] for number in streams] if self.split else []
+        return (*states, *(not each.whole and self._is_trained_up_to(each.maker) for each in read))
 
     def _is_trained_up_to(self, layer: int) -> bool:
         """Whether anything is trained of a layer and those before it."""
@@ -229,7 +241,7 @@ class ModelChain:
             read.update(split.read_by(layers[place]))
 
     def _num_entries(self, streams: Iterable[int], seq_len: int) -> int:
-        return sum(map(prod, self._streams(streams, seq_len)))
+        return sum(self.split.streams[number].entries(seq_len) for number in streams) if self.split else 0
 
     def _streams(self, numbers: Iterable[int], seq_len: int) -> tuple[tuple[int, ...], ...]:
         return tuple(self.split.streams[number].of_tokens(seq_len) for number in numbers) if self.split else ()

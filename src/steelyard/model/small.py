@@ -31,6 +31,7 @@ _HEAD_DIM_KEYS = (
 _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
     *(
+        "expert_ffn_hidden_size",
         "encoder_ffn_dim",
         "decoder_ffn_dim",
         "shared_intermediate_size",
@@ -41,7 +42,7 @@ _FFN_KEYS = (
         "conv_channels",
     ),
 )
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 _TOKEN_KEYS = (
     *("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size"),
     *("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),

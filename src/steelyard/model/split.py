@@ -201,6 +201,10 @@ class SplitStream(_Part):
     """The layers that read it."""
     shape: tuple[Annotated[int, Field(gt=-(2**53), lt=2**53)], ...]
     """Of one sample; 0 stands for its tokens, and -n for n more than these."""
+    most: tuple[Annotated[int, Field(ge=0, lt=2**53)], ...] = ()
+    """For each of these sizes what it never exceeds, 0 where there is no such number; empty where there is none."""
+    whole: str = ""
+    """The type of the whole numbers that it holds, which have no gradient; empty where it is a state."""
 
     @property
     def reads(self) -> BlockCall:
@@ -216,7 +220,14 @@ class SplitStream(_Part):
 
     def of_tokens(self, seq_len: int) -> tuple[int, ...]:
         """The shape for a sample of so many tokens."""
-        return tuple(size if size > 0 else seq_len - size for size in self.shape)
+        sizes = (size if size > 0 else seq_len - size for size in self.shape)
+        most = self.most or (0,) * len(self.shape)
+        return tuple(min(size, limit or size) for size, limit in zip(sizes, most, strict=True))
+
+    def entries(self, seq_len: int) -> int:
+        """The entries of a state that take as much memory, in bf16."""
+        width = {"": 1, "int32": 2}.get(self.whole, 4)
+        return width * prod(self.of_tokens(seq_len))
 
     def of_layers(self, kept: Sequence[int]) -> "SplitStream":
         """The same where some layers are kept, the one that makes it among them."""
@@ -240,6 +251,8 @@ class ModelSplit(_Part):
     """Paths in the model of the modules that hold the embedding's parameters."""
     blocks: str
     """Path of the list of blocks."""
+    called: tuple[Annotated[int, Field(ge=0, lt=2**53)], ...] = ()
+    """The places in that list of the blocks that are called; empty where all are."""
     head: tuple[str, ...]
     """Paths of the modules that hold the head's parameters."""
     holders: tuple[str, ...] = ()
@@ -365,11 +378,12 @@ class ModelSplit(_Part):
 
     def with_layers(self, kept: Sequence[int]) -> "ModelSplit":
         """The same split with some layers alone, the ends among them."""
-        kinds = sorted({self.layers[layer] for layer in kept})
+        kinds, blocks = sorted({self.layers[layer] for layer in kept}), self.block_layers(self.blocks)
         found = self.model_copy(
             update={
                 "kinds": tuple(self.kinds[kind] for kind in kinds),
                 "layers": tuple(kinds.index(self.layers[layer]) for layer in kept),
+                "called": tuple(self.place_of(layer) for layer in blocks if layer in kept) if self.called else (),
             }
         )
         shared = tuple(
@@ -461,7 +475,8 @@ class ModelSplit(_Part):
 
     def place_of(self, layer: int) -> int:
         """The place of a block in its list."""
-        return layer - 1 - (0 if self.of_encoder(layer) else self.between)
+        number = layer - 1 - (0 if self.of_encoder(layer) else self.between)
+        return self.called[number] if self.called and not self.of_encoder(layer) else number
 
     def local_path(self, layer: int, path: str) -> str:
         """The path in a layer of what has this path in the model."""

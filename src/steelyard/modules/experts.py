@@ -94,7 +94,7 @@ def _ranges(ends: Tensor) -> list[tuple[int, int]]:
 def _product(inputs: Tensor, weights: Tensor, ends: Tensor, share: float) -> Tensor:
     if not (inputs.is_cuda and inputs.dtype == torch.bfloat16 and inputs.size(0)):
         return grouped_mm(inputs, weights, ends, share)
-    product = nn.functional.grouped_mm(inputs, weights, offs=ends)
+    product = nn.functional.grouped_mm(inputs, weights[: len(ends)], offs=ends)
     if share == 1.0:  # every row lies in a group
         return product
     rows = torch.arange(inputs.size(0), device=inputs.device).unsqueeze(-1) < ends[-1]

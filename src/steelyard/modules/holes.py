@@ -425,7 +425,7 @@ class Shell:
         self._keep, self._token, self._first = frozenset(keep), plain_token(model.config), first_tokens(split.features)
         self._records_outputs = split.task is Task.IMAGE_TEXT
         self._stubs = {
-            path: [stubs.get(layer) or _Stub(split, layer) for layer in split.block_layers(path)]
+            path: {split.place_of(layer): stubs.get(layer) or _Stub(split, layer) for layer in split.block_layers(path)}
             for path in split.lists
         }
         self._behind = {path: (split, split.block_layers(path)[-1]) for path in split.lists}
@@ -540,12 +540,11 @@ class Shell:
         return found
 
     def _stubs_of(self, path: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-        """A stub for each block of a list; those behind the chain's, which nothing reads, pass on what they are given.
+        """A stub for each block of a list; those that are not in the chain, which nothing reads, pass on what they get.
 
         Where outputs of blocks are recorded, which goes by their class, stubs are of the class, too.
         """
-        stubs = self._stubs[path]
-        stubs = [*stubs, *(_Stub(*self._behind[path]) for _ in blocks[len(stubs) :])]
+        stubs = [self._stubs[path].get(place) or _Stub(*self._behind[path]) for place in range(len(blocks))]
         for stub, block in zip(stubs, blocks, strict=True):
             stub.stands_for = _Whole(block)
             if self._records_outputs:

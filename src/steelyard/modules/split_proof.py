@@ -242,9 +242,9 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     parts.zero_grad()
     for path in split.lists:
         blocks = parts.get_submodule(path)
-        for place, (name, block) in zip(split.block_layers(path), list(blocks.named_children()), strict=False):
-            if place not in few:
-                setattr(blocks, name, _without_parts(block))  # ranks copy the model
+        for layer in (each for each in split.block_layers(path) if each not in few):
+            name = str(split.place_of(layer))
+            setattr(blocks, name, _without_parts(blocks.get_submodule(name)))  # ranks copy the model
     options = {"ids": ids, "decoder_ids": decoder_ids, "labels": labels, "expected": short, "tolerance": TOLERANCE}
     return ThreadedProof(model=parts, chain=chain, numbers=few, **options), ""
 

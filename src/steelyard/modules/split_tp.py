@@ -167,7 +167,8 @@ def _no_sp(split: ModelSplit, kind: SplitKind) -> str:
         known = IMAGE_NO_SP
     if any(kind.tokens != (1, 0) for kind in split.kinds):
         known = known or LENGTH_NO_SP
-    return known or ("" if all(each.shape[0] == 0 for each in split.streams) else STREAM_NO_SP)
+    by_tokens = all(each.shape[0] == 0 and not each.whole for each in split.streams)
+    return known or ("" if by_tokens else STREAM_NO_SP)
 
 
 def _suppositions(

@@ -61,7 +61,7 @@ from steelyard.modules.known_values import plain_token, values_of, without_value
 from steelyard.modules.prepared import prepare
 from steelyard.modules.structure import signature
 
-_SAMPLES, _TOKENS, _LONGER = 2, 16, 24
+_SAMPLES, _TOKENS, _LONGER, _LONGEST = 2, 16, 24, 8192
 _POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"),
     "max_target_positions",
@@ -88,6 +88,8 @@ class Recording:
     called: Sequence[str]
     chains: Mapping[str, Sequence[_Call]]
     """The calls of the blocks of each list, by its path: of an encoder first."""
+    places: Mapping[str, Sequence[int]]
+    """The places of these blocks in each list."""
     samples: Tensor
     """What the first layer reads."""
     tokens: int
@@ -103,6 +105,11 @@ class Recording:
     named: Mapping[str, Mapping[str, Any]]
     """What every module called is given by name."""
     asks_for_values: bool
+
+    def blocks(self, model: nn.Module, path: str) -> dict[str, nn.Module]:
+        """The blocks of a list that are called, by their names in it."""
+        named = list(model.get_submodule(path).named_children())
+        return dict(named[place] for place in self.places[path][: len(self.chains[path])])
 
     def entering(self, encoded: object) -> dict[str, str | None]:
         """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
@@ -193,9 +200,9 @@ def _split_of(
     ends = [tuple(path for path in each if path not in holders) for each in (embedding, *between, head)]
     by_layer = dict(zip([*starts, len(layers) - 1], ends, strict=True))
     by_layer |= {
-        (starts[-1] if path == blocks else 0) + 1 + place: (f"{path}.{place}",)
-        for path, each in seen.chains.items()
-        for place in range(len(each))
+        (starts[-1] if path == blocks else 0) + 1 + number: (f"{path}.{place}",)
+        for path in seen.chains
+        for number, place in enumerate(seen.blocks(model, path))
     }
     text = config.get_text_config() if task is Task.CONTRASTIVE else config
     positions = length_of(shapes[0]) if image else _most_positions(text)
@@ -204,6 +211,7 @@ def _split_of(
         task=task,
         embedding=embedding,
         blocks=blocks,
+        called=() if _is_whole(places := seen.places[blocks]) else tuple(places),
         head=head,
         holders=holders,
         kinds=tuple(kinds),
@@ -286,7 +294,18 @@ def _all_streams(
         return []
     more = seen.tokens + (_LONGER - _TOKENS if seen.tokens == _TOKENS else seen.tokens)
     longer = _record(model, config, task, None, more).chains[path]
-    return [_of_tokens(each, blocks, longer, (seen.tokens, more), config) for each in streams]
+    found = [_of_tokens(each, blocks, longer, (seen.tokens, more), config) for each in streams]
+    if not any(each.whole for each in streams):
+        return found
+    longest = _record(model, config, task, None, _LONGEST).chains[path]
+    return [_with_most(each, longest) for each in found]
+
+
+def _with_most(stream: SplitStream, longest: Sequence[_Call]) -> SplitStream:
+    """The stream with what those of its dims never exceed that are shorter than many tokens."""
+    sizes = dict(_given(longest[stream.readers[0] - 1]))[stream.argument, stream.entry].shape[1:]
+    most = tuple(size if size < _LONGEST and known <= 0 else 0 for size, known in zip(sizes, stream.shape, strict=True))
+    return stream.model_copy(update={"most": most if any(most) else ()})
 
 
 def _kinds(
@@ -313,17 +332,23 @@ def _kinds(
         parts = ("image ", "text ") if encoder and encoder.encoded is None else ("encoder ", "decoder ")
         words = parts[path == blocks] if encoder else ""
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
-        modules = list(model.get_submodule(path).children())
+        modules, places = list(seen.blocks(model, path).values()), seen.places[path]
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
         own_streams = streams if seen.beside is None else []
         own_layers = range(len(layers), len(layers) + len(modules))
         beside = [[one for one in own_streams if layer in (*one.readers, one.maker)] for layer in own_layers]
         keys = [
-            _key(modules[place], one, given, (beside[place], own_layers[place]), passed, place, config)
-            for place, one in enumerate(seen.chains[path])
+            (
+                *own,
+                *_key(one, given, (beside[number], own_layers[number]), passed, place, config),
+                _attention(config, place),
+            )
+            for number, (place, own, one) in enumerate(
+                zip(places, _signatures(modules, places), seen.chains[path], strict=False)
+            )
         ]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
-        attention = [_attention(config, place) for place in first_of]
+        attention = [_attention(config, places[number]) for number in first_of]
         if seen.beside is not None and path == blocks and not seen.chains[path][0].names.get("is_causal"):
             attention = [BIDIRECTIONAL for _ in attention]
         names = _names([modules[place] for place in first_of], attention)
@@ -510,14 +535,12 @@ def _record(
             handle.remove()
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise _refused(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
-    chains = {
-        path: [call for _, call in calls[path]]
-        for path, blocks in lists.items()
-        if [place for place, _ in calls[path]] == list(range(len(blocks)))
-    }
+    places = {path: [place for place, _ in each] for path, each in calls.items()}
+    chosen = _chosen(model, _in_order(lists, calls), called, config, task)
     return Recording(
         called=called,
-        chains=_chosen(model, chains, called, config, task),
+        chains=chosen,
+        places={path: places[path] for path in chosen},
         samples=samples,
         tokens=tokens,
         decoder_ids=given[beside] if beside else samples,
@@ -528,6 +551,23 @@ def _record(
         named=named,
         asks_for_values=known is not None and known.asked,
     )
+
+
+def _in_order(
+    lists: Mapping[str, Sequence[nn.Module]], calls: Mapping[str, Sequence[tuple[int, _Call]]]
+) -> dict[str, Sequence[_Call]]:
+    """The calls of the lists whose blocks are called one after another; where there are none, of those that skip some.
+
+    Blocks are skipped that are for what no sample holds, as those of a text that read an image.
+    """
+    places = {path: [place for place, _ in each] for path, each in calls.items()}
+    whole = [path for path, blocks in lists.items() if places[path] == list(range(len(blocks)))]
+    part = [path for path, each in places.items() if len(each) > 1 and each == sorted(set(each))]
+    return {path: [call for _, call in calls[path]] for path in whole or part}
+
+
+def _is_whole(places: Sequence[int]) -> bool:
+    return list(places) == list(range(len(places)))
 
 
 def _chosen(
@@ -544,7 +584,7 @@ def _chosen(
     if len(chains) < count:
         lists_wanted = "two lists" if count > 1 else "list"
         raise _refused(config, f"no {lists_wanted} of modules that are called once each, one after another")
-    chosen = sorted(list(chains)[:count], key=lambda path: called.index(f"{path}.0"))
+    chosen = sorted(list(chains)[:count], key=lambda path: next(n for n, e in enumerate(called) if _below(e, path)))
     found = {path: chains[path] for path in chosen}
     if task is Task.IMAGE_TEXT:
         (_, (entered, *_)) = found.values()
@@ -806,24 +846,27 @@ def _given(call: _Call, *, written: bool = False) -> Iterator[tuple[_Where, Tens
 def _streams(calls: Sequence[_Call], how: BlockCall, *, keeps_results: bool) -> Iterator[SplitStream]:
     """What depends on parameters and is given to blocks beside the hidden state, in the order of its reading.
 
-    What blocks return they are given only with ``keeps_results``: some make it anew where they are given none.
+    What blocks return they are given only with ``keeps_results``: some make it anew where they are given none. So are
+    whole numbers that one of them returns, as the places of tokens that it has chosen.
     """
     returned = {id(leaf) for each in calls for leaf in pytree.tree_leaves(each.outputs)}
     makers = {
         id(value): (place, None) for place, call in enumerate(calls, 1) for _, value in _given(call, written=True)
     }
     if keeps_results:
-        for place, call in enumerate(calls, 1):
+        for place, call in reversed([*enumerate(calls, 1)]):  # of those that hand it on the first has made it
             outputs = call.outputs if isinstance(call.outputs, tuple | list) else ()
             makers |= {id(each): (place, number) for number, each in enumerate(outputs) if number != how.result}
     found: dict[tuple[_Where, int], SplitStream] = {}
     for layer, call in enumerate(calls, 1):
         for where, value in _given(call):
             is_known = id(value) in makers or id(value) not in returned
-            if value.requires_grad and where[0] != how.argument and is_known:
+            is_chosen = id(value) in makers and not value.is_floating_point()
+            if (value.requires_grad or is_chosen) and where[0] != how.argument and is_known:
                 (maker, result), shape = makers.get(id(value), (0, None)), tuple(value.shape[1:])
+                whole = str(value.dtype).removeprefix("torch.") if is_chosen else ""
                 made = SplitStream(
-                    argument=where[0], entry=where[1], result=result, maker=maker, readers=(), shape=shape
+                    argument=where[0], entry=where[1], result=result, maker=maker, readers=(), shape=shape, whole=whole
                 )
                 before = found.setdefault((where, id(value)), made)
                 found[where, id(value)] = before.model_copy(update={"readers": (*before.readers, layer)})
@@ -856,16 +899,14 @@ def _ends(
     own parameters, or nothing does. A module that is not called, and whose parameters another holds that is, belongs to
     neither. What reads states of a tower is called between its blocks, and lies behind them.
     """
-    blocks_of = {
-        path: list(model.get_submodule(path).named_children())[: len(seen.chains[path])] for path in seen.chains
-    }
-    of_blocks = {module for each in blocks_of.values() for _, block in each for module in block.modules()}
+    blocks_of = {path: seen.blocks(model, path) for path in seen.chains}
+    of_blocks = {module for each in blocks_of.values() for block in each.values() for module in block.modules()}
     of_blocks |= {model.get_submodule(path) for path in seen.chains}
     owners = {path: module for path, module in model.named_modules() if holds_parameters(module)}
     outside = [path for path, module in owners.items() if module not in of_blocks]
     spans = []
     for path, blocks in blocks_of.items():
-        paths = [f"{path}.{name}" for name, _ in blocks]
+        paths = [f"{path}.{name}" for name in blocks]
         inside = [place for place, called in enumerate(seen.called) if _in(called, paths)]
         spans.append((inside[0], inside[-1]))
     held = {id(each) for path in outside if path in seen.called for each in _parameters(model, path)}
@@ -974,15 +1015,14 @@ def _below(path: str, outer: str) -> bool:
 
 
 def _key(
-    module: nn.Module,
     call: _Call,
     hidden: Collection[object],
     flowing: tuple[Collection[SplitStream], int],
     passed: Sequence[object],
     block: int,
     config: PreTrainedConfig,
-) -> Hashable:
-    """Equal for blocks of one kind; ``hidden`` says under what names they are given what flows along the chain.
+) -> tuple[Hashable, ...]:
+    """Equal for blocks that are given the same; ``hidden`` says under what names they are given what flows along.
 
     ``flowing`` are the streams that the block reads or makes, and its layer. A mapping may have them by its number.
 
@@ -1010,15 +1050,33 @@ def _key(
         (each.argument, entry, each.result, each.maker == layer, each.shape)
         for each, entry in zip(streams, entries, strict=True)
     ]
-    return (*_own(signature(module, places=True), block), *given, _attention(config, block))
+    return tuple(given)
 
 
-def _own(parts: tuple[Hashable, ...], block: int) -> Iterator[Hashable]:
-    """A signature without the numbers that say where a block stands."""
-    for part in parts:
-        is_place = isinstance(part, tuple) and len(part) == 3 and type(part[2]) is int and part[2] == block
-        if not (is_place and ("idx" in part[1] or "id" in part[1].split("_") or "index" in part[1])):
-            yield part
+def _signatures(blocks: Sequence[nn.Module], places: Sequence[int]) -> list[tuple[Hashable, ...]]:
+    """The structure of each block, without the numbers that say where it, or what it holds, stands among all."""
+    found = [signature(each, places=True) for each in blocks]
+    seen: dict[Hashable, dict[int, int]] = {}
+    for block, parts in zip(places, found, strict=False):
+        for part in filter(_is_index, parts):
+            seen.setdefault(part[:2], {})[block] = part[2]
+    counting = {name for name, values in seen.items() if _is_counting(values)}
+
+    def without_places(parts: tuple[Hashable, ...], block: int) -> tuple[Hashable, ...]:
+        return tuple(p for p in parts if not (_is_index(p) and (p[2] == block or p[:2] in counting)))
+
+    return [without_places(parts, block) for block, parts in zip(places, found, strict=False)]
+
+
+def _is_index(part: Any) -> bool:
+    is_number = isinstance(part, tuple) and len(part) == 3 and type(part[2]) is int
+    return is_number and ("idx" in part[1] or "id" in part[1].split("_") or "index" in part[1])
+
+
+def _is_counting(values: Mapping[int, int]) -> bool:
+    """Whether numbers by block grow by as many from each block to the next, and name no block before it."""
+    steps = {(values[after] - values[before]) / (after - before) for before, after in pairwise(sorted(values))}
+    return len(steps) == 1 and min(steps) >= 1 and all(number >= block for block, number in values.items())
 
 
 def _image(config: PreTrainedConfig) -> tuple[int, int, int]:

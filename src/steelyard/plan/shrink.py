@@ -120,7 +120,7 @@ def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | Non
     ends = {0, chain.num_layers - 1}
     number = next((key for key in _NUMBERS_OF_BLOCKS if chain.config.get(key) == chain.num_layers - 2), None)
     shares_blocks = any(layer not in ends for copies in split.shared for layer, _ in copies)
-    if number is None or split.streams or shares_blocks:
+    if number is None or split.streams or split.called or shares_blocks:
         return None
     found: dict[str, Any] = {number: len(places)}
     attention = [chain.kind_of(layer).attention for layer in places]

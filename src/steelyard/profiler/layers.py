@@ -19,6 +19,7 @@ Legend of shapes: B samples of this rank, S sequence length, s sequence of this 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,16 +94,27 @@ class ShortChain:
         wanted = self.chain.kind_of(place - 1).num_streams if place else 1
         states = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
         shapes = self.chain.read_shapes(place, self.seq_len) if place else ()
-        streams = shapes[wanted:]
+        streams = zip(shapes[wanted:], self.chain.read_types(place)[wanted:] if place else (), strict=True)
         parts, options = self.strategy.sequence_degree, {"dtype": self.dtype, "device": self.device}
-        made = (torch.randn((len(states[0]), shape[0] // parts, *shape[1:]), **options) for shape in streams)
+        made = [_entering((len(states[0]), shape[0] // parts, *shape[1:]), whole, options) for shape, whole in streams]
         if wanted > 1 and shapes[0] != shapes[1]:  # a decoder's state of another length than the encoder's output
             states[1:] = [torch.randn((len(states[0]), *shape), **options) for shape in shapes[1:wanted]]
-        return as_flow((*states, *(each.requires_grad_() for each in made)))
+        return as_flow((*states, *made))
 
     def loss_context(self) -> AbstractContextManager[None]:
         """Keeps the logits sharded over the vocabulary under tensor parallelism, as the runtime does."""
         return loss_parallel() if self.strategy.tensor_degree > 1 else nullcontext()
+
+
+def _entering(shape: tuple[int, ...], whole: str, options: Mapping[str, Any]) -> Tensor:
+    """What a layer reads beside hidden states: random numbers, or zeros of a type of ``whole`` numbers."""
+    if whole:
+        return torch.zeros(shape, **{**options, "dtype": getattr(torch, whole)})
+    return torch.randn(shape, **options, requires_grad=True)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def layer_meshes(degree: int, device_type: str) -> DeviceMesh:
@@ -255,13 +267,16 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
         for number, layer in enumerate(short.layers):
             inputs.append(short.entering(number, hidden))
             outputs.append(layer(inputs[-1], context))
-            hidden = as_flow(tuple(each.detach().requires_grad_() for each in tensors_of(outputs[-1])))
+            hidden = as_flow(tuple(_leaf(each) for each in tensors_of(outputs[-1])))
             watch.mark()
-        gradients = [None if each.dim() == 0 else torch.randn_like(each) for each in tensors_of(hidden)]
+        gradients = [
+            torch.randn_like(each) if each.dim() and each.requires_grad else None for each in tensors_of(hidden)
+        ]
         while outputs:
             made, states = tensors_of(outputs.pop()), short.chain.kind_of(short.places[len(outputs)]).num_streams
-            beside = [torch.zeros_like(each) for each in made[states:]]
-            torch.autograd.backward(made, [*gradients[:states], *beside])
+            beside = [each for each in made[states:] if each.is_floating_point()]
+            zeros = [torch.zeros_like(each) for each in beside]
+            torch.autograd.backward((*made[:states], *beside), [*gradients[:states], *zeros])
             gradients = [each.grad for each in tensors_of(inputs.pop())]
             watch.mark()
 

@@ -288,9 +288,10 @@ class ParallelModel:
         """For each tensor that part ``index`` is handed: how it lies before and behind the border, shape and type."""
         before, after = border(self.plan, index)
         last = self.plan.parts[index].first_layer - 1
-        needed = self.chain.flow_needs_gradient(last)
-        for shape, needs in zip(flow_shapes(self.plan, self.chain, last), needed, strict=True):
-            yield before, after, shape, {"dtype": self.chunks[0].dtype, "requires_grad": needs}
+        needed, types = self.chain.flow_needs_gradient(last), self.chain.flow_types(last)
+        for shape, needs, whole in zip(flow_shapes(self.plan, self.chain, last), needed, types, strict=True):
+            dtype = getattr(torch, whole) if whole else self.chunks[0].dtype
+            yield before, after, shape, {"dtype": dtype, "requires_grad": needs}
         routers = self.chunks[0].routers
         if routers is not None:
             yield before.of_copies, after.of_copies, routers.loss.shape, {"dtype": torch.float32, "requires_grad": True}

@@ -13,8 +13,11 @@ def folded_products(
 ) -> tuple[Product, ...]:
     """Products of one sample from those seen, in one order, at two numbers of ``samples``.
 
+    Of products that a loop over samples makes there are more for more samples, as many times as there are samples.
     Raises `InvalidModelError` where a layer multiplies other matrices for more samples.
     """
+    looped = _looped(few, many, samples) if len(few) != len(many) else {}
+    few, many = ([each for each in seen if each not in looped] for seen in (few, many))
     if len(few) != len(many):
         raise InvalidModelError(
             field="products",
@@ -23,13 +26,22 @@ def folded_products(
             hint="the layer's operations must not depend on the batch's size",
         )
     counts = Counter((one, _growing(one, other)) for one, other in zip(few, many, strict=True))
-    products = []
+    products = [Product(**each._asdict(), grows="groups", count=count) for each, count in looped.items()]
     for (seen, dim), count in counts.items():
         sizes = {name: float(size) for name, size in seen._asdict().items()}
         if dim is not None:
             sizes[dim] /= samples[0]
         products.append(Product(**sizes, grows=dim, count=count))
     return tuple(products)
+
+
+def _looped(
+    few: Sequence[SeenProduct], many: Sequence[SeenProduct], samples: tuple[int, int]
+) -> dict[SeenProduct, int]:
+    """The products of which there are as many for each sample, with that number."""
+    more = Counter(many)
+    each_times = {seen: divmod(count, samples[0]) for seen, count in Counter(few).items()}
+    return {seen: times for seen, (times, rest) in each_times.items() if not rest and more[seen] == times * samples[1]}
 
 
 def _growing(few: SeenProduct, many: SeenProduct) -> Dim | None:

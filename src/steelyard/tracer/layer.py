@@ -349,10 +349,11 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
         (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(setting.layer, seq_len)
     )
     shapes = tuple(shapes)
-    needed = chain.kind_of(setting.layer).needs_gradient or (True,) * len(shapes)
+    types = chain.read_types(setting.layer)
+    needed = chain.kind_of(setting.layer).needs_gradient or tuple(not whole for whole in types)
     streams = (
-        torch.empty((samples, *shape), dtype=setting.dtype, requires_grad=each)
-        for shape, each in zip(shapes, needed, strict=True)
+        torch.empty((samples, *shape), dtype=getattr(torch, whole) if whole else setting.dtype, requires_grad=each)
+        for shape, whole, each in zip(shapes, types, needed, strict=True)
     )
     return context, as_flow(tuple(streams))
 
