@@ -47,6 +47,7 @@ TASKS = {
 NEARLY = 0.9
 NUM_BLOCKS = 6
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
+COUNTS += ("num_layers_per_stack",)  # of hrm_text
 LIMIT_S = 120
 LIMIT_BYTES = 24 * 2**30
 DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")

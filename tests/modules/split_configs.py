@@ -130,6 +130,7 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "hrm_text": {**_SMALL, "num_key_value_heads": 4, "num_layers_per_stack": 1, "L_cycles": 2, "head_dim": 16},
     "hy_v4": {
         **{**_SMALL, **_EXPERTS, **_LATENT, "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1},
         **{"n_group": 1, "topk_group": 1, "index_topk": 8, "index_head_dim": 32, "index_n_heads": 4, "hc_mult": 3},

@@ -579,6 +579,12 @@ def test_a_block_that_the_model_calls_again_and_again_is_as_many_layers_that_sha
     assert ((1, f"{groups}.0.{place}"), (2, f"{groups}.1.{place}")) in split.shared
 
 
+def test_stacks_that_are_run_in_turn_are_a_block_for_each_call_of_a_layer() -> None:
+    split = find_split(read_hub_config("hrm_text", split_config("hrm_text"))).split
+    assert len(split.layers) == 2 + 2 * (2 + 1)
+    assert {tuple(layer for layer, _ in copies) for copies in split.shared} == {(1, 2, 4, 5), (3, 6)}
+
+
 def test_a_block_that_is_a_list_of_one_part_is_divided_as_that_part() -> None:
     (block,) = (kind for kind in split_of("albert").kinds if kind.name == "block")
     assert block.styles["block.albert_layers.0.ffn"] == "columns_entering"
@@ -789,7 +795,6 @@ _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attentio
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "hrm_text"}, "list of modules"),
         ({"model_type": "blt"}, "in BltPatcher.forward of transformers.models.blt"),
         (
             {"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"], "num_self_attends_per_block": 2},

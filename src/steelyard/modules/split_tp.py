@@ -646,8 +646,9 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
     """Every parameter once, by its first path that lies in a layer of the split."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
+    inside = [path for path in split.paths if path not in split.holders]
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        if _in(path, split.paths) or path.rpartition(".")[0] in split.holders:
+        if _in(path, inside) or path.rpartition(".")[0] in split.holders:
             found.setdefault(id(parameter), (path, parameter))
     return dict(found.values())
 
