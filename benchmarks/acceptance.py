@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, replace
 
 from steelyard.cost.build import usable_bytes
-from steelyard.planning.acceptance import accept, walked_bytes
+from steelyard.planning.acceptance import accept
+from steelyard.planning.contest import walked_bytes
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.search import search

@@ -46,8 +46,9 @@ from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of, tensors_of
 from steelyard.plan.parity import TOLERANCES
-from steelyard.plan.plan import Plan, StagePlan, fold_runs
+from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning import make_job, with_price
 from steelyard.planning.plan_from_search import assemble_plan

@@ -33,7 +33,8 @@ from steelyard.cost.predict import predict
 from steelyard.hardware import Cluster, MixedCluster, hardware_file, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.kinds import DP, TP
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job, make_pooled_job

@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.ranks import on_ranks
 from steelyard.cost.setting import Job
 from steelyard.model.read import load_model
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning import PlanOptions, job_of, make_job, plan_job, with_price
 from steelyard.profiles.profile import Profile

@@ -46,7 +46,9 @@ from steelyard.cost.framework_kernels import job_under
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config, load_model
-from steelyard.plan.plan import Plan, Prediction, StagePlan, StagePrediction, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Prediction, StagePrediction
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning import PlanOptions, make_job, plan_job, with_price
 from steelyard.planning.plan_from_search import assemble_plan, describe, summarise

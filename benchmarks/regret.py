@@ -32,7 +32,8 @@ from steelyard.errors import InvalidProfileError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.file import dump_json, parse_file
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning import PlanOptions, make_job, plan_job, with_price
 from steelyard.profiler.launch import launch_profiler

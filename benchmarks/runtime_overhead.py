@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.handwritten import dp, fsdp, pipeline, tp
 from benchmarks.ranks import Step, on_ranks, training_step
 from steelyard.modules.build import build_model
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 
 PROCESSES, NUM_BLOCKS, SEQ_LEN, GLOBAL_BATCH, VOCABULARY = 4, 6, 256, 16, 512

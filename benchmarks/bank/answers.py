@@ -38,7 +38,8 @@ from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
 from steelyard.export import TARGETS
 from steelyard.model.read import chain_from_config, load_model, model_names
-from steelyard.plan.plan import Plan, StagePlan, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import (
     PlanOptions,

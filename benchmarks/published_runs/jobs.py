@@ -34,7 +34,8 @@ from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall, ModelSplit, SplitKind
 from steelyard.plan.kinds import CP, DP, FSDP, TP
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Level, Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
 from steelyard.schedules import Schedule

@@ -8,7 +8,7 @@ from public_moe import RUNS, predicted, tensor_bytes
 
 from steelyard.cost.execution import OURS
 from steelyard.model.read import load_model
-from steelyard.plan.plan import Prediction
+from steelyard.plan.prediction import Prediction
 from steelyard.units import GB, GIB
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.units import format_seconds
 from tests.cli.conftest import Run

@@ -11,7 +11,8 @@ from steelyard.hardware import Backend, Cluster, parse_cluster
 from steelyard.hardware.values import Device, Link
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.plan import Plan, Precision, fold_runs
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.stages import fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import (
     Affine,

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from steelyard.cost.layer import layer_load, rank_samples, working_bytes
+from steelyard.cost.layer_load import layer_load, rank_samples
+from steelyard.cost.layer_memory import working_bytes
 from steelyard.cost.setting import Job, Setting
 from steelyard.hardware import parse_cluster
 from steelyard.plan.kinds import CP

@@ -7,7 +7,8 @@ import pytest
 from steelyard.cost.build import build_tables, least_times_s
 from steelyard.cost.compute import optimizer_s, work_s
 from steelyard.cost.execution import Execution, StateBytes
-from steelyard.cost.layer import held_params, layer_cost, layer_load, layer_profile, sharded_params
+from steelyard.cost.layer import layer_cost
+from steelyard.cost.layer_load import held_params, layer_load, layer_profile, sharded_params
 from steelyard.cost.setting import Job, Setting
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config

@@ -19,7 +19,9 @@ from steelyard.cost.communication import Group
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
 from steelyard.cost.execution import OURS, TORCHTITAN, Execution, StateBytes
-from steelyard.cost.layer import LayerCost, exposed_s, layer_cost, levels_group, pipeline_buffer_bytes
+from steelyard.cost.layer import LayerCost, exposed_s, layer_cost
+from steelyard.cost.layer_load import levels_group
+from steelyard.cost.layer_memory import pipeline_buffer_bytes
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import parse_strategy

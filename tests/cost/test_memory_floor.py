@@ -15,7 +15,8 @@ from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
-from steelyard.plan.plan import Plan, Precision, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import PlanOptions, stage_strategies
 from steelyard.schedules import PipelineConfig

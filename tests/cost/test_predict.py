@@ -13,7 +13,8 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
-from steelyard.plan.plan import Plan, StagePlan, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import Affine
 from steelyard.search.evaluate import Solution, evaluate

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.compute import launch_s, work_s
-from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost, refusal
+from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost
+from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import Remat, parse_strategy

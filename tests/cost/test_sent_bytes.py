@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from steelyard.cost.layer import layer_load, layer_profile, traffic_group
+from steelyard.cost.layer_load import layer_load, layer_profile, traffic_group
 from steelyard.cost.setting import Setting
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steelyard.cost import stage_memory
 from steelyard.cost.execution import TORCHTITAN
-from steelyard.cost.layer import LayerMemory
+from steelyard.cost.layer_memory import LayerMemory
 from steelyard.cost.setting import Setting
 from steelyard.cost.stage_memory import PartLayers, stage_terms
 from tests.cost.examples import job, setting

@@ -11,8 +11,8 @@ from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall
 from steelyard.modules.batch import decoder_inputs, random_samples
+from steelyard.modules.block_inputs import BlockInputs
 from steelyard.modules.build import build_model, hub_config, read_hub_config
-from steelyard.modules.holes import BlockInputs
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split
 from tests.modules.split_configs import split_config

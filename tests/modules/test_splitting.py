@@ -25,12 +25,13 @@ from steelyard.modules.build import (
     prepare_model,
     read_hub_config,
 )
-from steelyard.modules.holes import forward_options
 from steelyard.modules.layers import build_layer
+from steelyard.modules.model_inputs import forward_options
 from steelyard.modules.prepared import prepare, stored_apart
+from steelyard.modules.proved_kinds import no_cp
 from steelyard.modules.split_proof import split_model
-from steelyard.modules.split_tp import no_cp
-from steelyard.modules.splitting import find_split, task_of
+from steelyard.modules.splitting import find_split
+from steelyard.modules.trained_class import task_of
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from plan.examples import CONFIG, CONTENT, PREDICTION, changed, one_stage, read
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.read import chain_from_config, config_hash, load_model
-from steelyard.plan.plan import Fallback, fold_runs
+from steelyard.plan.plan import Fallback
+from steelyard.plan.stages import fold_runs
 from steelyard.search import enumerate_strategies
 
 LAYERS_OF = ["stages", 0, "runs", 0, "layers"]

@@ -3,7 +3,7 @@
 import pytest
 
 from steelyard.cost.predict import predict_memory
-from steelyard.planning import acceptance
+from steelyard.planning import acceptance, walked_search
 from steelyard.planning.acceptance import accept
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_tables
@@ -24,7 +24,7 @@ def test_layers_as_they_work_give_faster_plans_that_fit_and_a_smaller_gap(monkey
     found = accept(job, tables)
     best = found.ranked[0]
     assert all(sum(terms.values()) <= job.budget_bytes for terms in predict_memory(best.plan, job))
-    monkeypatch.setattr(acceptance, "_as_layers_work", lambda *_: None)
+    monkeypatch.setattr(acceptance, "search_as_layers_work", lambda *_: None)
     without = accept(job, tables)
     assert best.outcome.score_s < without.ranked[0].outcome.score_s * 0.99
     assert found.search.gap < without.search.gap
@@ -44,7 +44,8 @@ def test_the_fastest_plan_of_one_stage_is_told_from_all_others_that_fit(monkeypa
     tables = make_tables(job, PlanOptions(num_stages=1))
     found = accept(job, tables).search
     assert found.status == "optimal"
-    monkeypatch.setattr(acceptance, "_of_all_states", lambda _: None)
+    for each in (acceptance, walked_search):
+        monkeypatch.setattr(each, "search_all_states", lambda _: None)
     without = accept(job, tables).search
     assert without.status == "feasible"
     assert without.lower_bound_s < found.best.score_s <= without.best.score_s

@@ -25,12 +25,14 @@ from steelyard.planning import (
     PlanOptions,
     acceptance,
     choose,
+    contest,
     make_job,
     make_tables,
     parse_pin,
     plan_job,
 )
-from steelyard.planning.acceptance import accept, walked_bytes
+from steelyard.planning.acceptance import accept
+from steelyard.planning.contest import walked_bytes
 from steelyard.planning.price import peak_bytes
 from steelyard.search.evaluate import evaluate
 from steelyard.search.partition import quick_bound_s
@@ -181,7 +183,7 @@ def test_no_plan_is_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         walked[f"{settings[0].pipeline} {parts} {strategies}"] += 1
         return memory_terms(parts, strategies, settings)
 
-    monkeypatch.setattr(acceptance, "memory_terms", counted)
+    monkeypatch.setattr(contest, "memory_terms", counted)
     assert accept(tight, make_tables(tight, PlanOptions())).ranked
     assert set(walked.values()) == {1}
 

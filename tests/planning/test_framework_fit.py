@@ -10,7 +10,8 @@ from steelyard.cost.setting import Job
 from steelyard.export import TARGETS
 from steelyard.plan.asked import Asked
 from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
-from steelyard.plan.plan import Plan, StagePlan, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import FittedPlan, NothingFitsError, PlanOptions, plan_for_framework, plan_job
 from steelyard.planning.demands import demands_of, narrowed

@@ -9,9 +9,10 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
-from steelyard.plan.plan import Plan, StagePlan, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning import PlanOptions, acceptance, make_tables, plan_job, with_baselines
+from steelyard.planning import PlanOptions, acceptance, make_tables, plan_job, walked_search, with_baselines
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.report.plan_table import baseline_line
@@ -116,7 +117,8 @@ def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
 
 
 def test_a_gap_that_memory_leaves_is_not_blamed_on_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance, "_of_all_states", lambda _: None)  # which closes it
+    for each in (acceptance, walked_search):
+        monkeypatch.setattr(each, "search_all_states", lambda _: None)  # which closes it
     prediction = compared(tight(0.1)).prediction
     assert prediction is not None
     assert (prediction.certificate.status, prediction.certificate.time_limit_s) == ("gap", None)

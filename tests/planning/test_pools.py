@@ -16,8 +16,9 @@ from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning import pool_search
-from steelyard.planning.acceptance import accept, walked_bytes
+from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import find_plan, plan_job
+from steelyard.planning.contest import walked_bytes
 from steelyard.planning.job import make_job, make_pooled_job
 from steelyard.planning.plan_from_search import bare_plan
 from steelyard.planning.pool_rivals import even_plan, explain_pools, with_pool_baselines

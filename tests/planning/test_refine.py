@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.tables import CostTables
-from steelyard.planning import acceptance, refine
+from steelyard.planning import refine, walked_search
 from steelyard.planning.acceptance import accept
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_tables
@@ -106,7 +106,7 @@ def test_a_plan_with_a_gap_is_refined_and_fits(monkeypatch: pytest.MonkeyPatch) 
     found = accept(job, tables)
     best = found.ranked[0]
     assert all(sum(terms.values()) <= job.budget_bytes for terms in predict_memory(best.plan, job))
-    monkeypatch.setattr(acceptance, "NUM_REFINED", 0)
+    monkeypatch.setattr(walked_search, "NUM_REFINED", 0)
     without = accept(job, tables)
     assert best.outcome.score_s < without.ranked[0].outcome.score_s * 0.995
     assert found.search.gap < without.search.gap

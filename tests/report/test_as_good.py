@@ -5,7 +5,8 @@ from dataclasses import replace
 from rich.console import Console, RenderableType
 
 from steelyard.plan.file import dump_json
-from steelyard.plan.plan import Alternative, Interval, Plan
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Alternative, Interval
 from steelyard.report.explain_view import explain_view
 from steelyard.report.html import ReportContents, report_page
 from steelyard.report.plan_table import plan_view

@@ -5,7 +5,8 @@ from typing import Any
 import steelyard.modules  # noqa: F401  which splits them
 from steelyard.model.own import OwnSplit
 from steelyard.model.split import ModelSplit
-from steelyard.plan.plan import Plan, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.stages import fold_runs
 from steelyard.plan.strategy import parse_strategy
 
 _SIZES = {

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steelyard.plan.cost_source import CostSource
-from steelyard.plan.plan import Interval
+from steelyard.plan.prediction import Interval
 from steelyard.plan.strategy import Strategy
 
 

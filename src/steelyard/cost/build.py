@@ -11,16 +11,9 @@ from steelyard.cost.communication import crossing_s, send_recv_s
 from steelyard.cost.compute import compute_time
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
-from steelyard.cost.layer import (
-    KnownPasses,
-    held_params,
-    layer_cost,
-    pipeline_buffer_bytes,
-    rank_samples,
-    refusal,
-    tied_s,
-    unmeasured_reason,
-)
+from steelyard.cost.layer import KnownPasses, layer_cost, tied_s
+from steelyard.cost.layer_load import held_params, rank_samples, refusal, unmeasured_reason
+from steelyard.cost.layer_memory import pipeline_buffer_bytes
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables, SideInput

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import context_bytes
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import LayerMemory, layer_memory
+from steelyard.cost.layer_memory import LayerMemory, layer_memory
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.plan.strategy import Remat, Strategy

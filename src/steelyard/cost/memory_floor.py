@@ -27,7 +27,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.layer import layer_memory
+from steelyard.cost.layer_memory import layer_memory
 from steelyard.cost.layer_parts import (
     LayerParts,
     fullest_moments,

@@ -2,7 +2,7 @@
 
 The terms of time are those that the search added up (`steelyard.cost.layer`). Those of memory are the walk's
 (`steelyard.cost.stage_memory`), which is the one definition of what a plan takes; the search adds up bounds of it
-(`steelyard.cost.layer` from above, `steelyard.cost.memory_floor` from below).
+(`steelyard.cost.layer_memory` from above, `steelyard.cost.memory_floor` from below).
 """
 
 from collections import Counter
@@ -13,7 +13,8 @@ from itertools import pairwise
 from steelyard.cost.build import border_s, context_bytes, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.execution import StateBytes
-from steelyard.cost.layer import LayerBytes, LayerCost, layer_bytes, layer_cost, tied_s
+from steelyard.cost.layer import LayerCost, layer_cost, tied_s
+from steelyard.cost.layer_memory import LayerBytes, layer_bytes
 from steelyard.cost.pools import AnyJob, PooledJob, stage_settings
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
@@ -21,7 +22,8 @@ from steelyard.cost.stage_memory import part_layers, stage_terms, tied_bytes
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerKind
-from steelyard.plan.plan import OWN_TERMS, Plan, StagePrediction
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import OWN_TERMS, StagePrediction
 from steelyard.plan.shared import num_slices
 from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import LayerProfile, Work

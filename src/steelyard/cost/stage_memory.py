@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer import LayerMemory, layer_memory
+from steelyard.cost.layer_memory import LayerMemory, layer_memory
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.model.chain import LayerRole
 from steelyard.plan.shared import num_slices

@@ -23,13 +23,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.family import Family, Run, Task
 from steelyard.model.split import BlockArguments, local_name
+from steelyard.modules.block_inputs import BlockInputs, tensors_in
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.dropout import has_dropout
 from steelyard.modules.freezing import freeze_layer
-from steelyard.modules.holes import BlockInputs, split_run, tensors_in
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.pairs import Batch
+from steelyard.modules.pieces import split_run
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
 from steelyard.plan.strategy import Remat

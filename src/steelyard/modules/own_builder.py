@@ -18,9 +18,10 @@ from torch import nn
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.own import BUILDER
-from steelyard.modules.own_pieces import HINT, OwnModel
+from steelyard.modules.own_pieces import OwnModel
 from steelyard.modules.own_proof import proved
 from steelyard.modules.own_read import planned_module
+from steelyard.modules.own_shell import HINT
 from steelyard.modules.own_split import find_own_split
 from steelyard.plan.plan import Plan
 

@@ -24,10 +24,12 @@ from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnKind, OwnSplit, chain_of_own
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build_layer, tensors_of
-from steelyard.modules.own_pieces import HINT, OwnBatch, OwnModel, call_arguments, loss_of
+from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of
 from steelyard.modules.own_read import parts_of
+from steelyard.modules.own_shell import HINT, call_arguments
 from steelyard.modules.own_split import FoundSplit, check_sample
-from steelyard.modules.split_tp import Styles, block_suppositions, difference, divided_rows, on_two_ranks
+from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
+from steelyard.modules.two_ranks import difference, on_two_ranks
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
 from steelyard.plan.strategy import Remat

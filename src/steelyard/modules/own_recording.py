@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError, UserError
 from steelyard.model.split import BlockArguments
-from steelyard.modules.own_pieces import HINT, META, Loss, call_arguments, loss_of
+from steelyard.modules.own_pieces import Loss, loss_of
+from steelyard.modules.own_shell import HINT, META, call_arguments
 
 Origin = tuple[str, int, int]
 """What flows: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and its place."""

@@ -23,8 +23,9 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnInput, OwnKind, OwnSplit
 from steelyard.modules.own_identity import below, digest_of, fingerprint_of_block, fingerprint_of_rest
-from steelyard.modules.own_pieces import HINT, META, Loss, OwnModel, meta_copy, returned_tensors
+from steelyard.modules.own_pieces import Loss, OwnModel, meta_copy, returned_tensors
 from steelyard.modules.own_recording import Origin, Seen, record, refused
+from steelyard.modules.own_shell import HINT, META
 
 _BEFORE = -1
 

@@ -2,7 +2,7 @@
 
 Both have the same random weights in fp32. Compared are the logits and the gradient of every parameter, on two inputs of
 unlike length, so that control flow that depends on values or lengths shows. How layers divide under tensor parallelism
-is proved likewise (`steelyard.modules.split_tp`).
+is proved likewise (`steelyard.modules.two_ranks`).
 """
 
 import copy
@@ -28,22 +28,13 @@ from steelyard.model.split import ModelSplit, SplitEncoder
 from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, fitting_tokens, random_samples
 from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
-from steelyard.modules.holes import beside_features, forward_options, given_samples, ids_beside, read_by
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
-from steelyard.modules.split_tp import (
-    ThreadedProof,
-    difference,
-    divided_kinds,
-    divided_sizes,
-    loss_of,
-    no_context_parallelism,
-    no_cp,
-    parameters_by_path,
-    pieces_of,
-    shares_heads,
-)
+from steelyard.modules.model_inputs import beside_features, forward_options, given_samples, ids_beside, read_by
+from steelyard.modules.proved_kinds import divided_kinds, no_context_parallelism, no_cp, shares_heads
+from steelyard.modules.split_tp import divided_sizes
 from steelyard.modules.splitting import Found, find_split
+from steelyard.modules.two_ranks import ThreadedProof, difference, loss_of, parameters_by_path, pieces_of
 from steelyard.plan.shrink import config_of_blocks
 
 _LENGTHS = (16, 24)

@@ -21,7 +21,8 @@ from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.freeze import Freeze
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config, with_entries, without_dropout
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 
 _FILLS = "steelyard.modules.build"
 """Which takes torch, so that it is imported where it is needed."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.layer import rank_samples, refusal, unmeasured_reason
+from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
@@ -17,8 +17,10 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools
 from steelyard.model.own import chain_of_own
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.plan import Alternative, Plan, Precision
-from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.prediction import Alternative
+from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.planning.contest import Accepted
 from steelyard.planning.demands import asked_in
 from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import make_any_job, planned_chain

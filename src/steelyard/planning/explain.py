@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.layer import refusal
+from steelyard.cost.layer_load import refusal
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.setting import Job, Setting
 from steelyard.limits import MOST_BYTES

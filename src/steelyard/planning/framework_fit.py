@@ -25,7 +25,8 @@ from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
 from steelyard.plan.kinds import variants
-from steelyard.plan.plan import LayerRun, Plan, StagePlan, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.stages import LayerRun, StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import NothingFitsError, device_bytes

@@ -8,8 +8,8 @@ from steelyard.cost.setting import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
-from steelyard.planning.acceptance import walked_bytes
 from steelyard.planning.choose import plan_job
+from steelyard.planning.contest import walked_bytes
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
 from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
 from steelyard.planning.price import peak_bytes, with_price

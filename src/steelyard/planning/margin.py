@@ -14,7 +14,8 @@ from typing import TypeVar
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
-from steelyard.plan.plan import Plan, StagePrediction
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import StagePrediction
 from steelyard.units import format_bytes
 
 JobT = TypeVar("JobT", Job, PooledJob, AnyJob)

@@ -1,6 +1,6 @@
 """What the search never looked at, and why: pipeline settings and strategies that were not built into tables."""
 
-from steelyard.cost.layer import rank_samples, unmeasured_reason
+from steelyard.cost.layer_load import rank_samples, unmeasured_reason
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import ExcludedValues, StrategyVerdict
 from steelyard.plan.kinds import KINDS, level_kinds

@@ -6,7 +6,8 @@ from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.tables import CostTables
 from steelyard.hardware import Cluster, MixedCluster, hardware_file
-from steelyard.plan.plan import Plan, PlanModel, StagePlan, fold_runs
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
 from steelyard.search.evaluate import Solution

@@ -10,10 +10,12 @@ import numpy as np
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.plan.choices import Explanation, Rival
-from steelyard.plan.plan import Baseline, Plan
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Baseline
 from steelyard.plan.strategy import divisors
-from steelyard.planning.acceptance import Accepted, accept
+from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import plan_job
+from steelyard.planning.contest import Accepted
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
 from steelyard.planning.problem import PlanOptions

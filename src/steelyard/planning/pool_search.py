@@ -16,7 +16,8 @@ from dataclasses import replace
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
-from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.planning.contest import Accepted
 from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
 from steelyard.search.least_memory import IMPOSSIBLE
 

@@ -12,9 +12,11 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_cluster, parse_pools, with_network
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.plan import Alternative, Plan, PoolUse, Prediction, StagePlan, fold_runs
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Alternative, PoolUse, Prediction
+from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.acceptance import Accepted
+from steelyard.planning.contest import Accepted
 from steelyard.planning.job import make_job, make_pooled_job
 from steelyard.planning.margin import warnings_of
 from steelyard.planning.plan_from_search import assemble_plan

@@ -16,8 +16,9 @@ from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
 from steelyard.plan.plan import Plan
-from steelyard.planning.acceptance import accept, walked_bytes
+from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import device_bytes
+from steelyard.planning.contest import walked_bytes
 from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.plan_from_search import describe

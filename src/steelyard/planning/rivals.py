@@ -15,7 +15,8 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import Rival
-from steelyard.plan.plan import Baseline, Plan
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Baseline
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.plain import PLAIN_KINDS, PlainKind, plain_tables

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from steelyard.cost.layer import refusal
+from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.choices import WhyNot

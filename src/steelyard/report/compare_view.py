@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from steelyard.plan.plan import Plan, Prediction
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Prediction
 from steelyard.report.plan_table import headline, layers_text
 from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds

@@ -8,7 +8,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from steelyard.plan.choices import ExcludedValues, Explanation, Rival, SlowNode, StrategyVerdict, Verdict
-from steelyard.plan.plan import Plan, Prediction
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Prediction
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,

@@ -12,7 +12,8 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.choices import Rival
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text
-from steelyard.plan.plan import Alternative, Baseline, Plan, Prediction
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Alternative, Baseline, Prediction
 from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 

@@ -26,7 +26,7 @@ from steelyard.model.family import Task
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_model
 from steelyard.modules.freezing import freeze_model
-from steelyard.modules.holes import beside_features, forward_options, given_samples
+from steelyard.modules.model_inputs import beside_features, forward_options, given_samples
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.samples import Samples

@@ -18,7 +18,8 @@ from steelyard.modules.kinds.ep import take_imbalance
 from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.output import write_file
-from steelyard.plan.plan import OWN_TERMS, Plan
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import OWN_TERMS
 from steelyard.processes.allocator import allocator_setting
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.profiles.slowness import OwnWork, SlowRank, slow_ranks

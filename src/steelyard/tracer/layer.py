@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.holes import ShellPiece
 from steelyard.modules.kinds import TWINS, Division
 from steelyard.modules.kinds.ep import exchange_alone
 from steelyard.modules.layers import (
@@ -37,6 +36,7 @@ from steelyard.modules.layers import (
 )
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pairs import Batch
+from steelyard.modules.pieces import ShellPiece
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from steelyard.cost.predict import predict
 from steelyard.plan.choices import DevicePoint, Explanation, FrontierPoint, PlanStudy, Rival, TradeOffs
-from steelyard.plan.plan import Alternative, Plan, PlanModel
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.prediction import Alternative
 from steelyard.planning import with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.report.html import ReportContents

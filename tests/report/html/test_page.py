@@ -13,7 +13,7 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.predict import predict
 from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import Explanation, PlanStudy
-from steelyard.plan.plan import Baseline
+from steelyard.plan.prediction import Baseline
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import with_price
 from steelyard.report.explain_view import explain_view

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
+from steelyard.modules.block_inputs import PerSample
 from steelyard.modules.context_attention import IMPLEMENTATION, ContextDivision, ContextMethod, divide
 from steelyard.modules.head_tail import SEQUENCE_DIM, local_tokens
-from steelyard.modules.holes import PerSample
 from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext, SideInputs
 

@@ -6,7 +6,8 @@ from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.cost.simulator import Timeline
 from steelyard.plan.choices import PlanStudy
-from steelyard.plan.plan import Plan, Prediction
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Prediction
 from steelyard.profiles.record import RunRecord
 
 

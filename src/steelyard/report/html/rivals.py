@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from steelyard.plan.choices import Rival
-from steelyard.plan.plan import Alternative
+from steelyard.plan.prediction import Alternative
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, section, table, tag
 from steelyard.report.plan_table import alternative_step, as_good_line, why_lost

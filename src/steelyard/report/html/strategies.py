@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.kinds import KINDS, Kind
 from steelyard.plan.kinds.kind import States
-from steelyard.plan.plan import Plan, StagePlan
+from steelyard.plan.plan import Plan
+from steelyard.plan.stages import StagePlan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag

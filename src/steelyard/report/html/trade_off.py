@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from steelyard.plan.plan import Alternative
+from steelyard.plan.prediction import Alternative
 from steelyard.report.html.chart import Chart, Mark, chart
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag

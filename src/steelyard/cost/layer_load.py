@@ -1,0 +1,178 @@
+"""What a rank computes, holds and exchanges of a layer under a strategy: what its time and its memory are made of."""
+
+from functools import lru_cache
+from math import prod
+
+from steelyard.cost.communication import Group, num_places
+from steelyard.cost.setting import Setting
+from steelyard.errors import InvalidProfileError
+from steelyard.model.chain import LayerKind
+from steelyard.model.routing import Routing
+from steelyard.plan.kinds import Kind
+from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
+from steelyard.plan.kinds.kind import Levels, Load, Over, Phase
+from steelyard.plan.legality import illegal_reason
+from steelyard.plan.strategy import Remat, Strategy
+from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile
+
+Calls = dict[Phase, tuple[tuple[CollectiveKind, int, float], ...]]
+"""Collectives of a layer: kind, number of calls, bytes of all of them."""
+
+
+def levels_group(strategy: Strategy, levels: Levels, span: int) -> Group:
+    """The shape of the process groups over neighbouring levels of a strategy, in a stage of ``span`` ranks.
+
+    Of one rank where there are no such levels.
+    """
+    stride = 1
+    for level in reversed(strategy.levels):
+        if level in levels:
+            return Group(size=degree_of(levels), stride=stride, span=span)
+        stride *= level.degree
+    return Group(size=1, stride=1, span=span)
+
+
+def group_of_experts(over: Over, strategy: Strategy, span: int) -> Group:
+    """The shape of the groups that divide routed experts, the innermost of the data ranks, or share or repeat them."""
+    data = levels_group(strategy, data_levels(strategy.levels), span)
+    sizes = (strategy.expert_degree, strategy.expert_state_shards, strategy.expert_replicas)
+    place = ("experts", "expert shards", "expert replicas").index(over)
+    return data._replace(size=sizes[place], stride=data.stride * prod(sizes[:place]))
+
+
+def layer_profile(
+    kind: LayerKind, strategy: Strategy, setting: Setting, *, imbalance: float | None = None
+) -> LayerProfile:
+    """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none.
+
+    Where ranks divide its experts, of the one that most tokens take, ``imbalance`` times the mean (None: the job's).
+    """
+    layer = setting.job.layer(kind.name, strategy.shape, expert_degree=strategy.expert_degree, imbalance=imbalance)
+    if layer is None:
+        degrees = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items()) or "one rank"
+        raise InvalidProfileError(
+            field=f"layers.{kind.name}",
+            found=f"no entry for {degrees}",
+            expected="an entry for every shape that the strategies give a layer",
+            hint="profile or trace the model with these degrees",
+        )
+    return layer
+
+
+def refusal(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
+    """Why no plan of this setting may run a layer of this kind so: forbidden, or beyond what the profile measured."""
+    return illegal_reason(kind, strategy, setting.batch) or unmeasured_reason(kind, strategy, setting)
+
+
+def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
+    """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
+    layer = setting.job.layer(kind.name, strategy.shape)
+    if layer is None or not layer.times or layer.reaches(rank_samples(strategy, setting)):
+        return None
+    sizes = [time.samples for time in layer.times]
+    return (
+        f"{rank_samples(strategy, setting):g} samples on a rank: the profile measured {', '.join(map(str, sizes))} and "
+        f"holds for {sizes[0] / 2:g} to {2 * sizes[-1]}"
+    )
+
+
+def rank_samples(strategy: Strategy, setting: Setting) -> float:
+    """Samples of a microbatch on a rank; of samples whose tokens are divided, the part.
+
+    A rank with a part of the tokens does that part of a sample's work, of attention too: head-tail order divides it
+    equally.
+    """
+    samples = setting.microbatch_samples // strategy.sample_degree
+    return samples if strategy.token_degree == 1 else samples / strategy.token_degree
+
+
+def held_params(layer: LayerProfile, strategy: Strategy) -> int:
+    """Parameters that a rank computes with, once they are gathered."""
+    return layer.num_params - layer.expert_params + layer.expert_params // strategy.expert_degree
+
+
+def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
+    """Parameters of a rank's shard: what it trains.
+
+    Experts are sharded over the ranks that are left of a shard group; where their own groups are larger, not at all.
+    """
+    dense, experts = layer.num_params - layer.expert_params, layer.expert_params
+    shards = strategy.state_shards
+    if strategy.expert_degree == 1:
+        return -(-layer.num_params // shards)
+    return -(-dense // shards) - (-experts // max(shards, strategy.expert_degree))
+
+
+def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Load:
+    """What the collectives of a layer carry."""
+    job, samples = setting.job, rank_samples(strategy, setting)
+    whole = setting.microbatch_samples // strategy.sample_degree
+    held, experts = _held_apart(layer, strategy)
+    trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
+    reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
+    traced, exchanged = job.once(
+        layer, (strategy.remat, samples), lambda: _calls(layer, strategy.remat, samples, job.imbalance)
+    )
+    return Load(
+        strategy=strategy,
+        parameter_bytes=(held - experts) * job.compute_bytes,
+        gradient_bytes=(trained - trained_experts) * reduced,
+        expert_parameter_bytes=experts * job.compute_bytes,
+        expert_gradient_bytes=trained_experts * reduced,
+        traced=traced,
+        exchanged=exchanged,
+        part_sent=_part_sent(strategy, setting),
+        exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
+        key_value_bytes=layer.key_value_bytes.at(whole),
+        attention_bytes=layer.attention_bytes.at(samples),
+    )
+
+
+def _part_sent(strategy: Strategy, setting: Setting) -> float:
+    """Of the tokens that are exchanged, one for each expert, the part that is sent."""
+    if strategy.expert_degree == 1 or not setting.job.execution.sends_once:
+        return 1.0
+    group = group_of_experts("experts", strategy, setting.devices_per_stage)
+    routing = Routing.of(setting.job.chain.config)
+    return routing.places(num_places(group, setting.job.cluster)) / routing.top_k
+
+
+def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
+    """Parameters that a rank computes with, and how many of them are of experts that ranks divide."""
+    held = held_params(layer, strategy)
+    return held, 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
+
+
+def _calls(layer: LayerProfile, remat: Remat, samples: float, imbalance: float) -> tuple[Calls, Calls]:
+    """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart."""
+    collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
+        "forward": layer.forward_collectives,
+        "backward": layer.backward_collectives,
+    }
+    if remat is not Remat.NONE:
+        collectives["recomputation"] = layer.recomputation(remat).collectives
+    traced: Calls = {}
+    exchanged: Calls = {}
+    for phase, found in collectives.items():
+        sent = [(each.kind, each.count, each.tensor_bytes.at(samples)) for each in found]
+        traced[phase] = tuple(call for call in sent if call[0] != "all_to_all")
+        exchanged[phase] = tuple((name, count, imbalance * size) for name, count, size in sent if name == "all_to_all")
+    return traced, exchanged
+
+
+@lru_cache(maxsize=65536)
+def traffic_group(over: Over, kind: Kind, strategy: Strategy, span: int) -> Group:
+    """The groups of ranks that collectives of a kind go over, in a stage of ``span`` ranks."""
+    if "expert" in over:
+        return group_of_experts(over, strategy, span)
+    levels = strategy.levels
+    own = tuple(level for level in levels if level.kind is kind)
+    taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[over]
+    return levels_group(strategy, taking, span)
+
+
+def mean_shard_params(layer: LayerProfile, strategy: Strategy) -> float:
+    """Parameters of a rank's shard on average."""
+    if strategy.expert_degree == 1:
+        return layer.num_params / strategy.state_shards
+    return sharded_params(layer, strategy)

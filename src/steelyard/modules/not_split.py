@@ -1,0 +1,40 @@
+"""Why a model of transformers does not split, as an error that names the place in its own code."""
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedConfig
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+from steelyard.errors import InvalidModelError
+from steelyard.modules.failed_at import failed_at, frames_of
+
+
+def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError:
+    """Why a forward pass fails: a kind of layers that the model has no mask or positions for, or whatever it raises."""
+    listed = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if isinstance(error, KeyError) and (frames := frames_of(error)) and error.args[0] in listed:
+        mappings = [each for each in frames[-1][0].f_locals.values() if isinstance(each, Mapping)]
+        known = sorted({key for each in mappings for key in each if key in ALLOWED_LAYER_TYPES})
+        return InvalidModelError(
+            field=f"layer_types.{list(listed).index(error.args[0])}",
+            found=f"{error.args[0]!r}, which {config.model_type} does not know",
+            expected=f"a kind of layers of {config.model_type}" + (f", as {', '.join(known)}" if known else ""),
+            hint="compare with the config.json that the model was published with",
+        )
+    what = f"{type(error).__name__}: {_first_line(error)}"
+    return not_split(config, f"its forward pass fails on tensors without values{failed_at(error)} ({what})")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
+    """That the model of a config has something in the way of its split."""
+    return InvalidModelError(
+        field="model_type",
+        found=f"{config.model_type}: {found}",
+        expected="a model of embedding, one list of blocks and head, with one hidden state between them; or of two "
+        "lists, an encoder's and a decoder's, whose blocks read its output",
+        hint="docs/adding-a-model.md says what splits by itself and how to write down what does not",
+    )

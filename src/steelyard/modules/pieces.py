@@ -1,0 +1,295 @@
+"""How the layers of a split model run: embedding and head are the model's own forward pass with holes.
+
+Where all that the model does there is to call modules one after another, they are just that. Else the embedding runs
+the model up to its first block, the head from the result of its last block on; what both skip has holes in its place
+(`steelyard.modules.shell`). Blocks are called as the model calls them (`steelyard.modules.block_inputs`).
+"""
+
+import copy
+from collections import UserDict
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from steelyard.model.family import Context, Layer, LayerRole, Run, Task
+from steelyard.model.split import BlockArguments, ModelSplit, local_name
+from steelyard.modules.block_inputs import EndsPerSample, PerSample
+from steelyard.modules.build import outside_buffers
+from steelyard.modules.called import called_at
+from steelyard.modules.known_values import (
+    KnownValues,
+    has_values,
+)
+from steelyard.modules.model_inputs import blank, read_by
+from steelyard.modules.pairs import pair_loss
+from steelyard.modules.shell import Give, ReachedError, Shell, Stop, recording_stubs
+
+IMAGES = "image_embeds"
+"""What a pair of an image and its text calls the image, as the text's blocks pass it on to the head."""
+
+
+class CalledPiece:
+    """Modules and operations called one after another: token ids to a hidden state, or that to logits."""
+
+    def __init__(self, model: PreTrainedModel, steps: Collection[str]) -> None:
+        self._steps = [called_at(model, step) for step in steps]
+        self.beside = tuple(model.get_submodule(step) for step in steps if ":" not in step)
+
+    def __call__(self, _layer: nn.Module, flow: Tensor | tuple[Tensor, Tensor], context: Context) -> Tensor:
+        """What the last step returns; an encoder's output ends here, with a gradient of 0."""
+        found = _AtTheEnd.apply(*flow) if isinstance(flow, tuple) else flow
+        for step in self._steps:
+            found = step(found, context)
+        return found
+
+
+class _AtTheEnd(torch.autograd.Function):
+    """A decoder's hidden state as it is; the encoder's output beside it goes no further, with a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, encoded: Tensor) -> Tensor:
+        ctx.encoded_shape = encoded.shape
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_zeros(ctx.encoded_shape)
+
+
+class ShellPiece:
+    """A part of the model's own forward pass."""
+
+    _shell: "Shell"
+
+    def fill(self, device: torch.device) -> None:
+        """Makes what does not follow from samples, which otherwise the first of them does."""
+        self._shell.fill(device)
+
+
+class EmbeddingPiece(ShellPiece):
+    """Token ids [B, S] to the hidden state that the first block reads, and what blocks read beside it."""
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        self._call, self._streams = split.call_of(1), [split.streams[number] for number in split.made_by(0)]
+        self._records = recording_stubs(split, {1, *(min(each.readers) for each in self._streams)})
+        self._shell = Shell(
+            model, split, keep=split.embedding, stubs=self._records, makes_masks=not split.fused_attention
+        )
+        self.beside = (self._shell.model,)
+
+    def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor | tuple[Tensor, ...]:
+        """The model's own forward pass, ended where the last block begins that is the first to read something."""
+        with suppress(ReachedError):
+            self._shell(ids, torch.get_default_dtype())
+        given = {layer: record.take() for layer, record in self._records.items()}
+        hidden = self._call.hidden(given[1])
+        read = (each.reads.hidden(given[min(each.readers)]) for each in self._streams)
+        beside = tuple(each.view_as(each).contiguous() for each in read)  # as it is sent to another stage
+        return (hidden, *beside) if beside else hidden
+
+
+class DecoderEmbeddingPiece(ShellPiece):
+    """What the encoder's last block returns to what the decoder's first one reads: a hidden state, and that output.
+
+    Of a tower states of other blocks are read, too, and what is made of them goes to the blocks of text that read it.
+    """
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        assert split.encoder is not None
+        self._encoder = split.encoder
+        read = [split.streams[number].maker for number in split.read_by(split.between)]
+        self._gives, self._features = [Give(split, layer) for layer in (split.between - 1, *read)], split.features
+        self._last, self._makes = self._gives[0], [split.streams[number] for number in split.made_by(split.between)]
+        stubs = dict(zip((split.between - 1, *read), self._gives, strict=True))
+        stubs |= {split.between + 1: Stop(split, split.between + 1)}
+        self._shell = Shell(
+            model, split, keep=split.encoder.between, stubs=stubs, makes_masks=not split.fused_attention
+        )
+        self.beside = (self._shell.model,)
+
+    def __call__(
+        self, _layer: nn.Module, flow: Tensor | tuple[Tensor, ...], context: Context
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The model's own forward pass from the one block to the other; a state alone if blocks read no more."""
+        states = flow if isinstance(flow, tuple) else (flow,)
+        for give, state in zip(self._gives, states, strict=False):
+            give.hidden = state
+        try:
+            hidden = states[0]
+            samples, tokens = hidden.shape[:2]
+            one = self._features is not None and self._features.grid is None
+            first = blank(self._features, 1 if one else samples, tokens, hidden.device)
+            self._shell(first, hidden.dtype, context.decoder_ids)
+        except ReachedError as reached:
+            entering, (_, names) = reached.call.hidden(reached.arguments), reached.arguments
+            if self._encoder.encoded is not None:
+                return entering, self._encoder.reads.hidden(reached.arguments)
+            made = tuple(each.made(names, None).contiguous() for each in self._makes)
+            return (entering, *made) if made else entering
+        finally:
+            for give in self._gives:
+                give.hidden = None
+        raise AssertionError("the model has run no block of its decoder")
+
+
+class PairEmbeddingPiece(DecoderEmbeddingPiece):
+    """What the last block of images returns to what the first of texts reads; beside it the features of the images."""
+
+    def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """The model's own features of images, and its text tower up to its first block."""
+        self._last.hidden = hidden
+        try:
+            images = self._shell.features("image", blank(self._features, 1, 0, hidden.device), hidden.dtype)
+            self._shell.features("text", context.decoder_ids, hidden.dtype)
+        except ReachedError as reached:
+            return reached.call.hidden(reached.arguments), images.contiguous()
+        finally:
+            self._last.hidden = None
+        raise AssertionError("the model has run no block of its texts")
+
+
+class CalledDecoderEmbedding:
+    """As `DecoderEmbeddingPiece`, of modules and operations called one after another."""
+
+    def __init__(self, model: PreTrainedModel, steps: tuple[Collection[str], Collection[str]]) -> None:
+        self._of_ids, self._of_encoded = (CalledPiece(model, each) for each in steps)
+        self.beside = (*self._of_ids.beside, *self._of_encoded.beside)
+
+    def __call__(self, layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """What the last steps return."""
+        return self._of_ids(layer, context.decoder_ids, context), self._of_encoded(layer, hidden, context)
+
+
+class HeadPiece(ShellPiece):
+    """The hidden state that the last block returns to logits."""
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        last = len(split.layers) - 2
+        self._last = Give(split, last)
+        self._buffers = {path: local_name(path) for path in outside_buffers(model, split, last + 1)}
+        self._sees_shape, self._read, self._features = split.head_sees_shape, read_by(split), split.features
+        self._tokens = split.kinds[split.layers[last]].tokens
+        self._shell = Shell(
+            model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
+        )
+        self.beside = (self._shell.model,)
+
+    def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
+        """The model's own forward pass from there on; what comes before is given one token where it may be.
+
+        An encoder's output ends here, with a gradient of 0.
+        """
+        hidden = _AtTheEnd.apply(*flow) if isinstance(flow, tuple) else flow
+        self._last.hidden = hidden
+        times, beside = self._tokens
+        samples, tokens = (len(hidden), (hidden.shape[1] - beside) // (times or 1)) if self._sees_shape else (1, 1)
+        buffers = {path: layer.get_buffer(name) for path, name in self._buffers.items()}
+        try:
+            ids = blank(None, samples, tokens, hidden.device)
+            reads_ids_alone = self._features is not None and self._features.token is not None
+            first = None if reads_ids_alone else blank(self._read, samples, tokens, hidden.device)
+            outputs = self._shell(first, hidden.dtype, ids if self._features else None, buffers)
+        finally:
+            self._last.hidden = None
+        return outputs.logits
+
+
+class PairHeadPiece(ShellPiece):
+    """The state that the last block of texts returns, and the features of images, to the loss."""
+
+    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
+        last = len(split.layers) - 2
+        self._last = Give(split, last)
+        self._shell = Shell(
+            model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
+        )
+        self.beside = (self._shell.model,)
+
+    def __call__(self, layer: Layer, flow: tuple[Tensor, Tensor], context: Context) -> Tensor:
+        """This rank's share of the mean loss over all pairs of the global batch."""
+        self._last.hidden, images = flow
+        try:
+            texts = self._shell.features("text", context.labels_BS, images.dtype)
+        finally:
+            self._last.hidden = None
+        return pair_loss(layer.get_submodule(local_name("")), images, texts, layer.batch)
+
+
+class BlockPiece:
+    """A block, called as the model calls it."""
+
+    def __init__(self, split: ModelSplit, layer: int) -> None:
+        self._call, self._place = split.call_of(layer), split.place_of(layer)
+        self._asks, self._typed = split.asks_for_values, split.typed_buffers
+        self._encoder = split.reads_encoded(layer)
+        self._reads = [split.streams[number] for number in split.read_by(layer)]
+        self._makes = [split.streams[number] for number in split.made_by(layer)]
+
+    def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, ...], context: Context) -> Any:
+        """The next hidden state, and what else the block makes.
+
+        In a decoder with the encoder's output, which every block passes on.
+        """
+        hidden, *beside = flow if isinstance(flow, tuple) else (flow,)
+        with KnownValues() if self._asks and not has_values(hidden) else nullcontext():
+            for path in self._typed:
+                _set_type(layer, path, hidden.dtype)
+            places, names = self._arguments(context.side.arguments[layer.kind.name], hidden, beside)
+            outputs = layer.block(*places, **names)
+        found = self._call.result_of(outputs).contiguous()  # as it is sent to another stage
+        if self._encoder:
+            return found, beside[0].view_as(beside[0])
+        made = (each.made(names, outputs, found).contiguous() for each in self._makes)
+        beside = tuple(each.view_as(each) if each is found else each for each in made)
+        return (found, *beside) if beside else found
+
+    def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
+        """All that the block is given."""
+        repeated = pytree.tree_map_only((PerSample, EndsPerSample), lambda each: each.of(hidden.shape[0]), side)
+        arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
+        if self._encoder:
+            return self._encoder.reads.with_hidden(arguments, beside[0])
+        return self._with_streams(arguments, beside)
+
+    def _with_streams(self, arguments: BlockArguments, values: Sequence[Tensor]) -> BlockArguments:
+        """The arguments with what the block reads beside the hidden state, and mappings of its own to write into."""
+        places, names = arguments
+        names = {name: copy.copy(each) if isinstance(each, UserDict) else each for name, each in names.items()}
+        for stream, value in zip(self._reads, values, strict=True):
+            if stream.entry is None:
+                places, names = stream.reads.with_hidden((places, names), value)
+            else:
+                mapping, key = names[stream.argument], stream.entry[0]
+                mapping[key] = (*mapping.get(key, ()), value)
+        return places, names
+
+
+def _set_type(layer: nn.Module, path: str, dtype: torch.dtype) -> None:
+    owner, _, name = path.rpartition(".")
+    with suppress(AttributeError):  # blocks of another kind have none of this name
+        buffers = layer.get_submodule(owner)._buffers
+        if name in buffers:
+            buffers[name] = buffers[name].to(dtype)
+
+
+def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
+    """How a layer of a split model runs."""
+    role = split.kinds[split.layers[layer]].role
+    if role is LayerRole.BLOCK:
+        return BlockPiece(split, layer)
+    if split.task is Task.CONTRASTIVE and layer:
+        return PairHeadPiece(model, split) if role is LayerRole.HEAD else PairEmbeddingPiece(model, split)
+    calls = split.head_calls if role is LayerRole.HEAD else () if layer else split.embedding_calls
+    if calls:
+        return CalledPiece(model, calls)
+    if role is LayerRole.HEAD:
+        return HeadPiece(model, split)
+    if not layer:
+        return EmbeddingPiece(model, split)
+    steps = split.encoder and split.encoder.between_calls
+    return DecoderEmbeddingPiece(model, split) if steps is None else CalledDecoderEmbedding(model, steps)

@@ -1,0 +1,121 @@
+"""Which layers of a split model may be tensor-, sequence- and context-parallel: proved, or the reason why not."""
+
+from collections.abc import Callable, Mapping
+
+from transformers import PreTrainedModel
+
+from steelyard.model.family import NO_CP, LayerRole, Task
+from steelyard.model.split import ModelSplit, SplitKind
+from steelyard.modules.called import POSITIONS
+from steelyard.modules.split_tp import Styles, suppositions
+from steelyard.modules.two_ranks import ThreadedProof
+
+IMAGE_NO_SP = "the places of an image are not divided"
+
+
+ENCODER_NO_SP = "two sequences flow along the decoder"
+
+
+LENGTH_NO_SP = "its states are of another length than the samples"
+
+
+PAIRS_NO_TP = "it compares images with texts, whose features are small"
+
+
+STREAM_NO_SP = "what its blocks share is not divided by tokens"
+
+
+POSITIONS_NO_SP = "learned positions are added to whole sequences"
+
+
+def divided_kinds(
+    model: PreTrainedModel,
+    split: ModelSplit,
+    keywords: Mapping[str, str | None],
+    prove: Callable[[Mapping[str, Styles], bool], str],
+) -> tuple[SplitKind, ...]:
+    """The kinds with their proved styles, or the reason why there are none.
+
+    ``keywords`` says by what name modules are given their tensor, by their path in the model; ``prove`` returns why
+    styles by kind, with or without sequence parallelism, do not hold, an empty text where they do.
+    """
+    found: dict[str, SplitKind] = {}
+    for number, kind in enumerate(split.kinds):
+        layer = split.layers.index(number)
+        reasons: list[str] = []
+        for styles in suppositions(model, split, kind, layer, keywords):
+            reason = prove({kind.name: styles}, False)
+            if not reason:
+                known = _no_sp(split, kind)
+                no_sp = known or prove({kind.name: styles}, True)
+                found[kind.name] = kind.model_copy(
+                    update={
+                        "styles": dict(styles),
+                        "no_tp": "",
+                        "no_sp": known or (f"not proved: {no_sp}" if no_sp else ""),
+                    }
+                )
+                break
+            reasons.append(reason)
+        else:
+            is_of_pairs = split.task is Task.CONTRASTIVE and kind.role is LayerRole.HEAD
+            unknown = PAIRS_NO_TP if is_of_pairs else "no way is known to divide its modules"
+            why = "; ".join(dict.fromkeys(reasons)) or unknown
+            found[kind.name] = kind.model_copy(update={"no_tp": why})
+    return tuple(found[kind.name] for kind in split.kinds)
+
+
+def shares_heads(kind: SplitKind, one_head: "ThreadedProof") -> bool:
+    """Whether ranks of which there are more than key-value heads may have the same; ``one_head`` is of such a model."""
+    return kind.role is LayerRole.BLOCK and bool(kind.styles) and not one_head({kind.name: kind.styles}, False)
+
+
+def no_context_parallelism(split: ModelSplit, proof: "ThreadedProof") -> dict[str, str]:
+    """For every kind why ranks may not compute its layers for their own tokens each; empty where that is proved."""
+    known = {kind.name: no_cp(split, kind) for kind in split.kinds}
+    tried = [name for name, reason in known.items() if not reason]
+    together = proof.by_tokens(tried) if tried else ""
+    reasons = {name: proof.by_tokens([name]) for name in tried if together}
+    return known | {name: f"not proved: {reason}" for name, reason in reasons.items() if reason}
+
+
+def no_cp(split: ModelSplit, kind: SplitKind, *, attention_drops: bool = False) -> str:
+    """Why no layer of a kind can be under cp; empty where that is to be tried."""
+    if split.task is not Task.CAUSAL_LM:
+        return NO_CP
+    if others := _other_attention(split, kind):
+        return f"{NO_CP}, and its blocks are of {others}"
+    return _undivided_by_tokens(split, attention_drops=attention_drops)
+
+
+def _undivided_by_tokens(split: ModelSplit, *, attention_drops: bool) -> str:
+    """Why no layer of a causal model with attention can be under cp; empty where that is to be tried."""
+    if not split.fused_attention:
+        return "its attention runs step by step, with a mask of the whole sequence"
+    if any(kind.tokens != (1, 0) for kind in split.kinds):
+        return LENGTH_NO_SP
+    if split.streams:
+        return STREAM_NO_SP
+    if attention_drops:
+        return "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
+    return ""
+
+
+def _other_attention(split: ModelSplit, kind: SplitKind) -> str:
+    """What blocks do in the place of causal attention, as a recurrence: those of a kind, or all of them; else empty."""
+    blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
+    found = {each.attention for each in ([kind] if kind.role is LayerRole.BLOCK else blocks)}
+    return ", ".join(sorted(found)) if found.isdisjoint(("full_attention", "sliding_attention")) else ""
+
+
+def _no_sp(split: ModelSplit, kind: SplitKind) -> str:
+    """Why nothing of a kind can be sequence-parallel; empty where that is to be tried."""
+    if kind.role is LayerRole.EMBEDDING and any(step.startswith(POSITIONS) for step in split.embedding_calls):
+        return POSITIONS_NO_SP
+    known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
+    if split.encoder and split.encoder.encoded is None:
+        known = IMAGE_NO_SP
+    if any(kind.tokens != (1, 0) for kind in split.kinds):
+        known = known or LENGTH_NO_SP
+    by_tokens = all(each.shape[0] == 0 and not each.whole for each in split.streams)
+    return known or ("" if by_tokens else STREAM_NO_SP)

@@ -1,0 +1,300 @@
+"""One forward pass of a model of transformers on tensors without values: the modules called, and how its blocks are.
+
+Of lists of modules those are believed to be its blocks that hold the most parameters and whose modules are called once
+each, in order; of some tasks there are two.
+"""
+
+from collections import UserDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from steelyard.model.family import Task
+from steelyard.modules.called import CalledModules
+from steelyard.modules.known_values import plain_token, without_values
+from steelyard.modules.made_of import parameters_of
+from steelyard.modules.model_inputs import (
+    Read,
+    beside_features,
+    blank,
+    first_tokens,
+    forward_options,
+    given_samples,
+    ids_beside,
+)
+from steelyard.modules.not_split import failed_pass, not_split
+from steelyard.modules.paths import is_below, is_below_any
+from steelyard.modules.unpadded import one_sequence_each
+
+SAMPLES, TOKENS, LONGER, LONGEST = 2, 16, 24, 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a block: what it was given and what it returned."""
+
+    places: tuple[Any, ...]
+    names: Mapping[str, Any]
+    outputs: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What one forward pass showed: the modules called, in order, by path, and the calls of the blocks."""
+
+    called: Sequence[str]
+    chains: Mapping[str, Sequence[Call]]
+    """The calls of the blocks of each list, by its path: of an encoder first."""
+    places: Mapping[str, Sequence[int]]
+    """The places of these blocks in each list."""
+    samples: Tensor
+    """What the first layer reads."""
+    tokens: int
+    """The tokens of each sample."""
+    decoder_ids: Tensor
+    """The samples, where there is no encoder."""
+    logits: Tensor
+    beside: Tensor | None
+    """What the head reads beside the result of the last block: of a pair the image."""
+    modules: CalledModules
+    keywords: Mapping[str, str | None]
+    """Of every module called with a tensor, the name by which it is given its first; None where by place."""
+    named: Mapping[str, Mapping[str, Any]]
+    """What every module called is given by name."""
+    asks_for_values: bool
+
+    def blocks(self, model: nn.Module, path: str) -> dict[str, nn.Module]:
+        """The blocks of a list that are called, by their names in it."""
+        named = list(model.get_submodule(path).named_children())
+        return dict(named[place] for place in self.places[path][: len(self.chains[path])])
+
+    def entering(self, encoded: object) -> dict[str, str | None]:
+        """The keywords; behind a plus sign each that gives a module the encoder's output beside its first tensor."""
+        found = dict(self.keywords)
+        for path, names in self.named.items():
+            for name in (name for name, each in names.items() if each is encoded and name != found[path]):
+                found[path] = f"{found[path] or ''}+{name}"
+        return found
+
+
+def first_state(seen: Recording) -> Tensor:
+    """What the first block is given first."""
+    (first, *_) = next(iter(seen.chains.values()))
+    return next(each for each in (*first.places, *first.names.values()) if isinstance(each, Tensor))
+
+
+def record_pass(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    task: Task,
+    read: Read,
+    more: int = TOKENS,
+) -> Recording:
+    """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image."""
+    tokens = more + first_tokens(read)[1]
+    paths = {module: path for path, module in model.named_modules()}
+    lists = _lists(model)
+    paths |= _in_blocks(model, lists, paths)
+    called: list[str] = []
+    calls: dict[str, list[tuple[int, Call]]] = {path: [] for path in lists}
+    place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
+
+    keywords: dict[str, str | None] = {}
+    named: dict[str, Mapping[str, Any]] = {}
+
+    def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
+        called.append(paths[module])
+        by_place = any(isinstance(each, Tensor) for each in places)
+        first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
+        keywords[paths[module]], named[paths[module]] = first, names
+
+    def after(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], outputs: Any) -> None:
+        path, place = place_of[module]
+        calls[path].append((place, Call(places, names, outputs)))
+
+    def watched(_block: nn.Module, places: tuple[Any, ...], names: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return places, {n: Watched(each) if isinstance(each, UserDict) else each for n, each in names.items()}
+
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
+    handles += [block.register_forward_pre_hook(watched, with_kwargs=True) for block in place_of]
+    handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
+    try:
+        with torch.device("meta"):
+            given = given_samples(read, blank(read, SAMPLES, tokens, torch.device("meta")))
+            (samples,) = given.values()
+            if beside := ids_beside(task):
+                given[beside] = blank(None, SAMPLES, tokens, torch.device("meta"))
+        with (
+            one_sequence_each(),
+            torch.device("meta"),
+            without_values(given.values(), plain_token(config), first_tokens(read)) as known,
+            CalledModules(model) as modules,
+            _called_with_hooks(place_of),
+        ):
+            of_features = beside_features(model, read, given.get(beside))
+            outputs = model(**given, **of_features, **forward_options(model))
+    except Exception as error:
+        raise failed_pass(config, error) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
+        raise not_split(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
+    places = {path: [place for place, _ in each] for path, each in calls.items()}
+    chosen = _chosen(model, _in_order(lists, calls), called, config, task)
+    return Recording(
+        called=called,
+        chains=chosen,
+        places={path: places[path] for path in chosen},
+        samples=samples,
+        tokens=tokens,
+        decoder_ids=given[beside] if beside else samples,
+        logits=outputs.logits_per_text if task is Task.CONTRASTIVE else outputs.logits,
+        beside=outputs.image_embeds if task is Task.CONTRASTIVE else None,
+        modules=modules,
+        keywords=keywords,
+        named=named,
+        asks_for_values=known is not None and known.asked,
+    )
+
+
+def _in_order(
+    lists: Mapping[str, Sequence[nn.Module]], calls: Mapping[str, Sequence[tuple[int, Call]]]
+) -> dict[str, Sequence[Call]]:
+    """The calls of the lists whose blocks are called one after another; where there are none, of those that skip some.
+
+    Blocks are skipped that are for what no sample holds, as those of a text that read an image.
+    """
+    places = {path: [place for place, _ in each] for path, each in calls.items()}
+    whole = [path for path, blocks in lists.items() if places[path] == list(range(len(blocks)))]
+    part = [path for path, each in places.items() if len(each) > 1 and each == sorted(set(each))]
+    return {path: [call for _, call in calls[path]] for path in whole or part}
+
+
+def _chosen(
+    model: nn.Module,
+    chains: Mapping[str, Sequence[Call]],
+    called: Sequence[str],
+    config: PreTrainedConfig,
+    task: Task,
+) -> dict[str, Sequence[Call]]:
+    """The largest list of those whose modules are called one after another, or for some tasks two, as they are run."""
+    count = 2 if task.has_two_lists else 1
+    if task is Task.IMAGE_TEXT:  # what reads several states of a tower may be a list, too
+        chains = {path: each for path, each in chains.items() if _is_chain(each)}
+    if len(chains) < count:
+        lists_wanted = "two lists" if count > 1 else "list"
+        raise not_split(config, f"no {lists_wanted} of modules that are called once each, one after another")
+    chosen = sorted(list(chains)[:count], key=lambda path: next(n for n, e in enumerate(called) if is_below(e, path)))
+    found = {path: chains[path] for path in chosen}
+    if task is Task.IMAGE_TEXT:
+        (_, (entered, *_)) = found.values()
+        found[chosen[0]] = _read_of(model, chosen[0], found[chosen[0]], entered)
+    return found
+
+
+def _is_chain(calls: Sequence[Call]) -> bool:
+    """Whether every module of a list is given something that the one before returned."""
+    returned = [{id(leaf) for leaf in pytree.tree_leaves(call.outputs)} for call in calls]
+    return all(
+        {id(each) for each in tensors_given(call)} & before for before, call in zip(returned, calls[1:], strict=False)
+    )
+
+
+def tensors_given(call: Call) -> list[Tensor]:
+    """The tensors among the arguments of a block, and in mappings among them."""
+    given = [each.data if isinstance(each, UserDict) else each for each in (*call.places, *call.names.values())]
+    return [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+
+
+def _read_of(model: nn.Module, path: str, calls: Sequence[Call], entered: Call) -> Sequence[Call]:
+    """The calls of the first blocks of a list, up to the last of which the blocks of the next list read anything."""
+    reached = parameters_of(tensors_given(entered))
+    blocks = list(model.get_submodule(path).children())
+    last = max((n for n, block in enumerate(blocks) if reached & {id(each) for each in block.parameters()}), default=0)
+    return calls[: last + 1]
+
+
+@contextmanager
+def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
+    """Within it blocks are called with their hooks, though a model calls their ``forward`` itself."""
+
+    called: set[nn.Module] = set()
+
+    def forward(block: nn.Module, *places: Any, **names: Any) -> Any:
+        return type(block).forward(block, *places, **names) if block in called else block(*places, **names)
+
+    plain = [block for block in blocks if "forward" not in vars(block)]
+    handles = [each.register_forward_pre_hook(lambda module, _given: called.add(module)) for each in plain]
+    handles += [each.register_forward_hook(lambda module, *_: called.discard(module)) for each in plain]
+    for block in plain:
+        block.forward = partial(forward, block)
+    try:
+        yield
+    finally:
+        for block in plain:
+            del block.forward
+        for handle in handles:
+            handle.remove()
+
+
+def _in_blocks(
+    model: nn.Module, lists: Mapping[str, Sequence[nn.Module]], paths: Mapping[nn.Module, str]
+) -> dict[nn.Module, str]:
+    """The paths in the largest list of modules that stand in another, too."""
+    found: dict[nn.Module, str] = {}
+    for path in list(lists)[:1]:
+        for inner, module in model.get_submodule(path).named_modules(prefix=path):
+            if not is_below(paths[module], path) and is_below_any(paths[module], list(lists)):
+                found.setdefault(module, inner)
+    return found
+
+
+def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The lists of modules that lie in no other of their type, by their path; those with the most parameters first, of
+    equal ones the last.
+
+    Sequences of modules that call one another come behind all lists.
+    """
+    return _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
+
+
+def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) -> dict[str, list[nn.Module]]:
+    found: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        inside = any(is_below(path, outer) for outer in found)
+        if isinstance(module, list_type) and len(module) and not inside:
+            found[path] = list(module)
+    size = {path: sum(p.numel() for block in blocks for p in block.parameters()) for path, blocks in found.items()}
+    place = {path: place for place, path in enumerate(found)}
+    return {path: found[path] for path in sorted(found, key=lambda path: (-size[path], -place[path]))}
+
+
+def argument_of(call: Call, name: int | str) -> Tensor:
+    """What a block is given in this place, or under this name."""
+    return call.names[name] if isinstance(name, str) else call.places[name]
+
+
+class Watched(UserDict[Any, Any]):
+    """A mapping that blocks are given, as one of them sees it: what it reads there, and what it writes."""
+
+    def __init__(self, mapping: UserDict[Any, Any]) -> None:
+        super().__init__()
+        self.data = mapping.data
+        self.read: dict[Any, Any] = {}
+        self.written: dict[Any, Any] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read[key] = super().__getitem__(key)
+        return self.read[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.written[key] = value

@@ -1,0 +1,246 @@
+"""Two ranks against one process: the logits and the gradients of every parameter, at small width in fp32.
+
+The ranks are threads of this process, each with a process group of its own.
+"""
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+from transformers import PreTrainedModel
+
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import KV_HEADS
+from steelyard.model.read import chain_from_config
+from steelyard.model.split import ModelSplit
+from steelyard.modules.head_tail import in_order, natural_order, rank_order
+from steelyard.modules.kinds.cp import apply_context_parallel, own_context
+from steelyard.modules.kinds.tp import apply_tensor_parallel
+from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, side_inputs_of, tensors_of
+from steelyard.modules.paths import is_below_any
+from steelyard.modules.split_tp import RANKS, Styles, divided_sizes
+from steelyard.plan.strategy import Remat
+
+_SMALL, _SMALL_OF_ONE = 1e-3, 1e-2
+"""Of the largest gradient: what a gradient of less is compared with, of several entries or of one."""
+
+
+_PATIENCE_S = 120.0
+"""After which a rank is taken to stand still, as one whose partner has failed does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadedProof:
+    """Two ranks against one process: a model of small width, prepared, and what it gives."""
+
+    model: PreTrainedModel
+    chain: ModelChain
+    numbers: Sequence[int]
+    """The layers of the chain that are run: embedding, head, and two blocks of each kind."""
+    ids: Tensor
+    decoder_ids: Tensor | None
+    labels: Tensor
+    expected: Mapping[str, Tensor]
+    """The logits, and the gradient of every parameter by its path."""
+    tolerance: float
+
+    def __call__(self, styles: Mapping[str, Styles], sp: bool) -> str:
+        """Why the styles by kind do not hold; empty where they do."""
+        split = self.chain.split
+        assert split is not None
+        kinds = tuple(
+            kind.model_copy(update=self._dividing(number, styles[kind.name])) if kind.name in styles else kind
+            for number, kind in enumerate(split.kinds)
+        )
+        chain = chain_from_config(
+            self.chain.config, name=self.chain.name, split=split.model_copy(update={"kinds": kinds})
+        )
+        return on_two_ranks(lambda mesh: self._compared(chain, mesh, frozenset(styles), sp=sp))
+
+    def by_tokens(self, kinds: Collection[str]) -> str:
+        """Why ranks may not compute layers of these kinds for their own tokens each; empty where they may."""
+        return on_two_ranks(lambda mesh: self._compared(self.chain, mesh, frozenset(), by_tokens=kinds))
+
+    def _dividing(self, kind: int, styles: Styles) -> dict[str, object]:
+        assert self.chain.split is not None
+        sizes = divided_sizes(self.model, self.chain.split, kind, styles)
+        return {"styles": dict(styles), "no_tp": "", "tp_divides": sizes, "tp_shares": (KV_HEADS,)}
+
+    def _compared(
+        self,
+        chain: ModelChain,
+        mesh: DeviceMesh,
+        divided: Collection[str],
+        *,
+        sp: bool = False,
+        by_tokens: Collection[str] = (),
+    ) -> str:
+        model, split = copy.deepcopy(self.model), chain.split
+        assert split is not None
+        layers, context = pieces_of(model, chain, self.numbers, self.ids, self.decoder_ids)
+        paths = {id(parameter): path for path, parameter in parameters_by_path(model, split).items()}
+        places = [(layer, name, paths[id(each)]) for layer in layers for name, each in layer.named_parameters()]
+        flow: Flow = self.ids
+        for layer in layers:
+            cut = sp and layer.kind.name in divided
+            if layer.kind.name in divided:
+                apply_tensor_parallel(layer, chain, mesh, sp=sp)
+            run = partial(layer.run_alone, layer)
+            if layer.kind.name in by_tokens:
+                apply_context_parallel(layer, mesh, "gather")
+                run = partial(_by_tokens, run, mesh)
+            flow = layer.within(flow, context, partial(_in_parts, run, mesh) if cut else run)
+        (logits,) = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors_of(flow))
+        logits = logits.view_as(self.expected["logits"])
+        loss_of(logits, self.labels).backward()
+        found = {"logits": logits.detach()}
+        for layer, name, path in places:
+            gradient = layer.get_parameter(name).grad
+            if gradient is not None and layer.kind.name in by_tokens:
+                dist.all_reduce(gradient, group=mesh.get_group())
+            if gradient is not None:
+                found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        return difference(self.expected, found, chain, self.tolerance)
+
+
+def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:
+    """What ``compared`` finds amiss on either of two ranks, which are threads; empty where it finds nothing."""
+    outcomes: dict[int, str] = {}
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        with suppress(SystemExit):  # how a rank ends whose partner has failed
+            outcomes[rank] = _outcome(rank, store, compared)
+
+    with _threaded_groups():
+        ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(_PATIENCE_S)
+    reasons = [reason for reason in outcomes.values() if reason]
+    return reasons[0] if reasons else "" if len(outcomes) == RANKS else "it does not end"
+
+
+def _outcome(rank: int, store: dist.Store, compared: Callable[[DeviceMesh], str]) -> str:
+    try:
+        dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+        return compared(init_device_mesh("cpu", (RANKS,)))
+    except Exception as error:
+        ProcessLocalGroup.exception_handle(error)
+        return f"it raises {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pieces_of(
+    model: PreTrainedModel, chain: ModelChain, numbers: Iterable[int], ids: Tensor, decoder_ids: Tensor | None
+) -> tuple[list[ChainLayer], LayerContext]:
+    """Some layers of a split model, and what a forward pass through them carries along for token ids [B, S]."""
+    numbers = list(numbers)
+    layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
+    if chain.split and chain.split.streams:
+        for layer, (before, number) in zip(layers[1:], pairwise(numbers), strict=True):
+            layer.entering, layer.past = chain.split.places(number, before)
+    tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
+    side = side_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
+    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids, labels_BS=decoder_ids)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of logits of every place; a loss, which the head of a model of pairs gives, is it already."""
+    return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()) if logits.ndim else logits
+
+
+def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
+    """Every parameter once, by its first path that lies in a layer of the split."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    inside = [path for path in split.paths if path not in split.holders]
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if is_below_any(path, inside) or path.rpartition(".")[0] in split.holders:
+            found.setdefault(id(parameter), (path, parameter))
+    return dict(found.values())
+
+
+def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chain: ModelChain, tolerance: float) -> str:
+    """Where logits or gradients differ by more than ``tolerance`` of the largest entry; empty where they do not.
+
+    Gradients that are all but zero, as those of a key's bias, are compared with a thousandth of the largest; those of a
+    single entry, as of a scale, where terms of all pairs cancel, with a hundredth.
+    """
+    wanted, sums = _joined(expected, chain), _joined(found, chain)
+    largest = max(float(tensor.abs().max()) for path, tensor in wanted.items() if path != "logits")
+    for path, tensor in wanted.items():
+        if path not in sums or sums[path].shape != tensor.shape:
+            return f"no gradient of {path}"
+        least = (_SMALL if tensor.numel() > 1 else _SMALL_OF_ONE) * largest
+        error = float((tensor - sums[path]).abs().max()) / max(float(tensor.abs().max()), least)
+        if not error <= tolerance:
+            what = path if path == "logits" else f"the gradient of {path}"
+            return f"{what} differs by {error:.0e} of its largest entry"
+    return ""
+
+
+def _joined(results: Mapping[str, Tensor], chain: ModelChain) -> dict[str, Tensor]:
+    """With the gradients of all copies of a shared parameter added up."""
+    sums = dict(results)
+    for copies in chain.split.shared if chain.split else ():
+        given = [sums.pop(path) for _, path in copies if path in sums]
+        sums |= {copies[0][1]: sum(given[1:], start=given[0])} if given else {}
+    return sums
+
+
+def _in_parts(run: Callable[[Flow, LayerContext], Flow], mesh: DeviceMesh, flow: Flow, context: LayerContext) -> Flow:
+    """What a layer makes on this rank's part of the sequence, whole again."""
+    entering = as_flow(tuple(_part(each, mesh) if each.is_floating_point() else each for each in tensors_of(flow)))
+    made = tensors_of(run(entering, context))
+    return as_flow(tuple(each if isinstance(each, DTensor) else _whole(each, mesh) for each in made))
+
+
+def _part(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    return DTensor.from_local(hidden, mesh, [Replicate()]).redistribute(placements=[Shard(1)]).to_local()
+
+
+def _whole(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    return DTensor.from_local(hidden, mesh, [Shard(1)]).redistribute(placements=[Replicate()]).to_local()
+
+
+def _by_tokens(run: Callable[[Flow, LayerContext], Flow], mesh: DeviceMesh, flow: Flow, context: LayerContext) -> Flow:
+    """What a layer makes of this rank's tokens, in head-tail order; those of all ranks in their natural order."""
+    ranked = in_order(flow, rank_order(mesh.size()))
+    made = _whole(run(_part(ranked, mesh), own_context(context, mesh)), mesh)
+    return in_order(made, natural_order(mesh.size()))
+
+
+@contextmanager
+def _threaded_groups() -> Iterator[None]:
+    """Within it the threads of this process are ranks, each with a process group of its own."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    ProcessLocalGroup.reset()
+    _install_threaded_pg()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        _uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
