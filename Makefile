@@ -1,6 +1,6 @@
 # make demo   set-up, then the whole product on CPU processes: profile, plan, train, compare
 # make test   set-up, then everything that CI checks
-# make quick  the part of the tests that starts no processes
+# make quick  the part of the tests that starts no processes and whose tests take less than a second each
 # make traces  how packaged models split, and their traces: what is missing or out of date
 # make gpu    the cost model against one GPU, ten minutes or less; fails where there is none
 # make fuzz   CASES damaged files and commands (100,000), from SEED (by the clock); those that end badly are kept

@@ -51,6 +51,7 @@ def test_packages_import_only_what_lies_below_them():
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_the_planner_imports_neither_torch_nor_transformers():
     script = (
         "import importlib, sys\n"
@@ -80,6 +81,7 @@ def test_the_planner_is_strictly_typed():
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_every_module_opens_with_a_docstring():
     assert [path.name for path in MODULES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
 

@@ -105,6 +105,7 @@ TOO_MUCH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TOO_MUCH.values(), ids=TOO_MUCH)
 def test_what_is_refused_takes_less_than_500_mib(text):
     script = (

@@ -143,6 +143,7 @@ def test_a_folder_whose_name_is_too_long_is_found_before_it_is_made() -> None:
         check_folder(Path("new") / LONG / "deeper", "--folder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["devices"], ["devices", "--json"], ["schema", "plan"]])
 def test_whoever_stops_reading_makes_no_command_fail(arguments: list[str]) -> None:
     with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -153,6 +154,7 @@ def test_whoever_stops_reading_makes_no_command_fail(arguments: list[str]) -> No
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["devices"], ["models", "--json"]])
 def test_a_terminal_that_shows_ascii_alone_is_enough(arguments: list[str]) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

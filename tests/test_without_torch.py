@@ -9,6 +9,8 @@ import pytest
 
 from steelyard.cli.app import COMMANDS
 
+pytestmark = pytest.mark.slow
+
 JOB = ["--cluster", "1x8xa100-80gb", "--seq-len", "2048", "--global-batch", "64"]
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 128}

@@ -70,6 +70,7 @@ def test_every_part_runs_on_the_cpu_at_small_sizes(tmp_path: Path) -> None:
         assert shown in process.stdout
 
 
+@pytest.mark.slow
 def test_the_largest_microbatch_fits_and_one_sample_more_does_not(bench: Bench) -> None:
     sizes = gpu.replace(bench.sizes, most_samples=4096)
     small = gpu.replace(bench, sizes=sizes, memory=int(1.3 * GIB))
@@ -85,6 +86,7 @@ def test_the_largest_microbatch_fits_and_one_sample_more_does_not(bench: Bench) 
     assert not fits(largest + 1)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_there_is_no_largest(bench: Bench) -> None:
     assert largest_samples(gpu.replace(bench, memory=2**20), None) == 0
 

@@ -24,6 +24,7 @@ def test_a_measured_run_scales_the_plan_and_the_table_says_so(run: Run, tmp_path
     assert "all times × 2.000" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_several_runs_stand_behind_one_option_or_several(run: Run, tmp_path: Path) -> None:
     run("plan", *JOB, "-o", tmp_path / "plan.json", "--fallbacks", 0)
     first = read_plan(tmp_path / "plan.json").prediction

@@ -123,6 +123,7 @@ def test_ranks_of_a_plan_that_does_not_say_it_communicate_with_what_its_cluster_
     assert backend_of(run, monkeypatch, plan_file) is backend
 
 
+@pytest.mark.slow
 def test_ranks_of_gpus_of_which_only_a_profile_knows_the_rates_communicate_over_nccl(
     run: Run, monkeypatch: pytest.MonkeyPatch, plan_file: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_plan_by_hand_for_processes_of_this_host_needs_no_profile(run: Run, tm
     assert 1.0 <= rank["predicted_bytes"] / rank["peak_bytes"] <= 1.1
 
 
+@pytest.mark.slow
 def test_a_memory_that_is_not_known_is_asked_for(run: Run, tmp_path: Path) -> None:
     plan = make_plan("llama-tied", "fsdp2, fsdp2, fsdp2, fsdp2", num_devices=2, num_microbatches=2, global_batch=8)
     error = user_error(run("check", by_hand(tmp_path / "hand.json", plan, cluster="1x2xcpu")))

@@ -39,6 +39,7 @@ def rivals(explanation: Explanation) -> dict[str, Any]:
     return {rival.name: rival for rival in explanation.rivals}
 
 
+@pytest.mark.slow
 def test_explain_fits_a_screen_and_says_what_binds(run: Run, plan_path: Path) -> None:
     output = run("explain", plan_path).stdout
     assert len(output.splitlines()) <= 60
@@ -46,11 +47,13 @@ def test_explain_fits_a_screen_and_says_what_binds(run: Run, plan_path: Path) ->
         assert expected in output
 
 
+@pytest.mark.slow
 def test_no_rival_is_faster_than_the_searched_plan(explained: Explanation) -> None:
     assert explained.rivals
     assert all(rival.slowdown is None or rival.slowdown > -0.01 for rival in explained.rivals)
 
 
+@pytest.mark.slow
 def test_a_rival_is_the_plan_that_a_restricted_search_finds(run: Run, explained: Explanation) -> None:
     for name, options in (
         ("2 stages", ("--stages", 2)),
@@ -69,6 +72,7 @@ def test_a_rival_is_the_plan_that_a_restricted_search_finds(run: Run, explained:
             assert rival.step_time_s == pytest.approx(step_s, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_rival_that_does_not_fit_says_by_how_many_bytes(explained: Explanation) -> None:
     for rival in explained.rivals:
         assert (rival.step_time_s is None) != (rival.missing_bytes is None)
@@ -80,6 +84,7 @@ def test_more_memory_is_never_slower_and_less_never_faster(explained: Explanatio
     assert less.step_time_s is None or more.step_time_s <= less.step_time_s * 1.01
 
 
+@pytest.mark.slow
 def test_all_lists_every_strategy_and_every_setting_with_a_reason(
     run: Run, plan_path: Path, explained: Explanation
 ) -> None:
@@ -149,6 +154,7 @@ def test_an_unknown_schema_names_the_nearest(run: Run) -> None:
     assert "plan" in user_error(run("schema", "plann")).hint
 
 
+@pytest.mark.slow
 def test_why_not_shows_the_best_plan_that_does_what_is_asked(run: Run, plan_path: Path) -> None:
     content = json.loads(run("explain", plan_path, "--why-not", "stages=2", "--json").stdout)
     asked = content["explanation"]["why_not"]["plan"]
@@ -164,6 +170,7 @@ def test_why_not_a_kind_of_no_degree_takes_its_best_one_for_all_blocks(run: Run,
     assert all("tp" in run["parallel"] for run in runs if run["layers"][0] <= 16 and run["layers"][1] >= 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [

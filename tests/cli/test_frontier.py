@@ -41,6 +41,7 @@ def test_less_memory_takes_more_time(found: tuple[TradeOffs, Path]) -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_the_point_within_the_budget_is_the_plan_of_the_planner(found: tuple[TradeOffs, Path], run: Run) -> None:
     chosen = [point for point in found[0].points if point.is_chosen]
     plan = json.loads(run("plan", *JOB, "--memory", TIGHT, "--json").stdout)
@@ -59,6 +60,7 @@ def test_every_device_count_has_the_plan_of_the_planner_on_so_many(found: tuple[
         assert bool(point.reason) == (step_s is None)
 
 
+@pytest.mark.slow
 def test_cost_is_price_times_devices_times_time_over_tokens(found: tuple[TradeOffs, Path]) -> None:
     for point in found[0].devices:
         if point.step_time_s is not None:
@@ -215,6 +217,7 @@ def test_a_free_batch_on_the_fewest_devices_is_refused(run: Run) -> None:
     assert error.field == "--global-batch"
 
 
+@pytest.mark.slow
 def test_prices_by_kind_compare_parts_of_the_cluster(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "offers.html"
     asked = ("frontier", "tinyllama-1.1b", "--seq-len", 512, "--global-batch", 64)

@@ -34,10 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_plan_warns(folder: Path) -> None:
     assert f"Warning: {WARNING}" in (folder / "printed.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_plan_file_keeps_the_warning(folder: Path) -> None:
     (warning,) = json.loads((folder / "plan.json").read_text())["prediction"]["warnings"]
     assert warning.startswith(WARNING)
@@ -50,6 +52,7 @@ def test_explain_warns(folder: Path) -> None:
     assert f"Warning: {WARNING}" in printed.get()
 
 
+@pytest.mark.slow
 def test_the_report_warns(folder: Path) -> None:
     output("report", str(folder / "plan.json"), "-o", str(folder / "plan.html"), "--time-limit", "1")
     assert WARNING in (folder / "plan.html").read_text()

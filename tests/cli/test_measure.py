@@ -142,6 +142,7 @@ def test_where_every_run_fails_nothing_is_written(run: Run, tmp_path: Path, laun
     assert not (tmp_path / "plan.best.json").exists()
 
 
+@pytest.mark.slow
 def test_the_fastest_keeps_the_fallbacks_that_take_less_memory(run: Run, tmp_path: Path, launched: list[Plan]) -> None:
     job = examples.job()
     tables = make_tables(job, PlanOptions())
@@ -155,6 +156,7 @@ def test_the_fastest_keeps_the_fallbacks_that_take_less_memory(run: Run, tmp_pat
     assert list(best.fallbacks) == [each for each in plan.fallbacks if each in best.fallbacks]
 
 
+@pytest.mark.slow
 def test_plan_keeps_the_best_plans_of_settings_that_differ_and_says_how_to_measure_them(
     run: Run, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def test_explain_finds_the_profile_by_itself(run: Run, folder: Path) -> None:
     assert "Best plan instead" in explained(run, "plan.json")
 
 
+@pytest.mark.slow
 def test_the_profile_is_found_beside_the_plan_from_anywhere(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +54,7 @@ def test_the_profile_is_found_beside_the_plan_from_anywhere(
     assert "Best plan instead" in explained(run, folder / "plan.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "page"), [("report", "Why the others lost"), ("timeline", "traceEvents")])
 def test_report_and_timeline_find_it_too(run: Run, folder: Path, option: str, page: str) -> None:
     result = run(option, "plan.json", "-o", "out.html")
@@ -114,6 +116,7 @@ def test_what_lies_beyond_the_measured_sizes_is_left_out_and_said_so(run: Run, f
     assert reasons["1 stage, 1 microbatch"].startswith("left out, 16 samples on a rank")
 
 
+@pytest.mark.slow
 def test_explain_lists_the_sizes_that_were_never_searched(run: Run, folder: Path) -> None:
     planned(run, 64, "-o", "large.json")
     content = json.loads(run("explain", "large.json", "--all", "--json").stdout)
@@ -121,6 +124,7 @@ def test_explain_lists_the_sizes_that_were_never_searched(run: Run, folder: Path
     assert excluded["samples on a rank"] == "16, 32, 64"
 
 
+@pytest.mark.slow
 def test_nothing_is_left_out_of_a_batch_that_the_profile_reaches(run: Run, folder: Path) -> None:
     assert "left out" not in planned(run, 8)
 

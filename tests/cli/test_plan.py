@@ -50,6 +50,7 @@ def test_a_named_global_batch_is_not_said_again(run: Run) -> None:
     assert "global batch:" not in run("plan", *SMALL).output
 
 
+@pytest.mark.slow
 def test_days_and_money_for_tokens_are_said_written_and_scaled_when_priced_again(run: Run, tmp_path: Path) -> None:
     result = run("plan", *SMALL, "--tokens", "1T", "--price", 2.5, "-o", tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json")
@@ -106,6 +107,7 @@ def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: R
     assert run("plan", *SMALL, "--memory", f"{needed - 1024}B").exit_code == 1
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_cluster_file_needs_the_file_no_more(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "lab.yaml"
     file.write_text("{version: 1, num_nodes: 2, devices_per_node: 2, device: a100-80gb, inter_link: ethernet-25}")
@@ -123,6 +125,7 @@ def test_a_plan_of_a_cluster_file_needs_the_file_no_more(run: Run, tmp_path: Pat
     assert "Time against memory" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "network", "slower"), [("plan", "ethernet-25", True), ("explain", "2xinfiniband-hdr", False)]
 )
@@ -175,6 +178,7 @@ def test_an_unknown_option_exits_2_and_names_the_nearest(run: Run) -> None:
     assert "--cluster" in result.output
 
 
+@pytest.mark.slow
 def test_explain_shows_the_plan_that_was_found(run: Run, tmp_path: Path) -> None:
     run("plan", *SMALL, "-o", tmp_path / "plan.json")
     result = run("explain", tmp_path / "plan.json")
@@ -225,6 +229,7 @@ def test_models_and_devices_are_listed_with_sources(run: Run) -> None:
         assert known[0]["name"] in run(name).output
 
 
+@pytest.mark.slow
 def test_a_saved_problem_is_solved_to_the_same_step_time_without_model_and_torch(run: Run, tmp_path: Path) -> None:
     run("plan", *SMALL, "--save-problem", tmp_path / "problem.json", "-o", tmp_path / "plan.json")
     solved = json.loads(run("solve", tmp_path / "problem.json", "--json").output)
@@ -234,6 +239,7 @@ def test_a_saved_problem_is_solved_to_the_same_step_time_without_model_and_torch
     assert solved["step_s"] == pytest.approx(prediction.lower_bound_s)
 
 
+@pytest.mark.slow
 def test_an_unsolvable_problem_exits_1_with_the_missing_bytes(run: Run, tmp_path: Path) -> None:
     run("plan", *SMALL, "--save-problem", tmp_path / "problem.json")
     result = run("solve", tmp_path / "problem.json", "--memory", "2GiB")
@@ -253,6 +259,7 @@ def test_exact_is_no_slower_than_another_partition(run: Run, tmp_path: Path, par
     assert times["exact"] <= times[partition] * 1.02  # the search ranks by the closed form, the report by the simulator
 
 
+@pytest.mark.slow
 def test_the_next_commands_are_printed(run: Run, tmp_path: Path) -> None:
     output = run("plan", *SMALL, "-o", tmp_path / "p.json").output.replace("\n", "")
     for command in ("steelyard explain", "steelyard report", "steelyard train"):
@@ -271,6 +278,7 @@ def test_exit_codes_are_documented_where_help_is(run: Run) -> None:
     assert "Exit codes: 0 done; 1 nothing fits" in run("--help").output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pins", "named", "reason"),
     [
@@ -295,6 +303,7 @@ def test_the_longest_sequences_are_found_with_nothing_else_free(run: Run, beside
     assert f"max with {beside[0]}" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "recorded", "patches"), [("16", 16, "4 × 4"), ("16x24", [16, 24], "4 × 6")])
 def test_a_plan_has_the_size_of_the_images_and_is_priced_again(
     run: Run, tmp_path: Path, size: str, recorded: object, patches: str

@@ -47,6 +47,7 @@ def record_of(path: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.slow
 def test_the_page_is_one_small_file_with_the_figures_of_the_plan(run: Run, plan_path: Path, tmp_path: Path) -> None:
     result = run("report", plan_path, "-o", tmp_path / "plan.html")
     assert result.exit_code == 0, result.output
@@ -60,6 +61,7 @@ def test_the_page_is_one_small_file_with_the_figures_of_the_plan(run: Run, plan_
         assert expected in page
 
 
+@pytest.mark.slow
 def test_json_has_the_plan_its_frontier_and_its_rivals(run: Run, plan_path: Path, tmp_path: Path) -> None:
     result = run("report", plan_path, "-o", tmp_path / "plan.html", "--time-limit", 60, "--json")
     found = json.loads(result.stdout)

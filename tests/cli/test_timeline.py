@@ -69,6 +69,7 @@ def test_the_step_is_that_of_the_plan_with_what_is_fixed(run: Run, interleaved: 
     assert f"{format_seconds(found['fixed_s'])} of it fixed, after the passes" in output
 
 
+@pytest.mark.slow
 def test_an_interleaved_plan_written_by_hand_is_explained(run: Run, interleaved: Path) -> None:
     output = run("explain", interleaved).output
     assert "2 stages (interleaved-1f1b) of 2 chunks" in output

@@ -71,6 +71,7 @@ def said(method: str, degree: int, remat: Remat, kv_heads: int, *phases: str) ->
     return {kind: (count[kind], num_bytes[kind]) for kind in count}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", Remat)
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize(("method", "kv_heads"), METHODS)
@@ -83,6 +84,7 @@ def test_collectives_and_their_bytes_are_those_of_a_real_layer(
     assert said(method, degree, remat, kv_heads, "backward", *again) == sent(run, "backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", Remat)
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize(("method", "kv_heads"), METHODS)
@@ -96,6 +98,7 @@ def test_no_rank_keeps_more_than_is_said(method: str, kv_heads: int, degree: int
     assert max(kept) <= held <= 1.1 * max(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, SEQ_LEN // 4])
 def test_keys_and_values_are_those_that_a_layer_makes_though_a_kernel_with_a_mask_reads_them_repeated(
     window: int | None,

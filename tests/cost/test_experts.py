@@ -64,6 +64,7 @@ PAIRS_BYTES = SAMPLES * SEQ_LEN * CONFIG["num_experts_per_tok"] * PAIR_BYTES
 COUNT_BYTES = 4 * 8
 
 
+@pytest.mark.slow
 def test_pairs_go_to_their_experts_and_back_and_their_gradients_too(setting: Setting) -> None:
     found = sent("fsdp8 ep4", setting)
     assert found["forward", "experts"] == 2 * PAIRS_BYTES + COUNT_BYTES
@@ -71,6 +72,7 @@ def test_pairs_go_to_their_experts_and_back_and_their_gradients_too(setting: Set
     assert ("recomputation", "experts") not in found
 
 
+@pytest.mark.slow
 def test_full_remat_exchanges_again_and_selective_remat_does_not(setting: Setting) -> None:
     full, selective = sent("fsdp8 ep4 remat=full", setting), sent("fsdp8 ep4 remat=selective", setting)
     assert full["recomputation", "experts"] == full["forward", "experts"]

@@ -70,6 +70,7 @@ def closed(kernels: Kernels, kind: str, tp: int, sp: bool) -> LayerProfile:
     return next(each for each in layer_profiles(SHAPE, kernels, tp=tp, sp=sp) if each.kind == kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "sp"), SHAPES)
 def test_fused_blocks_keep_what_the_closed_form_says(traced: Job, tp: int, sp: bool) -> None:
     found = layer_of(job_under(traced, MEGATRON_CORE), "block", tp, sp).saved_bytes.at(1)
@@ -77,6 +78,7 @@ def test_fused_blocks_keep_what_the_closed_form_says(traced: Job, tp: int, sp: b
     assert found < layer_of(traced, "block", tp, sp).saved_bytes.at(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["block", "head"])
 @pytest.mark.parametrize(("tp", "sp"), SHAPES)
 def test_fused_kernels_move_as_much_less_as_the_closed_form_says(traced: Job, kind: str, tp: int, sp: bool) -> None:
@@ -124,6 +126,7 @@ def test_what_was_measured_stays_as_it_was(traced: Job) -> None:
     assert job_under(measured, MEGATRON_CORE).profile == measured.profile
 
 
+@pytest.mark.slow
 def test_a_model_of_another_form_stays_as_traced_but_for_whole_blocks(traced: Job) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "rms_norm_eps"} | {"model_type": "gpt_neox"}
     other = replace(traced, chain=chain_from_config(config, name="other"))
@@ -131,6 +134,7 @@ def test_a_model_of_another_form_stays_as_traced_but_for_whole_blocks(traced: Jo
     assert (after.forward, after.saved_bytes) == (before.forward, before.saved_bytes)
 
 
+@pytest.mark.slow
 def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
     chain = model_of_experts()
     job = Job(
@@ -154,6 +158,7 @@ def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
     assert fused_layer.saved_bytes.at(2) < eager_layer.saved_bytes.at(2)
 
 
+@pytest.mark.slow
 def test_one_kernel_for_the_activation_of_experts_keeps_less_for_every_pair() -> None:
     """Of twice the pairs, twice: 2 bytes of each entry between an expert's matrices. The rest is alike."""
     chain = model_of_experts()

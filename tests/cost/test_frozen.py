@@ -74,6 +74,7 @@ def _plan(stages: str, of: Job) -> Plan:
     return found.model_copy(update={"model": found.model.model_copy(update={"frozen": of.chain.freeze})})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("freeze", FREEZES)
 def test_freezing_never_costs_memory_or_time(freeze: str, stages: str) -> None:
@@ -101,6 +102,7 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(
         assert 1.0 <= sum(terms.values()) / peak <= 1.2, f"stage {stage}: {terms}, found {found.later_steps}"
 
 
+@pytest.mark.slow
 def test_no_gradient_is_sent_to_a_stage_of_which_nothing_is_trained() -> None:
     whole, part = (_job(each, "bf16", "1x4xa100-80gb") for each in (None, "the first layers"))
     found = (predict(_plan("two stages", of), of).timeline.sends for of in (whole, part))
@@ -129,6 +131,7 @@ def test_layers_before_the_first_trained_one_have_no_backward_pass() -> None:
         assert [each.work.num_kernels for each in layer.recomputations] == [0] * len(layer.recomputations)
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_behind_a_trained_one_passes_gradients_on_at_half_the_work() -> None:
     frozen = _trace("layers before and behind", "bf16").layer("block, frozen behind what is trained", {})
     trained = _trace(None, "bf16").layer("block", {})
@@ -146,6 +149,7 @@ def test_the_first_trained_layer_makes_no_gradient_of_its_input() -> None:
     assert first.trained == first
 
 
+@pytest.mark.slow
 def test_parts_of_a_layer_are_traced_as_they_are_frozen() -> None:
     of = _trace("parts of layers", "bf16").layers
     attention, mlp = 4 * 128 * 128 * 3 // 4, 3 * 128 * 352
@@ -157,6 +161,7 @@ def test_a_trace_of_which_nothing_is_frozen_says_nothing_of_it() -> None:
     assert "frozen" not in _trace(None, "bf16").model_dump_json()
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_of_images_makes_a_step_shorter_and_states_smaller() -> None:
     plain = chain_from_config(split_config("llava"), name="small llava", split=SPLITS["llava"])
     frozen = frozen_chain(plain, find_freeze(plain, ["model.vision_tower"]))

@@ -121,6 +121,7 @@ def test_no_walk_is_below_a_floor_whatever_the_blocks_and_the_ends_are(count: in
             assert most <= walked_bytes(drawn, of)[0], f"{tables.strategies[block]}, ends {tables.strategies[end]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_no_walk_is_below_a_floor(setting: tuple[int, int, str, int], precision: Precision) -> None:
@@ -136,6 +137,7 @@ def test_no_walk_is_below_a_floor(setting: tuple[int, int, str, int], precision:
                 assert cost.total_bytes <= walked[stage], f"stage {stage} of {drawn.plan.stages}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each[0] > 1], ids=str)
 def test_with_a_buffer_for_every_microbatch_floors_and_walks_keep_their_order(
     setting: tuple[int, int, str, int],
@@ -185,6 +187,7 @@ def alike_plans(of: Job, where: Setting) -> Iterator[Drawn]:
             yield Drawn(tables=tables, boundaries=cuts, strategies=chosen, plan=plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_where_all_layers_are_divided_alike_no_walk_is_above_the_tables(

@@ -173,6 +173,7 @@ def chain_of(model_type: str, **changes: Any) -> ModelChain:
     return chain_from_config(FAMILY_CONFIGS[model_type] | changes, name=model_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chain_to_read", "words", "shares"),
     [

@@ -264,6 +264,7 @@ def test_states_with_less_in_flight_hold_no_more(
 runs = st.lists(st.tuples(layers(), st.integers(1, 8)), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @given(runs, runs, st.sampled_from(["1f1b", "interleaved-1f1b"]), st.integers(0, 3), st.booleans())
 def test_layers_amid_others_like_them_hold_no_more(
     first: list[tuple[LayerMemory, int]],

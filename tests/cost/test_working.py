@@ -37,6 +37,7 @@ def _shares(drawn: Drawn, working: WorkingBytes, of: Job) -> list[float]:
     return [stage_bytes(drawn.tables, working, stage, span, drawn.strategies) / walked[stage] for stage, span in spans]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_no_walk_is_below_the_bytes_of_layers_as_they_work(setting: Setup, precision: Precision) -> None:

@@ -27,6 +27,7 @@ def test_no_generated_damage_ends_badly() -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
+@pytest.mark.slow
 def test_what_once_ended_badly_does_no_more() -> None:
     finished = run_damage("--kept")
     assert finished.returncode == 0, finished.stdout + finished.stderr

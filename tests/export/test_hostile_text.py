@@ -80,6 +80,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_exported_says_the_same_whatever_the_names(target: str) -> None:
     plan = mixed() if target == "pytorch" else uniform("fsdp8", devices=8)
@@ -88,6 +89,7 @@ def test_what_is_exported_says_the_same_whatever_the_names(target: str) -> None:
         assert read(found) == read(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_names_of_files_are_plain_words(target: str) -> None:
     plan = mixed() if target == "pytorch" else uniform("fsdp8", devices=8)
@@ -152,6 +154,7 @@ def test_a_timeline_is_json_whatever_the_names() -> None:
     assert json.loads(json.dumps(events)) == events
 
 
+@pytest.mark.slow
 def test_no_code_of_a_models_folder_is_asked_for() -> None:
     import steelyard
 
@@ -161,6 +164,7 @@ def test_no_code_of_a_models_folder_is_asked_for() -> None:
         assert [ast.literal_eval(word.value) for word in words] in ([], [False]), path
 
 
+@pytest.mark.slow
 def test_a_config_that_names_code_of_its_own_runs_none(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'made')!r}, 'w')\n")
     config = dict(load_model("llama3-8b").config) | {

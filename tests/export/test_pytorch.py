@@ -72,6 +72,7 @@ def test_a_config_keeps_its_nulls() -> None:
     assert content["plan"]["model"]["config"]["sliding_window"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["pytorch", "torchrun", "slurm", "kubeflow"])
 def test_no_text_of_a_plan_becomes_code(to: str) -> None:
     odd = mixed(model={"name": ODD_TEXT, "config": TINY | {"note": ODD_TEXT, ODD_TEXT: [ODD_TEXT]}})
@@ -83,12 +84,14 @@ def test_no_text_of_a_plan_becomes_code(to: str) -> None:
             assert code == [line for line in expected.splitlines() if not line.startswith(("# ", "#SBATCH --job-name"))]
 
 
+@pytest.mark.slow
 def test_what_a_config_holds_arrives_as_it_is() -> None:
     odd = mixed(model={"name": ODD_TEXT, "config": TINY | {"note": ODD_TEXT}})
     model = content_of(odd)["plan"]["model"]
     assert (model["name"], model["config"]["note"]) == (ODD_TEXT, ODD_TEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "swin"])
 def test_a_model_that_the_script_cannot_build_is_refused(name: str) -> None:
     config = FAMILY_CONFIGS[name]

@@ -260,6 +260,7 @@ def test_megatron_drops_out_what_the_model_does(given: dict[str, float], expecte
     assert (flags["--attention-dropout"], flags["--hidden-dropout"]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "balancing", "coefficient"), [(True, "aux_loss", "0.00125"), (False, "none", None)])
 def test_megatron_balances_experts_where_the_config_asks_for_it(
     asked: bool, balancing: str, coefficient: str | None
@@ -273,6 +274,7 @@ def test_megatron_balances_experts_where_the_config_asks_for_it(
     assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 
+@pytest.mark.slow
 def test_megatron_takes_as_many_experts_of_a_token_as_transformers_where_the_config_is_silent() -> None:
     config = dict(load_model("qwen3-30b-a3b").config)
     del config["num_experts_per_tok"]

@@ -56,6 +56,7 @@ def test_more_experts_of_a_token_than_there_are_is_named(name: str, experts: int
         check_values(config(name, num_experts_per_tok=experts + change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "is_trained"), [(True, True), (False, False)])
 def test_the_auxiliary_loss_of_routers_is_trained_where_the_config_asks_for_it(value: bool, is_trained: bool) -> None:
     chain = chain_from_config(config("mixtral-8x7b", output_router_logits=value), name="mixtral")
@@ -67,6 +68,7 @@ def test_what_asks_for_the_loss_of_routers_is_true_or_false() -> None:
         chain_from_config(config("mixtral-8x7b", output_router_logits=1), name="mixtral")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["dtype", "rope_scaling", "sliding_window"])
 def test_a_null_where_transformers_takes_one_is_no_mistake(key: str) -> None:
     assert chain_from_config(config(**{key: None}), name="fine").num_layers == 10

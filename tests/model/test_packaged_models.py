@@ -102,6 +102,7 @@ def shared_size(chain: ModelChain, weight: SharedWeight) -> int:
     return chain.hidden_size * chain.vocab_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED_PARAMS)
 def test_a_packaged_model_has_the_published_parameters(name: str) -> None:
     assert num_params(load_model(name)) == PUBLISHED_PARAMS[name]

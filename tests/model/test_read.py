@@ -131,11 +131,13 @@ def test_a_model_without_grouped_heads_has_as_many_for_keys_and_values():
     assert sizes["key-value heads"] == sizes["attention heads"] == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "tied"), [(True, True), (False, False), (..., False)])
 def test_embeddings_are_tied_only_where_the_config_says_so(value, tied):
     assert chain_from_config(changed(tie_word_embeddings=value), name="tiny").tied_embeddings is tied
 
 
+@pytest.mark.slow
 def test_a_head_size_frees_the_hidden_size_from_the_heads():
     config = changed(model_type="qwen3", hidden_size=60, head_dim=16)
     assert chain_from_config(config, name="tiny").hidden_size == 60

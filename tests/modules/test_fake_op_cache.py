@@ -161,6 +161,7 @@ def _refuse(*_: Any) -> None:
     raise AssertionError("the operation is run again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tp", "sp"),
     [("llama", 2, True), ("mixtral", 2, True), ("t5", 1, False)],

@@ -17,6 +17,8 @@ from steelyard.plan.strategy import parse_strategy
 from tests.runtime.family_chain import chain_of, length_of, loss_of_chain, loss_of_model
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
+pytestmark = pytest.mark.slow
+
 families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
 
 

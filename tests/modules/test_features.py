@@ -23,6 +23,7 @@ def _chain(name: str) -> ModelChain:
     return chain_from_config(split_config(name), name=name, split=SPLITS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_splits_of_the_parity_tests_are_what_is_found(name: str) -> None:
     assert split_model(name, split_config(name)) == SPLITS[name]
@@ -54,6 +55,7 @@ def test_a_block_of_the_decoder_attends_to_tokens_before_it_and_to_all_of_the_en
     assert chain.attended_share(chain.kind_of(4), 16) == pytest.approx((8 + 24) / (16 + 24))
 
 
+@pytest.mark.slow
 def test_wide_convolutions_before_the_blocks_are_narrow_where_it_is_proved() -> None:
     sizes = {"d_model": 128, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "conv_channels": 512}
     wide = split_model("speech_to_text", {**split_config("speech_to_text"), **sizes, "vocab_size": 1024})

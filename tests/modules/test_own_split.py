@@ -43,6 +43,7 @@ def test_a_rotary_table_is_given_to_blocks_and_does_not_flow() -> None:
     assert not own.kinds[1].reads_samples
 
 
+@pytest.mark.slow
 def test_attention_and_mlp_of_plain_matrices_take_tensor_parallelism() -> None:
     for name in ("titan", "dit"):
         kind = split_of(name).kinds[1]

@@ -73,5 +73,6 @@ def test_tp_that_leaves_experts_whole_is_refused() -> None:
         check_routers(block, parse_strategy("fsdp2-tp2"))
 
 
+@pytest.mark.slow
 def test_the_split_of_the_parity_cases_is_what_splitting_finds() -> None:
     assert split_model("olmoe", CONFIGS["olmoe"]) == OLMOE_SPLIT

@@ -42,6 +42,8 @@ from tests.modules.split_configs import OTHERWISE_CONFIGS, SPLIT_CONFIGS, split_
 from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
+pytestmark = pytest.mark.slow
+
 _found: dict[str, ModelSplit] = {}
 
 
@@ -52,7 +54,6 @@ def split_of(model_type: str) -> ModelSplit:
     return _found[model_type]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SPLIT_CONFIGS)
 def test_a_type_without_a_family_splits_into_pieces_that_are_the_whole(model_type: str) -> None:
     split = split_of(model_type)
@@ -100,7 +101,6 @@ def test_context_parallelism_is_proved() -> None:
     assert [kind.attention for kind in split_of("cohere2").kinds[1:3]] == ["sliding_attention", "full_attention"]
 
 
-@pytest.mark.slow
 def test_attention_that_runs_step_by_step_cannot_be_divided_by_tokens() -> None:
     assert "step by step" in split_of("bloom").kinds[1].no_cp
 
@@ -162,32 +162,27 @@ def test_a_classifier_that_reads_one_token_is_an_operation_between_two_modules()
     assert split.head_calls == ("vit.layernorm", ":select:1.0:0.0", "classifier")
 
 
-@pytest.mark.slow
 def test_why_a_kind_cannot_be_divided_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_tp, "_by_structure", lambda *_: [{"self_attn.q_proj": "columns"}])
     config = {**split_config("stablelm"), "num_hidden_layers": 1}
     assert "raises" in split_model("stablelm", config).kinds[1].no_tp
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SPLIT_CONFIGS)
 def test_every_kind_of_block_is_divided_between_two_ranks(model_type: str) -> None:
     assert [kind.no_tp for kind in split_of(model_type).kinds[1:-1] if kind.no_tp] == []
 
 
-@pytest.mark.slow
 def test_parameters_with_an_entry_for_each_head_are_divided() -> None:
     assert split_of("gpt_oss").kinds[1].styles["block.self_attn"].endswith(":sinks")
 
 
-@pytest.mark.slow
 def test_what_latent_attention_compresses_is_whole_on_every_rank() -> None:
     styles = split_of("deepseek_v2").kinds[1].styles
     assert styles["block.self_attn.kv_a_proj_with_mqa"].startswith("whole")
     assert styles["block.self_attn.kv_b_proj"] == "columns"
 
 
-@pytest.mark.slow
 def test_what_one_matrix_gives_several_of_is_gathered() -> None:
     kind = split_of("bloom").kinds[1]
     assert kind.styles["block.self_attention.query_key_value"] == "columns_gathered"
@@ -195,13 +190,11 @@ def test_what_one_matrix_gives_several_of_is_gathered() -> None:
     assert dict(kind.tp_divides)["outputs of self_attention.query_key_value"] == 3 * 64
 
 
-@pytest.mark.slow
 def test_parameters_that_a_module_reads_of_one_that_it_does_not_call_are_whole() -> None:
     mixer = split_of("mamba").kinds[1].styles["block.mixer"]
     assert mixer.split(":")[-1].split(",") == ["conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias"]
 
 
-@pytest.mark.slow
 def test_experts_are_divided_where_attention_is_recurrent() -> None:
     kind = split_of("qwen3_next").kinds[1]
     assert kind.name == "linear block"
@@ -209,7 +202,6 @@ def test_experts_are_divided_where_attention_is_recurrent() -> None:
     assert kind.styles["block.linear_attn.in_proj_qkvz"] == "columns_gathered"
 
 
-@pytest.mark.slow
 def test_parts_of_a_block_in_a_list_are_divided_one_by_one() -> None:
     kinds = split_of("mt5").kinds
     assert [kind.no_tp for kind in kinds] == [""] * len(kinds)
@@ -267,7 +259,6 @@ def test_what_a_config_says_is_not_there_stays_away_at_small_width() -> None:
     }
 
 
-@pytest.mark.slow
 def test_attention_is_divided_where_experts_cannot_be() -> None:
     """Its experts all take every token, so that none is one rank's own."""
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -335,14 +326,12 @@ def test_attention_that_drops_entries_is_told_from_what_drops_beside_it(key: str
     assert bool(no_cp(found.split, found.split.kinds[1], attention_drops=found.attention_drops)) is drops
 
 
-@pytest.mark.slow
 def test_experts_that_every_token_takes_are_divided() -> None:
     styles = split_of("qwen2_moe").kinds[1].styles
     assert styles["block.mlp.shared_expert.up_proj"] == "columns"
     assert styles["block.mlp.shared_expert.down_proj"] == "rows_partial"
 
 
-@pytest.mark.slow
 def test_what_blocks_are_given_for_every_sample_is_found() -> None:
     assert {name: split_of(name).sides_by_sample for name in ("bloom", "xglm", "phi3")} == {
         "bloom": True,
@@ -351,12 +340,10 @@ def test_what_blocks_are_given_for_every_sample_is_found() -> None:
     }
 
 
-@pytest.mark.slow
 def test_experts_are_found() -> None:
     assert split_of("qwen2_moe").kinds[1].num_experts == 4
 
 
-@pytest.mark.slow
 def test_an_architecture_decides_the_task() -> None:
     assert split_of("roberta").task is Task.MASKED_LM
 
@@ -436,7 +423,6 @@ def test_what_is_read_past_other_blocks_leaves_sequence_parallelism_to_them() ->
     assert [(kind.no_tp, kind.no_sp) for kind in kinds[1:3]] == [("", "")] * 2
 
 
-@pytest.mark.slow
 def test_blocks_that_are_given_their_number_are_of_one_kind_and_hold_what_they_share() -> None:
     split = split_of("zamba2")
     assert split.layers == (0, 1, 2, 1, 2, 3)
@@ -475,7 +461,6 @@ def test_a_width_of_several_hidden_states_stays_one_at_small_width() -> None:
     assert (small["hidden_size"], small["attention_hidden_size"], small["attention_head_dim"]) == (64, 128, 32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("model_type", ["gemma4_text", "mpnet"])
 def test_what_flows_past_blocks_at_another_width_is_what_is_found_there(model_type: str, degree: int) -> None:
@@ -519,7 +504,6 @@ def test_a_part_of_a_model_whose_class_says_how_it_is_filled_is_filled_so() -> N
 _TEXT = {"text_config": {**split_config("phi3"), "model_type": "qwen2"}}
 
 
-@pytest.mark.slow
 def test_positions_that_are_made_of_sizes_alone_have_holes_in_their_place() -> None:
     assert len(split_of("blenderbot-small").layers) == 7
 
@@ -537,7 +521,6 @@ def test_a_tied_module_that_is_not_called_belongs_to_no_layer() -> None:
     assert not [path for copies in split.shared for _, path in copies if "entity" in path]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", OTHERWISE_CONFIGS)
 def test_blocks_that_are_called_otherwise_split_and_are_traced(model_type: str) -> None:
     split = split_of(model_type)
@@ -597,12 +580,10 @@ def test_blocks_whose_forward_is_called_and_that_return_a_mapping_split() -> Non
     assert (split.call.result, split.call.order, split.layers) == ("feature_map", (0, 2, 1), (0, 1, 1, 2))
 
 
-@pytest.mark.slow
 def test_modules_that_return_a_scale_for_quantization_have_holes_that_do() -> None:
     assert split_of("ibert").layers == (0, 1, 1, 2)
 
 
-@pytest.mark.slow
 def test_blocks_with_equal_masks_of_their_own_are_of_one_kind_and_windows_stay_unlike_at_small_width() -> None:
     assert split_of("neomme").layers == (0, 1, 2, 3, 4)
     config = {"sliding_window": 256, "per_layer_config": {"1": {"sliding_window": 1024}}}
@@ -626,7 +607,6 @@ def test_samples_of_a_model_that_pads_them_have_a_length_that_needs_none() -> No
     assert split.resized(split_config("longformer"), small, 1).multiple == small["attention_window"] == 32
 
 
-@pytest.mark.slow
 def test_a_second_state_flows_from_each_block_of_an_encoder_to_the_next() -> None:
     split = split_of("pegasus_x")
     assert [(each.maker, each.readers, each.shape) for each in split.streams] == [
@@ -685,7 +665,6 @@ def test_a_model_whose_text_part_alone_knows_of_a_cache_keeps_none() -> None:
     assert forward_options(model) == {"use_cache": False}
 
 
-@pytest.mark.slow
 def test_a_state_with_several_places_for_each_token_flows_along_a_decoder() -> None:
     split = split_of("prophetnet")
     assert [kind.tokens for kind in split.kinds] == [(1, 0), (1, 0), (3, 0), (3, 0), (1, 0)]
@@ -783,7 +762,6 @@ def test_a_decoder_behind_a_tower_of_sound_is_causal_and_its_batch_norms_are_not
     assert "model.encoder" in split.embedding
 
 
-@pytest.mark.slow
 def test_blocks_that_are_left_out_of_the_proof_still_tell_what_they_are() -> None:
     assert [kind.no_tp for kind in split_model("modernbert-decoder", _MODERN).kinds] == [""] * 4
 

@@ -52,6 +52,7 @@ def test_a_certificate_that_contradicts_itself_is_an_error(certificate: dict[str
         read(changed((["prediction", "certificate"], certificate)))
 
 
+@pytest.mark.slow
 def test_a_certificate_written_and_read_is_the_same() -> None:
     plan = read(changed((["prediction", "certificate"], {"status": "gap", "gap": 0.0123})))
     again = json.loads(dump_json(plan))

@@ -304,6 +304,7 @@ def _read_or_none(content):
         return None
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(mutated_contents())
 def test_a_mutated_plan_is_valid_or_one_error_of_the_users(content):

@@ -195,6 +195,7 @@ def test_a_small_plan_has_sequences_and_heads_that_context_parallelism_divides(s
     assert small.chain().hidden_size <= 256
 
 
+@pytest.mark.slow
 def test_of_a_tower_and_the_text_behind_it_two_equal_blocks_are_kept_and_what_nothing_reads() -> None:
     config = split_config("llava")
     config["vision_config"] = {**config["vision_config"], "num_hidden_layers": 5}
@@ -208,6 +209,7 @@ def test_of_a_tower_and_the_text_behind_it_two_equal_blocks_are_kept_and_what_no
     assert (small.seq_len, small.precision) == (20, "fp32")
 
 
+@pytest.mark.slow
 def test_blocks_of_a_tower_that_attend_in_windows_are_kept_as_such() -> None:
     config = split_config("qwen2_5_vl")
     config["vision_config"] = {

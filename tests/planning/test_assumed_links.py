@@ -136,6 +136,7 @@ def test_a_profile_of_another_device_is_refused() -> None:
         made("1x8xa100-80gb", profile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "text"), [("rtx4090", "pcie-4-host inside a node, 31.5 GB/s, 1.69 among 8"), ("a100-80gb", "300 GB/s")]
 )

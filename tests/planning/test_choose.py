@@ -147,6 +147,7 @@ def test_a_profile_of_another_kind_of_device_is_refused() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_a_chosen_plan_fits_as_reported(devices: int) -> None:
     for tight in tightening(job(cluster(1, devices), global_batch=16), 6):
@@ -154,6 +155,7 @@ def test_a_chosen_plan_fits_as_reported(devices: int) -> None:
         assert found.plan is None or fullest_bytes(found) <= tight.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_more_memory_never_costs_time(devices: int) -> None:
     times = []
@@ -164,6 +166,7 @@ def test_more_memory_never_costs_time(devices: int) -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fits() -> None:
     jobs = tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)
     found = [(tight, accept(tight, make_tables(tight, PlanOptions()))) for tight in jobs]
@@ -174,6 +177,7 @@ def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fi
                     assert each.outcome.score_s >= here.search.lower_bound_s * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_no_plan_is_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     tight, walked = tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)[4], Counter[str]()
 
@@ -199,6 +203,7 @@ def every_plan(of: Job, tables: CostTables) -> Iterator[tuple[float, int]]:
             yield evaluate(tables, boundaries, chosen).step_s, walked_bytes(plan, of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 2), (2, 2), (2, 4)])
 def test_no_plan_that_the_walk_accepts_is_faster_than_is_claimed(num_stages: int, num_microbatches: int) -> None:
     of = job(cluster(1, 2), global_batch=4, num_hidden_layers=1)
@@ -274,6 +279,7 @@ def test_where_memory_does_not_bind_the_plan_is_proven() -> None:
     assert found.search.status == "optimal"
 
 
+@pytest.mark.slow
 def test_what_is_called_the_nearest_miss_is_enough() -> None:
     of = replace(job(), budget_bytes=1100 * MIB)
     missed = plan_job(of, PlanOptions())
@@ -287,6 +293,7 @@ def test_what_is_called_the_nearest_miss_is_enough() -> None:
     assert predict(found.plan, enough).fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "machines", "seq_len", "options"),
     [

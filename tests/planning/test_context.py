@@ -37,6 +37,7 @@ def why_not(of: Job, text: str) -> UserError:
     return pin_error(of, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seq_len", "offered"), [(8192, False), (16384, True)])
 def test_it_is_searched_from_a_length_on(seq_len: int, offered: bool) -> None:
     strategies = stage_strategies(job(seq_len=seq_len), 4, PlanOptions())
@@ -49,12 +50,14 @@ def test_a_rank_keeps_2048_tokens(seq_len: int, most: int) -> None:
     assert max(strategy.token_degree for strategy in offered) == most
 
 
+@pytest.mark.slow
 def test_ulysses_that_divides_no_blocks_heads_is_not_searched() -> None:
     offered = stage_strategies(job(seq_len=16384), 4, PlanOptions())
     found = {strategy.parallel for strategy in offered if strategy.variant("cp_method") == "ulysses"}
     assert found == {"dp2-cp2", "fsdp2-cp2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["cp=2", "blocks: cp2-tp2+sp", "cp=2, cp_method=ulysses"])
 def test_a_pin_gets_it_for_short_sequences(text: str) -> None:
     of = job()
@@ -63,6 +66,7 @@ def test_a_pin_gets_it_for_short_sequences(text: str) -> None:
     assert all(CP in strategy.kinds for strategy in found.strategies[1:-1])
 
 
+@pytest.mark.slow
 def test_one_long_sequence_is_divided_over_all_devices() -> None:
     """Samples that are too few for the devices leave tokens and matrices; its heads are too few for four."""
     plan = find_plan(
@@ -74,6 +78,7 @@ def test_one_long_sequence_is_divided_over_all_devices() -> None:
     assert {strategy.token_degree for strategy in plan.strategies[1:-1]} == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "text", "reason"),
     [
@@ -86,10 +91,12 @@ def test_what_it_cannot_divide_is_refused_with_the_reason(config: dict[str, Any]
     assert reason in why_not(job(config, seq_len=32), text).hint.split("; ")[0]
 
 
+@pytest.mark.slow
 def test_a_sequence_must_come_in_two_equal_pieces_for_each_rank() -> None:
     assert "4 equal pieces, which 62 tokens do not give" in why_not(job(seq_len=62), "cp=2").hint.split("; ")[0]
 
 
+@pytest.mark.slow
 def test_tp_outside_it_is_refused_with_the_right_order() -> None:
     with pytest.raises(UserError) as raised:
         asking(job(), "tp2-cp2")

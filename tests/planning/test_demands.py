@@ -69,6 +69,7 @@ def test_a_pin_of_another_model_is_named() -> None:
         demands_of(Asked(pins=("blocks 0-40: tp=2",)), num_layers=NUM_LAYERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "field"),
     [

@@ -63,6 +63,7 @@ def test_all_devices_keep_the_plan(plan: Plan) -> None:
     assert found.notice == ""
 
 
+@pytest.mark.slow
 def test_a_lost_node_gives_nearly_the_plan_that_the_whole_search_gives_on_what_is_left(plan: Plan) -> None:
     found = replan(plan, (8, 8, 8), HERE).plan
     alone = {count: plan_of(job_on(f"{count}x8xh100-80gb")) for count in (2, 3)}
@@ -83,6 +84,7 @@ def test_what_is_left_trains_the_same_batch_and_length_in_the_same_memory(plan: 
     assert found.prediction.budget_bytes == plan.prediction.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [(7, 8, 8, 8), (8, 7, 8, 8), (8, 8, 1), (3, 8), (5,)])
 def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[int]) -> None:
     found = replan(plan, hosts, HERE)
@@ -92,6 +94,7 @@ def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[i
     assert found.taken[0] > 0, "it holds the store"
 
 
+@pytest.mark.slow
 def test_more_devices_left_never_cost_time(job: Job) -> None:
     times = [fastest_plan(job, (8,) * count, ()) for count in (1, 2, 3, 4)]
     steps = [step_s(each[0]) for each in times if each is not None]
@@ -119,6 +122,7 @@ def test_where_processes_share_cores_nothing_shows_without_a_search(job: Job) ->
     assert not is_beaten(shared, make_tables(shared, PlanOptions()), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "pinned"), [(5, None), (6, None), (7, 4)])
 def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devices: int, pinned: int | None) -> None:
     options = PlanOptions(num_microbatches=pinned)
@@ -143,6 +147,7 @@ def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:
     assert " a step (" in notice
 
 
+@pytest.mark.slow
 def test_what_was_asked_is_kept_where_what_is_left_can_have_it(job: Job) -> None:
     asked = plan_of(job, PlanOptions(pins=(parse_pin("blocks 0-31: remat=full", option="--pin", num_layers=34),)))
     found = replan(asked, (8, 8), HERE)
@@ -156,6 +161,7 @@ def test_what_was_asked_is_given_up_where_nothing_that_is_left_can_have_it(job: 
     assert "given up: --stages 32" in replan(asked, (8, 8), HERE).notice
 
 
+@pytest.mark.slow
 def test_devices_that_hold_no_plan_are_an_error_that_says_what_to_do(job: Job) -> None:
     tight = replace(job, cluster=with_shape(job.cluster, 2, 8), budget_bytes=13_000_000_000)
     with pytest.raises(NothingFitsError, match="1 device left, no part of which has a plan") as raised:
@@ -190,6 +196,7 @@ def test_a_plan_whose_costs_are_not_known_is_refused_before_it_runs(plan: Plan) 
         check_replannable(foreign, HERE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [(4, 4), (4,)])
 def test_plans_made_ahead_are_taken_and_no_slower_than_those_that_a_loss_would_find(
     plan: Plan, hosts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,6 +218,7 @@ def test_plans_made_ahead_are_taken_and_no_slower_than_those_that_a_loss_would_f
         assert again.notice.partition("(")[0].startswith("32 → ")
 
 
+@pytest.mark.slow
 def test_what_a_run_waits_for_is_not_searched_to_the_end_and_what_is_made_ahead_is(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +270,7 @@ def test_hosts_of_all_pools_keep_the_plan_and_come_in_its_order(pooled: Plan) ->
     assert found.order == (1, 3, 0, 2)
 
 
+@pytest.mark.slow
 def test_a_lost_node_of_a_pool_gives_nearly_the_plan_of_the_whole_search_over_what_is_left(pooled: Plan) -> None:
     found = replan(pooled, (4, 4, 4), HERE, (POOLS[1], POOLS[0], POOLS[0]))
     searched = find_plan("llama3-8b", f"{POOLS[0]}+1x4xa100-80gb", global_batch=BATCH, seq_len=4096)
@@ -279,6 +288,7 @@ def test_a_pool_without_hosts_leaves_a_plan_on_the_other(pooled: Plan) -> None:
     assert found.notice.startswith("16 → 8 devices, predicted ")
 
 
+@pytest.mark.slow
 def test_hosts_of_a_pool_that_the_new_plan_leaves_out_are_spare() -> None:
     """A model so small that more than one device only costs time."""
     first, second = "2x2xh100-80gb", "1x2xl40s"
@@ -302,6 +312,7 @@ def test_a_pool_is_refused_where_the_plan_has_none(plan: Plan) -> None:
         replan(plan, (8, 8, 8, 8), HERE, (POOLS[0],) * 4)
 
 
+@pytest.mark.slow
 def test_losses_of_each_pool_are_planned_ahead_and_taken_without_a_search(
     pooled: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +338,7 @@ def test_losses_of_each_pool_are_planned_ahead_and_taken_without_a_search(
         assert all(taken <= there for taken, there in zip(found.taken, left, strict=True))
 
 
+@pytest.mark.slow
 def test_a_lost_node_of_each_pool_is_told_beforehand(pooled: Plan) -> None:
     told = with_spares(pooled, pooled_job_of(pooled), num_spares=1)
     assert len(told.spares) == 2
@@ -338,6 +350,7 @@ def test_a_lost_node_of_each_pool_is_told_beforehand(pooled: Plan) -> None:
     assert missing_spare_lines(told, 1) == []
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_lost_as_a_whole_leaves_the_others(pooled: Plan) -> None:
     first, second = pooled.cluster.split("+")
     told = with_spares(pooled, pooled_job_of(pooled), num_spares=3)

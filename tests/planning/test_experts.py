@@ -34,6 +34,7 @@ def job() -> Job:
     )
 
 
+@pytest.mark.slow
 def test_groups_of_a_node_are_offered_and_others_are_not_worth_a_search(job: Job) -> None:
     degrees = {each.expert_degree for each in stage_strategies(job, 8, PlanOptions()) if each.tensor_degree == 1}
     assert degrees == {1, 4}
@@ -41,6 +42,7 @@ def test_groups_of_a_node_are_offered_and_others_are_not_worth_a_search(job: Job
     assert reasons["fsdp8 ep2"].startswith("ep is searched with groups of 4 ranks, as many as a node allows")
 
 
+@pytest.mark.slow
 def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
     pins = (parse_pin("ep=2", option="--pin", num_layers=CHAIN.num_layers),)
     assert {each.expert_degree for each in stage_strategies(job, 8, PlanOptions(pins=pins))} == {1, 2, 4}
@@ -80,6 +82,7 @@ def test_an_imbalance_below_one_is_an_error() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin", ["ep=4", "blocks 0-0: ep=4"])
 def test_a_framework_of_one_strategy_divides_experts_where_that_is_asked_for(job: Job, pin: str) -> None:
     wanted = plan_job(job, PlanOptions(pins=(parse_pin(pin, option="--pin", num_layers=CHAIN.num_layers),))).plan

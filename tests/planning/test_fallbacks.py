@@ -65,6 +65,7 @@ def test_a_fallback_keeps_the_fallbacks_after_it(plan: Plan) -> None:
     assert plan.fallback_plan(len(plan.fallbacks) - 1).fallbacks == ()
 
 
+@pytest.mark.slow
 def test_a_margin_is_not_taken_by_fallbacks(plan: Plan, job: Job) -> None:
     """With a margin so large that the plan itself would fit into each share with it."""
     roomy = replace(job, margin_bytes=job.budget_bytes)

@@ -50,6 +50,7 @@ MIXED = ("dp8", "fsdp8", "fsdp4-tp2")
 UNIFORM_TARGETS = [name for name, target in TARGETS.items() if not target.capabilities.mixes_layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNIFORM_TARGETS)
 def test_what_comes_out_is_within_the_means(name: str) -> None:
     job = small_job()
@@ -165,6 +166,7 @@ def test_stages_microbatches_and_pins_of_the_user_are_kept(name: str) -> None:
     assert fitted.given_up == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", list(Remat))
 def test_remat_that_the_user_asked_for_is_kept(remat: Remat) -> None:
     job = small_job()
@@ -187,6 +189,7 @@ def test_a_pin_of_all_layers_asks_for_no_remat_of_the_ends() -> None:
     assert fitted.given_up == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "asked", "text"),
     [
@@ -222,6 +225,7 @@ def test_what_leaves_nothing_that_fits_is_given_up_with_what_it_misses() -> None
     assert peak_bytes(fitted.plan) <= job.budget_bytes
 
 
+@pytest.mark.slow
 def test_demands_that_no_strategy_of_all_layers_meets_together_give_one_up() -> None:
     job = small_job()
     fitted = fit(best(job, pins=("blocks 0-1: tp=2", "blocks 2-3: tp=4")), job, "torchtitan")

@@ -45,6 +45,7 @@ def _found(*patterns: str) -> Freeze:
     return found
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_what_is_frozen_as_a_value(plan: Plan, tmp_path: Path) -> None:
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
@@ -55,6 +56,7 @@ def test_a_plan_keeps_what_is_frozen_as_a_value(plan: Plan, tmp_path: Path) -> N
     assert frozen.of_params == 16384 + 4 * 41088 + 16448
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_frozen(plan: Plan) -> None:
     console = Console(width=200, record=True, quiet=False)
     console.print(plan_view(plan))
@@ -152,6 +154,7 @@ def _own(module: torch.nn.Module, **options: Any) -> Plan:
     return steelyard.find_plan(module, "1x2xa100-80gb", **asked, **options)
 
 
+@pytest.mark.slow
 def test_what_a_module_of_ones_own_has_without_gradients_is_frozen() -> None:
     module = CASES["nanogpt"].module()
     module.transformer.h[0].requires_grad_(False)

@@ -107,6 +107,7 @@ def test_a_pin_offers_other_groups(pin: str, more: str) -> None:
     assert more in offered(pin)
 
 
+@pytest.mark.slow
 def test_what_is_not_searched_says_which_groups_are() -> None:
     of = job(cluster(16, 8), global_batch=1024)
     reasons = dict(not_offered(of, 128, PlanOptions()))

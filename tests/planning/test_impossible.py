@@ -26,6 +26,7 @@ def requests() -> dict[str, Request]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pin", "reason"),
     [

@@ -52,6 +52,7 @@ def test_a_budget_that_was_asked_for_is_used_whole_unless_a_margin_is_asked_for_
     assert (both.budget_bytes, both.margin_bytes) == (36 * GIB, 4 * GIB)
 
 
+@pytest.mark.slow
 def test_the_allocator_of_a_cpu_needs_no_margin() -> None:
     profiled = make_job(CONFIG, "1x2xcpu", global_batch=4, seq_len=64, precision="fp32", memory="40GiB", profile=None)
     assert profiled.margin_bytes == 0
@@ -151,6 +152,7 @@ def test_a_plan_of_ones_own_that_takes_of_the_margin_is_no_misfit(comfortable: P
     assert why_not_plan(short, plan, asked="plan.json").reasons == ("does not fit: misses 1.00 GiB per device",)
 
 
+@pytest.mark.slow
 def test_a_cpu_is_under_no_pressure(comfortable: PlanningResult) -> None:
     assert comfortable.plan is not None
     assert comfortable.cost is not None

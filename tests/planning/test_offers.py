@@ -89,6 +89,7 @@ def test_too_many_parts_are_an_error():
         )
 
 
+@pytest.mark.slow
 def test_a_part_whose_devices_the_batch_cannot_be_divided_among_says_so():
     def of_one_sample(part):
         asked = {"global_batch": 1, "seq_len": 1024, "precision": "bf16", "memory": None}

@@ -64,6 +64,7 @@ def test_texts_attend_as_the_model_has_it_and_images_to_all_places(name: str, is
     assert [chain.is_causal(kind) for kind in chain.kinds if "block" in kind.name] == [False, is_causal]
 
 
+@pytest.mark.slow
 def test_a_step_comes_in_one_microbatch_and_the_reason_is_said(job: Job) -> None:
     assert {each.pipeline.num_microbatches for each in pipeline_settings(job, PlanOptions())} == {1}
     with pytest.raises(UserError, match="the loss compares all samples of the global batch"):
@@ -79,6 +80,7 @@ def test_a_plan_with_two_microbatches_is_refused() -> None:
         Plan.model_validate(content)
 
 
+@pytest.mark.slow
 def test_gathering_the_features_is_priced_where_ranks_have_samples_of_their_own(job: Job) -> None:
     head, setting = job.chain.kind_of(6), _setting(job)
     plain, again = (layer_cost(head, parse_strategy(text), setting) for text in ("fsdp4", "fsdp4 remat=full"))
@@ -86,12 +88,14 @@ def test_gathering_the_features_is_priced_where_ranks_have_samples_of_their_own(
     assert set(layer_cost(job.chain.kind_of(5), parse_strategy("fsdp4"), setting).forward_s).isdisjoint({"pairs"})
 
 
+@pytest.mark.slow
 def test_both_features_are_gathered_for_one_loss_and_those_of_images_for_the_other(job: Job) -> None:
     siglip = trace(_chain("siglip"), seq_len=16, precision="bf16", degrees=(1,), batch=64)
     entries = [profile.layer("head", {}).gathered_entries for profile in (job.profile, siglip)]
     assert entries == [2 * 64 * 48, 64 * 64]
 
 
+@pytest.mark.slow
 def test_logits_of_a_rank_grow_with_the_global_batch(job: Job) -> None:
     large = with_batch(job, 1024)
     one, other = (each.layer("head", {}) for each in (job, large))

@@ -45,6 +45,7 @@ def compared(of: Job, options: PlanOptions = PlanOptions()) -> Plan:  # noqa: B0
     return with_baselines(result.plan, of, result.bounded_tables)
 
 
+@pytest.mark.slow
 def test_what_a_search_knows_of_its_tables_changes_no_plain_plan() -> None:
     of, options = tight(0.3), PlanOptions()
     found = compared(of, options)
@@ -62,6 +63,7 @@ def fullest_bytes(plan: Plan, of: Job) -> int:
     return max(stage.total_bytes for stage in predict(plan, of).stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.05, 0.0])
 @pytest.mark.parametrize("name", SINGLE_STAGE)
 def test_a_plain_plan_is_the_fastest_of_its_kind_that_fits(name: str, share: float) -> None:
@@ -74,6 +76,7 @@ def test_a_plain_plan_is_the_fastest_of_its_kind_that_fits(name: str, share: flo
     assert mine.step_time_s == pytest.approx(fastest) if fastest else mine.step_time_s is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
 def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share: float) -> None:
     of, options = tight(share), PlanOptions(num_stages=1)
@@ -91,6 +94,7 @@ def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share:
     assert mine.step_time_s == pytest.approx(fastest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.1, 0.05])
 def test_no_plain_plan_is_faster_than_the_plan(share: float) -> None:
     prediction = compared(tight(share)).prediction
@@ -148,6 +152,7 @@ def test_no_plain_plan_of_a_model_with_tied_embeddings_is_faster(shape: tuple[in
     assert found.prediction.step_time_s <= min(known) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert-large", "gpt2-xl", "gemma-2b", "llama3.2-1b", "olmoe-1b-7b"])
 def test_no_plain_plan_of_a_packaged_model_of_short_sequences_is_faster(model: str) -> None:
     of = make_job(model, "1x8xa100-80gb", global_batch=64, seq_len=512, precision="bf16", memory=None, profile=None)

@@ -61,6 +61,7 @@ def every_setting(space: PooledSpace) -> list[PooledSetting]:
     return [order for each in space.settings() for order in space.orders(each)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "memory"),
     [
@@ -79,6 +80,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
     assert max(found.search.lower_bound_s, every.search.lower_bound_s) <= found.ranked[0].outcome.score_s * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["4GiB", "8GiB", None])
 @pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
 def test_no_plan_of_a_setting_is_faster_than_its_bounds(model, memory):
@@ -94,6 +96,7 @@ def test_no_plan_of_a_setting_is_faster_than_its_bounds(model, memory):
         assert space.next_bound_s(setting, LEVELS - 1, step_s) <= step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
 def test_floors_shared_between_pipelines_are_those_of_each(model):
     job = pooled("1x4xh100-80gb+1x4xa100-40gb", model=model)
@@ -118,6 +121,7 @@ def test_the_bound_by_times_is_the_same_for_every_order():
         assert max(bounds) == pytest.approx(min(bounds), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
     job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
     found = search_pools(job, PooledSpace(job, OPTIONS), time_limit_s=0.0)
@@ -170,6 +174,7 @@ def test_times_of_the_search_are_those_of_the_prediction():
             assert own_s == pytest.approx(stage.layer_s + stage.switch_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [4, 8, 32])
 def test_pools_of_equal_devices_are_no_worse_than_one_cluster_cut_between_them(batch):
     whole = parse_cluster("2x4xa100-80gb")
@@ -211,6 +216,7 @@ def test_where_nothing_fits_the_nearest_miss_is_said():
     assert "more per device" in result.miss_text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["1GiB", "3GiB"])
 def test_the_nearest_miss_is_that_of_the_setting_that_misses_least(memory):
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory=memory, batch=32)
@@ -288,6 +294,7 @@ def test_python_takes_pools_as_the_command_line_does():
         find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", profile="profile.json", **asked)
 
 
+@pytest.mark.slow
 def test_what_leaves_no_margin_in_any_pool_is_taken_with_a_warning_that_names_the_pool():
     job = pooled(parse_pools("1x2xh100-80gb+1x2xa100-80gb"), batch=8)
     roomy = plan_job(job, OPTIONS)

@@ -32,6 +32,7 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, val
     assert allocator_setting() == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["steelyard.train", "steelyard.profiler.__main__"])
 def test_a_process_of_a_run_sets_it_before_torch(module: str) -> None:
     """In a process of its own, whose imports are as torchrun has them."""

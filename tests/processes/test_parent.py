@@ -22,6 +22,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work", ["time.sleep(600)", "import ctypes; ctypes.PyDLL(None).sleep(600)", "\n    while True: pass"]
 )

@@ -85,6 +85,7 @@ def tight(share: float) -> Job:
     return replace(of, budget_bytes=int(1_160_700_000 + share * 1_000_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_less_time_is_less_than_this_plan_takes(share: float) -> None:
     of = tight(share)
@@ -98,6 +99,7 @@ def test_less_time_is_less_than_this_plan_takes(share: float) -> None:
     assert float(found[3]) == pytest.approx(100 * (1 - free_s / by_hand.prediction.step_time_s), abs=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_how_much_slower_a_rival_is_agrees_with_both_step_times(share: float) -> None:
     of = tight(share)
@@ -112,6 +114,7 @@ def test_how_much_slower_a_rival_is_agrees_with_both_step_times(share: float) ->
         assert each.slowdown == pytest.approx(each.step_time_s / best.prediction.step_time_s - 1, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_a_candidate_is_no_faster_where_it_is_searched_to_the_end_than_its_step_says(share: float) -> None:
     of = tight(share)
@@ -131,6 +134,7 @@ def test_a_candidate_is_no_faster_where_it_is_searched_to_the_end_than_its_step_
             assert mine.step_time_s == pytest.approx(each.step_time_s, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.7])
 def test_the_chosen_row_of_a_frontier_is_the_plan_and_no_row_is_dominated(share: float) -> None:
     of = tight(share)

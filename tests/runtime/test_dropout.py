@@ -89,6 +89,7 @@ def test_the_generators_of_the_users_loop_are_left_as_they_were() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", IN_THE_EMBEDDING)
 def test_what_an_embedding_drops_depends_on_no_generator_of_the_users(where: str) -> None:
     found = []

@@ -82,6 +82,7 @@ def test_terms_of_states_are_16_bytes_a_parameter_over_the_shards() -> None:
     assert terms["optimizer"] == pytest.approx(8 * params / 2, abs=4 * 30)
 
 
+@pytest.mark.slow
 def test_the_second_step_begins_without_gathered_parameters() -> None:
     stage = ", ".join(["fsdp8 remat=full"] * 8)
     plan = make_plan("llama", stage, num_microbatches=1, global_batch=8, seq_len=8, precision="bf16")
@@ -103,6 +104,7 @@ def test_every_rank_of_unlike_stages_runs_on_fake_tensors() -> None:
     assert 1.9 < last.later_steps.terms["optimizer"] / first.later_steps.terms["optimizer"] < 2.1
 
 
+@pytest.mark.slow
 def test_gpipe_holds_every_microbatch() -> None:
     activations = {
         schedule: on_host(

@@ -24,10 +24,12 @@ def strategies_used(num_devices: int) -> set[str]:
     return {str(strategy) for plan in plans for strategy in plan.strategies}
 
 
+@pytest.mark.slow
 def test_every_leaf_of_four_devices_is_in_a_plan() -> None:
     assert {str(strategy) for strategy in leaves(4)} <= strategies_used(4)
 
 
+@pytest.mark.slow
 def test_every_leaf_of_eight_devices_is_in_a_plan_with_some_remat_and_every_remat_comes_as_often() -> None:
     some = one_remat_each(leaves(8))
     assert {str(strategy) for strategy in some} <= strategies_used(8)

@@ -100,6 +100,7 @@ def test_every_parameter_is_read(saved: Path, path: str, name: str) -> None:
     assert notices == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_transformers_own_files_are_read_for_every_family(tmp_path: Path, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)

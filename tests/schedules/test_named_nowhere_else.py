@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import steelyard
 from steelyard.schedules import SCHEDULES
 
@@ -37,6 +39,7 @@ def names_a_schedule(path: Path) -> bool:
     return bool(imports & MODULES) or any(NAMED.search(text) for text in texts_and_names(tree))
 
 
+@pytest.mark.slow
 def test_no_other_module_names_a_schedule() -> None:
     outside = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "schedules"]
     found = {path.relative_to(SOURCE).as_posix() for path in outside if names_a_schedule(path)}

@@ -81,6 +81,7 @@ def test_the_referee_agrees_with_exhaustive_search() -> None:
             assert milp.solve(scaled, budget)[1] == pytest.approx(np.inf if expected is None else expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_agrees_with_highs_on_one_stage(seed: int) -> None:
     agrees(*chain_tables(seed))

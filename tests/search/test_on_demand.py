@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import pytest
 
 from steelyard.cost.tables import CostTables
 from steelyard.search import OnDemand, SearchResult, search
@@ -32,6 +33,7 @@ def num_made(given: Sequence[OnDemand]) -> int:
     return sum(each.is_made for each in given)
 
 
+@pytest.mark.slow
 def test_what_is_found_is_the_same_and_beaten_settings_have_no_tables() -> None:
     spared = 0
     for seed in range(150):

@@ -19,6 +19,7 @@ def blocks(num_quick: int, num_all: int) -> list[Any]:
     return [pytest.param(block, marks=[pytest.mark.slow] * (block >= num_quick)) for block in range(num_all)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks(3, 10))
 def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
     for seed in range(block * 60, block * 60 + 60):
@@ -39,6 +40,7 @@ def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
             assert result.solution.step_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
 
 
+@pytest.mark.slow
 def test_what_is_known_within_any_budget_changes_no_answer() -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)

@@ -35,6 +35,7 @@ def pooled(rng, num_pools, **wanted):
     return replace(tables, pools=pools)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pools", [2, 3])
 @given(seeds)
 def test_the_search_over_pools_agrees_with_trying_everything(num_pools, seed):
@@ -54,6 +55,7 @@ def test_the_search_over_pools_agrees_with_trying_everything(num_pools, seed):
         assert found.solution.peak_bytes <= budget
 
 
+@pytest.mark.slow
 @given(seeds)
 def test_given_cuts_over_pools_get_their_best_strategies(seed):
     rng = np.random.default_rng(seed)
@@ -72,6 +74,7 @@ def test_no_plan_over_pools_is_faster_than_the_quick_bound(seed):
     assert not steps or quick_bound_s(tables) <= min(steps) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @given(seeds)
 def test_one_pool_gives_what_tables_without_pools_give(seed):
     rng = np.random.default_rng(seed)

@@ -46,6 +46,7 @@ def random_problem(seed: int, *, max_plans: int = 100) -> tuple[CostTables, list
     return tables, list(exhaustive.all_plans(tables))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
     for seed in range(block * 50, block * 50 + 50):
@@ -64,6 +65,7 @@ def test_agrees_with_exhaustive_search_on_random_pipelines(block: int) -> None:
             assert result.best.score_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
 
 
+@pytest.mark.slow
 def test_last_layers_of_a_stage_pay_for_side_inputs_like_any_other() -> None:
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -149,6 +151,7 @@ def test_side_inputs_never_make_a_plan_faster() -> None:
         assert scores == pytest.approx(sorted(scores), rel=1e-12), seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [method for method in get_args(Partition) if method != "exact"])
 def test_other_partitions_are_never_better_than_the_exact_one(method: Partition) -> None:
     for seed in range(15):
@@ -209,6 +212,7 @@ def least_of_unet(tables: CostTables) -> float:
     return float(within.min()) * tables.pipeline.num_passes
 
 
+@pytest.mark.slow
 def test_a_unet_of_eight_skips_in_ample_memory_is_planned_optimally() -> None:
     tables = unet(8, 4)
     found = search([tables], 10**6)

@@ -64,6 +64,7 @@ def test_the_least_bytes_of_a_plan_are_those_of_its_fullest_stage_as_its_layers_
         assert walks.least_bytes(cuts, chosen) == most_bytes(tables, working, cuts, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(5))
 def test_with_room_for_all_states_the_plan_of_a_stage_is_the_fastest_that_fits(block: int) -> None:
     for seed in range(block * 30, block * 30 + 30):
@@ -96,6 +97,7 @@ def test_no_plan_of_one_stage_that_fits_is_faster_than_the_bound(block: int) -> 
                 assert walks.bound_s(budget, target_s) <= expected * (1 + 1e-9) + 1e-9, seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(5))
 def test_the_fastest_plan_of_one_stage_is_that_of_every_choice_and_a_limit_below_is_a_bound(block: int) -> None:
     for seed in range(block * 30, block * 30 + 30):
@@ -125,6 +127,7 @@ def test_with_room_for_too_few_states_the_fastest_plan_lies_between_a_bound_and_
     assert bound_s <= min(seconds for seconds, _ in known) <= found.step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3, ANY])
 def test_plans_of_several_stages_fit_whatever_the_number_of_states(width: int) -> None:
     num_found = 0

@@ -75,6 +75,7 @@ def test_a_damaged_file_is_traced_again(
     assert len(asked) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"seq_len": 16}, {"precision": "fp32"}, {"degrees": (1, 2)}])
 def test_whatever_enters_a_trace_is_part_of_its_key(tmp_path: Path, change: dict) -> None:
     _trace(tmp_path)

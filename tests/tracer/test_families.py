@@ -13,6 +13,8 @@ from tests.shapes import tp_shape
 from tests.tracer.traces import DIVIDED
 from tests.tracer.traces import traced_family as traced
 
+pytestmark = pytest.mark.slow
+
 families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
 
 

@@ -30,6 +30,7 @@ def check(name: str) -> str:
     return "no length is packaged"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_packaged_trace_equals_a_fresh_one(name: str) -> None:
     assert check(name) == ""

@@ -33,6 +33,7 @@ def calls(again: Recomputation) -> dict[str, int]:
     return {each.kind: each.count for each in again.collectives}
 
 
+@pytest.mark.slow
 @settings
 def test_selective_keeps_less_than_none_and_more_than_full(family: str, tp: int, sp: bool) -> None:
     kept = [
@@ -43,6 +44,7 @@ def test_selective_keeps_less_than_none_and_more_than_full(family: str, tp: int,
     assert kept[0] < kept[1] < kept[2]
 
 
+@pytest.mark.slow
 @settings
 def test_selective_repeats_no_matrix_product_and_no_attention(family: str, tp: int, sp: bool) -> None:
     work = under("selective", family, tp, sp).work
@@ -94,6 +96,7 @@ def test_selective_is_for_blocks(kind: str) -> None:
     assert [entry.remat for entry in layer("llama", kind=kind).recomputations] == ["full"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedding", "block", "head"])
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
 def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: str, tp: int, sp: bool) -> None:

@@ -76,6 +76,7 @@ def test_the_head_multiplies_by_the_vocabulary() -> None:
     assert sizes(head.forward) == {(SEQ_LEN, VOCAB, HIDDEN): 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_are_one_product_of_groups_and_over_two_ranks_of_half_as_many_on_twice_the_rows(family: str) -> None:
     layer = next(each for each in traced_family(family).layers if each.divided_experts and not each.degrees)
@@ -87,6 +88,7 @@ def test_experts_are_one_product_of_groups_and_over_two_ranks_of_half_as_many_on
         assert on_a_rank.flop(3) == pytest.approx(each.flop(3))
 
 
+@pytest.mark.slow
 def test_a_rank_with_more_pairs_has_more_rows_of_each_expert() -> None:
     layer = next(each for each in traced_family("mixtral").layers if each.divided_experts and not each.degrees)
     even, uneven = (layer.with_divided_experts(2, imbalance).backward.products for imbalance in (1.0, 1.5))

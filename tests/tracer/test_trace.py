@@ -60,6 +60,7 @@ def matrix_params(family: str, tp: int = 1) -> int:
 # work
 
 
+@pytest.mark.slow
 @families
 def test_parameters_are_those_of_the_real_module(family: str) -> None:
     assert {kind: layer(family, kind).num_params for kind in KINDS} == real_params(family)
@@ -117,6 +118,7 @@ def test_tp_divides_the_matrices_and_keeps_the_norms_whole(tp: int, kind: str) -
     assert layer("llama", kind, tp).num_params == (whole - norms) // tp + norms
 
 
+@pytest.mark.slow
 @families
 @kinds
 @sequence_parallel

@@ -44,6 +44,7 @@ def test_json_has_every_source_and_target(script: Script) -> None:
     assert all({"name", "bound", "reached", "is_met"} <= set(line) for line in found["targets"])
 
 
+@pytest.mark.slow
 def test_runs_beside_it_are_predicted_from_any_folder_with_no_path_set(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--sources", "torchtitan", "--json"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

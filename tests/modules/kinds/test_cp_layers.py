@@ -29,6 +29,7 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (1,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAUSAL)
 def test_every_layer_of_a_causal_family_can_be_under_cp(mesh: DeviceMesh, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
@@ -47,6 +48,7 @@ def test_only_ulysses_reads_the_mask_of_the_whole_sequence(mesh: DeviceMesh, met
     assert reads_mask(block) is reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_CAUSAL)
 def test_every_layer_of_another_family_is_refused(mesh: DeviceMesh, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
@@ -73,6 +75,7 @@ def test_an_unmodified_model_is_prepared_for_cp() -> None:
     assert model.config._attn_implementation == IMPLEMENTATION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bert", "t5"])
 def test_without_cp_attention_is_that_of_pytorch_to_the_bit(name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)

@@ -59,6 +59,7 @@ def counted(
         return count_passes(layer, lambda: (layer(hidden, context),), inputs=(hidden,), constants=constants)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_every_rank_does_an_equal_share_of_causal_attention(method: str, degree: int) -> None:
@@ -136,6 +137,7 @@ def summed(calls: Mapping[str, list[float]]) -> dict[str, tuple[int, float]]:
     return {kind: (len(each), sum(each)) for kind, each in calls.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", Remat)
 def test_no_remat_choice_keeps_gathered_keys(remat: Remat) -> None:
     """More key-value heads add to what is kept as many bytes as a rank has of their tokens, and no more."""
@@ -143,6 +145,7 @@ def test_no_remat_choice_keeps_gathered_keys(remat: Remat) -> None:
     assert many.saved_bytes - few.saved_bytes <= 2 * KEYS_BYTES / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", Remat)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_rank_keeps_about_its_share(degree: int, remat: Remat) -> None:

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import steelyard
 from steelyard.plan.kinds import KINDS, variants
 
@@ -64,6 +66,7 @@ def named(source: str) -> set[str]:
     return NAMES & set(names_in(ast.parse(source)))
 
 
+@pytest.mark.slow
 def test_only_modules_with_a_reason_name_a_kind() -> None:
     paths = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")]
     outside = [path for path in paths if not path.startswith(HOMES)]
