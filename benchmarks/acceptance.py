@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.build import usable_bytes
 from steelyard.planning.acceptance import accept
-from steelyard.planning.contest import walked_bytes
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import search
 from steelyard.units import GIB, format_seconds
 

@@ -25,15 +25,15 @@ from steelyard.planning import (
     PlanOptions,
     acceptance,
     choose,
-    contest,
     make_job,
     make_tables,
     parse_pin,
     plan_job,
+    walked_settings,
 )
 from steelyard.planning.acceptance import accept
-from steelyard.planning.contest import walked_bytes
 from steelyard.planning.price import peak_bytes
+from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search.evaluate import evaluate
 from steelyard.search.partition import quick_bound_s
 from tests.cost.examples import cluster, job
@@ -187,7 +187,7 @@ def test_no_plan_is_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         walked[f"{settings[0].pipeline} {parts} {strategies}"] += 1
         return memory_terms(parts, strategies, settings)
 
-    monkeypatch.setattr(contest, "memory_terms", counted)
+    monkeypatch.setattr(walked_settings, "memory_terms", counted)
     assert accept(tight, make_tables(tight, PlanOptions())).ranked
     assert set(walked.values()) == {1}
 

@@ -18,7 +18,6 @@ from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning import pool_search
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import find_plan, plan_job
-from steelyard.planning.contest import walked_bytes
 from steelyard.planning.job import make_job, make_pooled_job
 from steelyard.planning.plan_from_search import bare_plan
 from steelyard.planning.pool_rivals import even_plan, explain_pools, with_pool_baselines
@@ -27,6 +26,7 @@ from steelyard.planning.pool_space import LEVELS, PooledSetting, PooledSpace
 from steelyard.planning.price import job_or_reason, pooled_job_of, with_price
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.profile_file import read_profile
+from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import search
 from steelyard.search.evaluate import evaluate
 from tests.cost.examples import SEQ_LEN, chain, measured_profile

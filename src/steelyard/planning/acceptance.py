@@ -23,10 +23,10 @@ import numpy as np
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledFloors, PooledJob, usable_of
 from steelyard.cost.tables import CostTables
-from steelyard.planning.contest import SAME, Accepted, Contest
 from steelyard.planning.least_walked import Least, least_plan, misses
 from steelyard.planning.restrictions import means_of, restricted
 from steelyard.planning.walked_search import compete, refine_best, search_all_states, search_as_layers_work
+from steelyard.planning.walked_settings import SAME, Accepted, WalkedSettings
 from steelyard.search import (
     OnDemand,
     Partition,
@@ -82,7 +82,7 @@ def accept(
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
     given = [OnDemand.of(each) for each in tables]
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    contest = Contest(
+    contest = WalkedSettings(
         job=job,
         given=given,
         num_exact=num_exact,
@@ -106,7 +106,7 @@ def accept(
     return _summary(contest, found)
 
 
-def _settle(contest: "Contest", num_alternatives: int) -> SearchResult:
+def _settle(contest: "WalkedSettings", num_alternatives: int) -> SearchResult:
     """Searches all settings of a contest, lets the best of them compete, and says what the search says of all."""
     found = search(
         contest.given,
@@ -127,7 +127,7 @@ def _settle(contest: "Contest", num_alternatives: int) -> SearchResult:
     return found
 
 
-def _without_means(contest: "Contest") -> None:
+def _without_means(contest: "WalkedSettings") -> None:
     """Tries the settings of which a faster plan may be accepted without each means of the best plan, over and over.
 
     A smaller space has floors closer to its walks, and plans in it that the whole one hides behind others that the walk
@@ -162,7 +162,7 @@ def _without_means(contest: "Contest") -> None:
                 contest.accepted[indices[index]] = replace(each, outcome=outcome)
 
 
-def _summary(contest: Contest, found: SearchResult) -> Acceptance:
+def _summary(contest: WalkedSettings, found: SearchResult) -> Acceptance:
     """What was accepted, best first, with the bound that holds for all accepted plans."""
     least = None if contest.accepted or contest.known_s < np.inf else least_plan(contest)
     if least is not None:
@@ -187,7 +187,7 @@ def _summary(contest: Contest, found: SearchResult) -> Acceptance:
     )
 
 
-def _reported(contest: Contest, outcome: SettingOutcome) -> SettingOutcome:
+def _reported(contest: WalkedSettings, outcome: SettingOutcome) -> SettingOutcome:
     """The outcome of a setting with the plan that was accepted, or with none."""
     accepted = contest.accepted.get(outcome.index)
     if accepted is not None:
@@ -199,7 +199,7 @@ def _reported(contest: Contest, outcome: SettingOutcome) -> SettingOutcome:
     return replace(outcome, result=replace(outcome.result, solution=None), reason=reason)
 
 
-def _nothing_accepted(contest: Contest, found: SearchResult, least: Least | None) -> Acceptance:
+def _nothing_accepted(contest: WalkedSettings, found: SearchResult, least: Least | None) -> Acceptance:
     nothing = tuple(_reported(contest, each) for each in found.settings)
     return Acceptance(
         ranked=(),

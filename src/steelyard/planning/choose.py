@@ -20,7 +20,6 @@ from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.prediction import Alternative
 from steelyard.planning.acceptance import Acceptance, accept
-from steelyard.planning.contest import Accepted
 from steelyard.planning.demands import asked_in
 from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import make_any_job, planned_chain
@@ -31,6 +30,7 @@ from steelyard.planning.pool_space import PooledSpace
 from steelyard.planning.price import prediction_of
 from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.profile_file import GivenProfiles
+from steelyard.planning.walked_settings import Accepted
 from steelyard.search import NearestMiss, OnDemand, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural
 

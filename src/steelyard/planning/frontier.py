@@ -9,11 +9,11 @@ from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.choose import plan_job
-from steelyard.planning.contest import walked_bytes
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
 from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import sampled_frontier
 
 SHOWN_BUDGETS = 2

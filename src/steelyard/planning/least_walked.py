@@ -8,8 +8,8 @@ import numpy as np
 
 from steelyard.cost.pools import usable_of
 from steelyard.cost.tables import CostTables
-from steelyard.planning.contest import Contest, outcome_of, walked_bytes
 from steelyard.planning.plan_from_search import grouped_plan
+from steelyard.planning.walked_settings import WalkedSettings, outcome_of, walked_bytes
 from steelyard.search import (
     NearestMiss,
     SettingOutcome,
@@ -31,7 +31,7 @@ class Least:
     miss: NearestMiss
 
 
-def least_plan(contest: Contest) -> Least | None:
+def least_plan(contest: WalkedSettings) -> Least | None:
     """The plan that takes least of all settings; None where some layer has no legal strategy in any.
 
     Of each setting the plans of least memory by its tables are walked; those whose floor is above the best are left.
@@ -49,7 +49,7 @@ def least_plan(contest: Contest) -> Least | None:
     return None if best is None else _lessened(contest, best)
 
 
-def _lessened(contest: Contest, least: Least) -> Least:
+def _lessened(contest: WalkedSettings, least: Least) -> Least:
     """A plan of the same cuts that takes less by the walk, where one is found by changing some layers at a time."""
     tables = contest.floors(least.outcome.index)[0]
     cuts = least.outcome.solution.boundaries
@@ -69,7 +69,7 @@ def _lessened(contest: Contest, least: Least) -> Least:
     return best
 
 
-def _small_strategies(contest: Contest, index: int, kind: int, stage: int) -> list[int]:
+def _small_strategies(contest: WalkedSettings, index: int, kind: int, stage: int) -> list[int]:
     """The strategies of a kind that take least by some floor of a setting."""
     found: dict[int, None] = {}
     for tables in contest.floors(index):
@@ -80,7 +80,7 @@ def _small_strategies(contest: Contest, index: int, kind: int, stage: int) -> li
     return list(found)
 
 
-def misses(contest: Contest) -> Iterator[tuple[int, NearestMiss]]:
+def misses(contest: WalkedSettings) -> Iterator[tuple[int, NearestMiss]]:
     """By the index of each setting, what its floor needs at least; of none without a legal strategy for each layer."""
     for index, each in enumerate(contest.given):
         if contest.left_s == 0 and not each.is_made:
@@ -90,7 +90,7 @@ def misses(contest: Contest) -> Iterator[tuple[int, NearestMiss]]:
             yield index, miss
 
 
-def _least_of(contest: Contest, index: int, tables: CostTables) -> Least | None:
+def _least_of(contest: WalkedSettings, index: int, tables: CostTables) -> Least | None:
     memories = stage_memories(tables)
     miss = nearest_miss(tables, 0, memories)
     if miss is None:
@@ -101,12 +101,14 @@ def _least_of(contest: Contest, index: int, tables: CostTables) -> Least | None:
     return _weighed(contest, outcome, miss)
 
 
-def _walked(contest: Contest, least: Least, tables: CostTables, cuts: Sequence[int], chosen: Sequence[int]) -> Least:
+def _walked(
+    contest: WalkedSettings, least: Least, tables: CostTables, cuts: Sequence[int], chosen: Sequence[int]
+) -> Least:
     result = SettingResult(status="feasible", solution=evaluate(tables, cuts, chosen), lower_bound_s=0.0)
     return _weighed(contest, outcome_of(least.outcome.index, tables, result), least.miss)
 
 
-def _weighed(contest: Contest, outcome: SettingOutcome, miss: NearestMiss) -> Least:
+def _weighed(contest: WalkedSettings, outcome: SettingOutcome, miss: NearestMiss) -> Least:
     """An outcome with the bytes that the walk of its plan finds, and what they miss."""
     walked = walked_bytes(grouped_plan(contest.job, outcome), contest.job)
     missing = walked - usable_of(contest.job)

@@ -15,10 +15,10 @@ from steelyard.plan.prediction import Baseline
 from steelyard.plan.strategy import divisors
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import plan_job
-from steelyard.planning.contest import Accepted
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
 from steelyard.planning.problem import PlanOptions
+from steelyard.planning.walked_settings import Accepted
 from steelyard.search import NearestMiss
 from steelyard.search.balance import even_boundaries
 

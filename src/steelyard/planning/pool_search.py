@@ -17,8 +17,8 @@ from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.planning.acceptance import Acceptance, accept
-from steelyard.planning.contest import Accepted
 from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
+from steelyard.planning.walked_settings import Accepted
 from steelyard.search.least_memory import IMPOSSIBLE
 
 RIVALS = 8

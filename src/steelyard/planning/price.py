@@ -16,12 +16,12 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, PoolUse, Prediction
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.contest import Accepted
 from steelyard.planning.job import make_job, make_pooled_job
 from steelyard.planning.margin import warnings_of
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import microbatch_counts
 from steelyard.planning.profile_file import GivenProfiles, recorded_profile
+from steelyard.planning.walked_settings import Accepted
 from steelyard.profiles.profile import Profile
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.units import format_seconds

@@ -18,13 +18,13 @@ from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
 from steelyard.plan.plan import Plan
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.contest import walked_bytes
 from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
 from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.rivals import Contest, restrictions
+from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import OnDemand, nearest_miss
 
 SEARCH_SHARE = 0.04

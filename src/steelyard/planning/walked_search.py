@@ -8,9 +8,9 @@ import numpy as np
 
 from steelyard.cost.pools import PooledJob, usable_of
 from steelyard.cost.tables import CostTables
-from steelyard.planning.contest import SAME, Contest, outcome_of, walked_bytes
 from steelyard.planning.plain import PLAIN_N_D, plain_choices
 from steelyard.planning.refine import refined
+from steelyard.planning.walked_settings import SAME, WalkedSettings, outcome_of, walked_bytes
 from steelyard.search import (
     SearchResult,
     SettingOutcome,
@@ -46,7 +46,7 @@ REFINED_GAP = 0.001
 """Plans are not refined that may gain less than this fraction of a step."""
 
 
-def refine_best(contest: "Contest") -> None:
+def refine_best(contest: "WalkedSettings") -> None:
     """Refines the best plans of the settings of which a faster one may be accepted."""
     goal_s = contest.cutoff_s * (1 - REFINED_GAP)
     known = [index for index in contest.open() if index in contest.accepted and contest.bounds_s[index] < goal_s]
@@ -65,7 +65,7 @@ def refine_best(contest: "Contest") -> None:
         contest.refined_s[index] = contest.accepted[index].outcome.score_s
 
 
-def search_all_states(contest: "Contest") -> None:
+def search_all_states(contest: "WalkedSettings") -> None:
     """Finds the fastest plans of settings of one stage by what it holds as each layer works, or bounds them better."""
     for index in contest.open():
         walks = contest.stage_walks(index) if contest.given[index].pipeline.num_stages == 1 else None
@@ -78,7 +78,7 @@ def search_all_states(contest: "Contest") -> None:
             contest.excess_bytes(outcome_of(index, walks.tables, result))
 
 
-def compete(contest: Contest, contested: Sequence[int], found: SearchResult, num_alternatives: int) -> None:
+def compete(contest: WalkedSettings, contested: Sequence[int], found: SearchResult, num_alternatives: int) -> None:
     """Finds accepted plans of these settings: what their own tables allow, then what lies between."""
     above = search(
         [contest.given[index].bounded(contest.bounds_s[index]) for index in contested],
@@ -104,7 +104,7 @@ def compete(contest: Contest, contested: Sequence[int], found: SearchResult, num
             _beyond(contest, index)
 
 
-def search_as_layers_work(contest: Contest, found: SearchResult) -> None:
+def search_as_layers_work(contest: WalkedSettings, found: SearchResult) -> None:
     """Finds plans by what a stage holds as each layer works, with the cuts of those within floors."""
     for index in contest.open():
         like = found.settings[index].result.solution
@@ -128,7 +128,7 @@ def search_as_layers_work(contest: Contest, found: SearchResult) -> None:
             spared += excess
 
 
-def _plain(contest: Contest, indices: Sequence[int]) -> None:
+def _plain(contest: WalkedSettings, indices: Sequence[int]) -> None:
     """Tries the plain plans of these settings that promise to be of use; over unlike pools none is plain."""
     if isinstance(contest.job, PooledJob):
         return
@@ -153,7 +153,7 @@ def _plain(contest: Contest, indices: Sequence[int]) -> None:
                 break
 
 
-def _between(contest: Contest, index: int, known: SettingOutcome) -> None:
+def _between(contest: WalkedSettings, index: int, known: SettingOutcome) -> None:
     """Searches the floors of a setting within less and less until the walk accepts a plan, then within a little more.
 
     Begins with the floor that bounds the setting best.
@@ -185,7 +185,7 @@ def _between(contest: Contest, index: int, known: SettingOutcome) -> None:
             refused = middle
 
 
-def _beyond(contest: Contest, index: int) -> None:
+def _beyond(contest: WalkedSettings, index: int) -> None:
     """Searches the tables of a setting within more than there is, by as much as they are above the walk of its plan."""
     known, tables = contest.accepted.get(index), contest.given[index].tables
     if known is None:
@@ -208,7 +208,7 @@ def _peak_bytes(tables: CostTables, outcome: SettingOutcome) -> int:
     return evaluate(tables, solution.boundaries, solution.strategies).peak_bytes
 
 
-def _within(contest: Contest, index: int, floor: AnyBudget, spared_bytes: int) -> SettingOutcome | None:
+def _within(contest: WalkedSettings, index: int, floor: AnyBudget, spared_bytes: int) -> SettingOutcome | None:
     """The fastest plan of a floor within so much less than there is; None where it is of no use."""
     cutoff_s = contest.cutoff_s * (1 - SAME)
     result = partition_exact(floor, contest.room_bytes - spared_bytes, cutoff_s=cutoff_s, deadline=contest.deadline)

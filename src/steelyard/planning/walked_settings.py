@@ -39,7 +39,7 @@ class Accepted:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Contest:
+class WalkedSettings:
     """The settings of a job, what is known of each, and the best accepted plan of each."""
 
     job: AnyJob
