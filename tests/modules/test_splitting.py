@@ -908,3 +908,9 @@ def test_an_embedding_that_is_projected_stays_narrower() -> None:
 
 def test_a_small_config_drops_rotary_scalings_made_for_a_width() -> None:
     assert small_config({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48}}) == {}
+
+
+def test_several_blocks_that_are_each_called_again_are_refused() -> None:
+    config = split_config("albert") | {"num_hidden_layers": 4, "num_hidden_groups": 2}
+    with pytest.raises(InvalidModelError, match="no list of modules that are called once each"):
+        find_split(read_hub_config("albert", config))

@@ -29,6 +29,7 @@ from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
 from steelyard.modules.failed_at import failed_at
 from steelyard.modules.prepared import prepare
+from steelyard.modules.repeated import repeat_blocks
 
 _SEED_STRIDE = 1_000_003
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -95,8 +96,14 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
             hint="add --builder FILE.py:FUNCTION, with the file that you planned with (it is run)",
         )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
-    prepare(model, chain.family.model_type)
+    _prepare(model, chain)
     return model
+
+
+def _prepare(model: PreTrainedModel, chain: ModelChain) -> None:
+    prepare(model, chain.family.model_type)
+    if chain.split:
+        repeat_blocks(model, {path: len(chain.split.block_layers(path)) for path in chain.split.lists})
 
 
 def build_from_config(
@@ -150,7 +157,7 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
     if chain.own:
         return
-    prepare(model, chain.family.model_type)
+    _prepare(model, chain)
     if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)
     if model.config._attn_implementation == "sdpa":

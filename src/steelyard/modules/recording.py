@@ -31,6 +31,7 @@ from steelyard.modules.model_inputs import (
 )
 from steelyard.modules.not_split import failed_pass, not_split
 from steelyard.modules.paths import is_below, is_below_any
+from steelyard.modules.repeated import repeat_blocks
 from steelyard.modules.unpadded import one_sequence_each
 
 SAMPLES, TOKENS, LONGER, LONGEST = 2, 16, 24, 8192
@@ -97,7 +98,10 @@ def record_pass(
     read: Read,
     more: int = TOKENS,
 ) -> Recording:
-    """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image."""
+    """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image.
+
+    A block that is called again and again has a place for each call afterwards.
+    """
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists(model)
@@ -148,6 +152,9 @@ def record_pass(
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise not_split(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
+    if again := _called_again(lists, calls):
+        repeat_blocks(model, again)
+        return record_pass(model, config, task, read, more)
     chosen = _chosen(model, _in_order(lists, calls), called, config, task)
     return Recording(
         called=called,
@@ -163,6 +170,14 @@ def record_pass(
         named=named,
         asks_for_values=known is not None and known.asked,
     )
+
+
+def _called_again(
+    lists: Mapping[str, Sequence[nn.Module]], calls: Mapping[str, Sequence[tuple[int, Call]]]
+) -> dict[str, int]:
+    """How often the one block of the largest list is called with what it returned before, by the list's path."""
+    found = {path: [call for _, call in calls[path]] for path in list(lists)[:1] if len(lists[path]) == 1}
+    return {path: len(each) for path, each in found.items() if len(each) > 1 and _is_chain(each)}
 
 
 def _in_order(
